@@ -162,8 +162,14 @@ class Tokenizer:
             wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
             if train_on == "last":
                 wanted = wanted[-1:]
-            # With a generation prompt at the end the last turn is history; find it as such.
-            turns = Turns(full, marked_messages, render, self._written_by_template, self._vocabulary.control)
+            turns = Turns(
+                full,
+                add_generation_prompt,
+                marked_messages,
+                render,
+                self._written_by_template,
+                self._vocabulary.control,
+            )
             trained = [(unmarked(start), unmarked(end)) for start, end in map(turns.span, wanted)]
         return Passage(text, trained, literal)
 

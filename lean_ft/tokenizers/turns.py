@@ -30,11 +30,13 @@ REMEDY = (
 class Turns:
     """Finds the assistant's turns in one rendered chat.
 
-    `full` is the rendering of all `messages`, `render` makes others; `added` are the tokenizer's added tokens and
+    `full` is the rendering of all `messages`, with a generation prompt behind it if `ends_with_prompt`; `render` makes
+    others; `added` are the tokenizer's added tokens and
     `control` the control tokens among them. What stands between literal markers is text, whatever it spells.
     """
 
     full: str
+    ends_with_prompt: bool
     messages: Sequence[dict[str, Any]]
     render: Render
     added: re.Pattern[str]
@@ -49,9 +51,9 @@ class Turns:
                 f"cannot tell where the assistant's message {i} begins: rendering what comes before it failed "
                 f"({error}). {REMEDY}"
             ) from None
-        is_last = i == len(self.messages) - 1
+        is_whole = i == len(self.messages) - 1 and not self.ends_with_prompt
         start = self._start(self.full, i, prompt)
-        as_last = self.full if is_last else self.render(self.messages[: i + 1], False)
+        as_last = self.full if is_whole else self.render(self.messages[: i + 1], False)
         if self.full.startswith(as_last) and len(as_last) >= start:
             closing = self._closing(as_last, start)
             return start, closing[-1].end() if closing else len(as_last)
