@@ -40,7 +40,11 @@ class Batch:
         device = torch.device(device)
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            return (
+                tensor.pin_memory().to(device, non_blocking=True)
+                if device.type == "cuda"
+                else tensor.to(device)
+            )
 
         return replace(
             self,

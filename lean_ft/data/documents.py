@@ -80,7 +80,9 @@ class DataReport:
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        parts.append(
+            f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})"
+        )
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
         return "; ".join(parts)
@@ -90,7 +92,10 @@ class DataReport:
 
 
 def prepare_documents(
-    config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str], digest: "hashlib._Hash | None" = None
+    config: SFTDataConfig,
+    tokenizer: Tokenizer,
+    source: str | list[str],
+    digest: "hashlib._Hash | None" = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, renders, tokenises and truncates every row of `source`.
 
@@ -125,7 +130,11 @@ def prepare_documents(
 
 def count(report: DataReport, documents: Documents) -> None:
     """Writes the sizes of `documents` into `report`."""
-    report.kept, report.tokens, report.target_tokens = len(documents), documents.num_tokens, documents.num_targets
+    report.kept, report.tokens, report.target_tokens = (
+        len(documents),
+        documents.num_tokens,
+        documents.num_targets,
+    )
 
 
 def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:

@@ -82,8 +82,15 @@ class RowReader:
             if self.format == "prompt_completion":
                 prompt, completion, between = _string(fields, "prompt"), _string(fields, "completion"), ""
             else:
-                asked = [_string(fields, "instruction"), _string(fields, "input") if fields.get("input") else ""]
-                prompt, completion, between = "\n\n".join(filter(None, asked)), _string(fields, "output"), "\n\n"
+                asked = [
+                    _string(fields, "instruction"),
+                    _string(fields, "input") if fields.get("input") else "",
+                ]
+                prompt, completion, between = (
+                    "\n\n".join(filter(None, asked)),
+                    _string(fields, "output"),
+                    "\n\n",
+                )
             if self.tokenizer.chat_template is not None:
                 return self._chat(
                     [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], None
@@ -178,7 +185,9 @@ def _message_text(message: dict[str, Any], i: int) -> str | None:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if isinstance(value, str):  # some data sets hold it as JSON in a string, which keeps their columns uniform
+    if isinstance(
+        value, str
+    ):  # some data sets hold it as JSON in a string, which keeps their columns uniform
         try:
             value = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:

@@ -6,7 +6,7 @@ import numpy as np
 
 from lean_ft.data.batches import Batches, EvalBatches, Rows
 from lean_ft.data.documents import DataReport, Documents, count, prepare_documents
-from lean_ft.data.packing import best_fit_decreasing
+from lean_ft.data.packing import pack
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 
@@ -55,13 +55,17 @@ def _split(documents: Documents, fraction: float, seed: int) -> tuple[Documents,
             "a data.validation_source."
         )
     shuffled = np.random.default_rng(seed).permutation(len(documents))
-    return documents.select(np.sort(shuffled[num_held_out:])), documents.select(np.sort(shuffled[:num_held_out]))
+    return documents.select(np.sort(shuffled[num_held_out:])), documents.select(
+        np.sort(shuffled[:num_held_out])
+    )
 
 
-def _rows(documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: int, report: DataReport) -> Rows:
+def _rows(
+    documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: int, report: DataReport
+) -> Rows:
     packed = config.packing == "bfd"
     if packed:
-        order, offsets = best_fit_decreasing(documents.lengths, config.max_length)
+        order, offsets = pack(documents.lengths, config.max_length)
         report.packed_rows = len(offsets) - 1
         report.packing_efficiency = documents.num_tokens / (report.packed_rows * config.max_length)
     else:

@@ -117,13 +117,18 @@ def _added_tokens(
     """Every token that the configs name, with its id where they give one: declared ones in order of id, then others."""
     declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    special = [*named.values(), *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra))]
+    special = [
+        *named.values(),
+        *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)),
+    ]
     if not declared:
         declared = {
             token_id: AddedToken(token, special=token in special, normalized=token not in special)
             for token, token_id in legacy_added.items()
         }
-    tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
+    tokens: list[tuple[int | None, AddedToken]] = [
+        (token_id, declared[token_id]) for token_id in sorted(declared)
+    ]
     known = {token.content for token in declared.values()}
     for content in special:
         if content not in known:

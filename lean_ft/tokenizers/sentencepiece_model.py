@@ -35,7 +35,9 @@ class SentencePieceModel:
             self._processor: Any = SentencePieceProcessor(model_proto=model)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
-        self._inside: Any = self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+        self._inside: Any = (
+            self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+        )
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
         self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
 

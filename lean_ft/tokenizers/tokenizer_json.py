@@ -33,7 +33,9 @@ class TokenizerJson:
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises a bare Exception
-            raise ValueError(f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}") from None
+            raise ValueError(
+                f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}"
+            ) from None
         # A file saved after padded or truncated use would silently do the same to training rows.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -52,7 +54,9 @@ class TokenizerJson:
             present.add(token.content)
 
         if add_bos is not None or add_eos is not None or self._tokenizer.post_processor is None:
-            self._tokenizer.post_processor = self._bos_eos_template(bos if add_bos else None, eos if add_eos else None)
+            self._tokenizer.post_processor = self._bos_eos_template(
+                bos if add_bos else None, eos if add_eos else None
+            )
 
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in decoder.items()}
@@ -67,7 +71,9 @@ class TokenizerJson:
     def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
         whole = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
-            self._encode_with_literals(text, literal) if literal else Encoding.of(encoding.ids, encoding.offsets)
+            self._encode_with_literals(text, literal)
+            if literal
+            else Encoding.of(encoding.ids, encoding.offsets)
             for text, literal, encoding in zip(texts, literals, whole, strict=True)
         ]
 
@@ -104,8 +110,12 @@ class TokenizerJson:
                 respelled.append(stand_ins[piece])
                 origin.append(start)
             else:
-                if any(FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece):
-                    raise ValueError("a text with a typed control token also holds private-use characters of plane 16")
+                if any(
+                    FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece
+                ):
+                    raise ValueError(
+                        "a text with a typed control token also holds private-use characters of plane 16"
+                    )
                 respelled.append(piece)
                 origin.extend(range(start, end))
         origin.append(len(text))
