@@ -43,8 +43,8 @@ class Passage:
 class Tokenizer:
     """Text and chats to ids and back. Made by `load_tokenizer`.
 
-    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills padding is
-    told by position, never by id, so it may equal `eos_id`.
+    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
+    padding is told by position, never by id, so it may equal `eos_id`.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; control tokens in it are recognised.
 
-        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is there.
+        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is
+        there.
         """
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
@@ -118,12 +119,11 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
     ) -> tuple[list[int], list[bool]]:
-        """Ids of a chat and a mask of equal length, True on what is trained: the assistant's text and the token that
-        ends its turn.
+        """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
 
-        Each message is a dict with `role` and `content` (and what else the chat template reads). Control tokens typed
-        inside a message are ordinary text. Raises ValueError where there is no chat template, where it refuses the
-        messages, or where it does not let the assistant's turns be told apart.
+        Each message is a dict with `role` and `content` (and what else the chat template reads). Control
+        tokens typed inside a message are ordinary text. Raises ValueError where there is no chat template,
+        where it refuses the messages, or where it does not let the assistant's turns be told apart.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
         return ids.tolist(), mask.tolist()
@@ -150,8 +150,8 @@ class Tokenizer:
             plain = template.render(messages, tools, add_generation_prompt, self._special_tokens)
             if MARKERS.sub("", plain) != text:
                 raise ValueError(
-                    "a message holds a control token as text, and the chat template acts on it, so the two cannot be "
-                    "told apart. Remove the control token from the message."
+                    "a message holds a control token as text, and the chat template acts on it, so the two "
+                    "cannot be told apart. Remove the control token from the message."
                 )
 
         def unmarked(position: int) -> int:
@@ -184,7 +184,7 @@ class Tokenizer:
         return Passage(text, trained, literal)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32, trained bool) of each passage. The ids are those of the whole text, whatever its spans."""
+        """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
         encodings = self._vocabulary.encode([p.text for p in passages], [p.literal for p in passages])
         tokenized = []
         for passage, encoding in zip(passages, encodings, strict=True):
@@ -193,8 +193,8 @@ class Tokenizer:
                 typed = self._vocabulary.added[passage.text[start:end]]
                 if typed in ids[encoding.touches([(start, end)])]:
                     raise ValueError(
-                        f"a message holds the control token {passage.text[start:end]!r} as text, and this tokenizer "
-                        "cannot write it as text. Remove it from the message."
+                        f"a message holds the control token {passage.text[start:end]!r} as text, and this "
+                        "tokenizer cannot write it as text. Remove it from the message."
                     )
             bos_id = self.bos_id if passage.add_bos and self._vocabulary.adds_bos else None
             if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
@@ -231,18 +231,18 @@ class Tokenizer:
             else ""
         )
         raise ValueError(
-            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the model's "
-            "instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give the data as "
-            "prompt/completion or text."
+            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
+            "model's instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give "
+            "the data as prompt/completion or text."
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:
-        """`value` with every control token in its strings between literal markers, and how many there were."""
+        """`value` with the control tokens in its strings between literal markers, and their number."""
         if isinstance(value, str):
             if MARKERS.search(value):
                 raise ValueError(
-                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no character and are "
-                    "used here as markers. Remove it."
+                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
+                    "character and are used here as markers. Remove it."
                 )
             return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
         if isinstance(value, dict):

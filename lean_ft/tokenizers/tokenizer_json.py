@@ -26,8 +26,8 @@ class TokenizerJson:
         add_bos: bool | None,
         add_eos: bool | None,
     ):
-        """Reads `path`, adds the `added_tokens` that it lacks, and replaces the post-processor where `add_bos` or
-        `add_eos` say so (None: as the file has it)."""
+        """Reads `path` and adds the `added_tokens` that it lacks; `add_bos` and `add_eos` say what to put
+        around a text (None: what the file says)."""
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
             _keep_whole_offsets(spec.get("post_processor"))
@@ -48,8 +48,9 @@ class TokenizerJson:
             got = self._tokenizer.token_to_id(token.content)
             if declared_id is not None and got != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added to this "
-                    f"file it becomes {got}. The two files do not belong together: take both from one model."
+                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added "
+                    f"to this file it becomes {got}. The two files do not belong together: take both from "
+                    "one model."
                 )
             present.add(token.content)
 
@@ -96,10 +97,10 @@ class TokenizerJson:
         return processors.TemplateProcessing(single=single, special_tokens=around)
 
     def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
-        """Encodes in one pass with a copy of the tokenizer whose control tokens are spelled as private characters.
+        """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
 
-        The template's own control tokens are respelled in the text too, so the typed ones match nothing; splitting,
-        normalisation and prefix spaces stay exactly those of the whole text.
+        The template's own control tokens are respelled in the text too, so the typed ones match nothing;
+        splitting, normalisation and prefix spaces stay exactly those of the whole text.
         """
         copy, stand_ins, true_ids = self._copy_with_stand_ins()
         respelled: list[str] = []
@@ -143,7 +144,8 @@ class TokenizerJson:
 
 
 def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
-    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are unaffected."""
+    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are
+    unaffected."""
     if post_processor is None:
         return
     if "trim_offsets" in post_processor:
