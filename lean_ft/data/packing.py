@@ -27,7 +27,9 @@ Packing = tuple[np.ndarray, np.ndarray]
 def pack(lengths: np.ndarray, capacity: int) -> Packing:
     """Packs documents of `lengths` (N,), each from 1 to `capacity` tokens, into rows of `capacity`."""
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert len(lengths) > 0 and lengths.min() >= 1 and lengths.max() <= capacity
+    assert len(lengths) > 0
+    assert lengths.min() >= 1
+    assert lengths.max() <= capacity
     packing = best_fit_decreasing(lengths, capacity)
     waste = 1 - lengths.sum() / (capacity * (len(packing[1]) - 1))
     if waste < ACCEPTED_WASTE:
@@ -40,7 +42,7 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> Packing:
     counts = Counter(lengths.tolist())
     left = sorted(counts)  # lengths of which there are documents
     longest_first = np.argsort(-lengths, kind="stable")
-    # The documents of `length` tokens that are left are the `counts[length]` from longest_first[next_of[length]].
+    # The documents of n tokens that are left are the counts[n] from longest_first[next_of[n]].
     next_of = dict(zip(left, np.searchsorted(-lengths[longest_first], -np.array(left)).tolist(), strict=True))
     rows: list[np.ndarray] = []
     steps_left = MAX_STEPS
