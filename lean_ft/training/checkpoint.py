@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import save_model
+from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.training.progress import gibibytes
 from lean_ft.training.random_state import RandomState
-from lean_ft.training.tensor_file import TensorFile, tensors_bytes, write_tensors
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -62,9 +63,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """The folders in `directory` that are named as checkpoints, by step."""
     if not directory.is_dir():
         return []
-    return sorted(
-        (p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step
-    )
+    return sorted((p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
 def remove_half_written(directory: Path) -> list[str]:
@@ -99,7 +98,10 @@ def write_checkpoint(
 
     Raises OSError where the disk has too little room, before anything is written.
     """
-    needed, free = checkpoint_bytes(model, tensors_bytes(optimizer_state)), free_bytes(directory)
+    needed, free = (
+        checkpoint_bytes(model, sum(tensor.nbytes for tensor in optimizer_state.values())),
+        free_bytes(directory),
+    )
     if free < needed:
         raise OSError(
             f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
@@ -112,25 +114,16 @@ def write_checkpoint(
     try:
         save_model(model, temporary)  # pyright: ignore[reportArgumentType]
         tokenizer.save(temporary)
-        _copy_generation_config(model, temporary)
-        known = {OPTIMIZER_FILE: write_tensors(temporary / OPTIMIZER_FILE, optimizer_state)}
+        write_file(temporary / OPTIMIZER_FILE, optimizer_state, {})
         write_json(temporary / TRAINING_STATE_FILE, training_state)
         write_json(temporary / RANDOM_STATE_FILE, random_state)
-        write_json(temporary / MANIFEST, _manifest(temporary, step, known))
+        write_json(temporary / MANIFEST, _manifest(temporary, step))
         _sync_folders(temporary)
         _rename_over(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
-
-
-def _copy_generation_config(model: nn.Module, folder: Path) -> None:
-    """Carry the source's sampling defaults along: they are not ours to know, and generation reads them."""
-    source = getattr(model, "source_folder", None)
-    name = "generation_config.json"
-    if source is not None and (Path(source) / name).is_file() and not (folder / name).exists():
-        shutil.copyfile(Path(source) / name, folder / name)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -144,20 +137,19 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (p for p in sorted(folder.rglob("*")) if p.is_file())
+def _manifest(folder: Path, step: int) -> State:
+    """Sizes and checksums of all files, each seen onto the disk; two at a time, as both wait outside Python."""
 
-
-def _manifest(folder: Path, step: int, known_sha256: dict[str, str]) -> State:
-    """Sizes and checksums of all files, each seen onto the disk; `known_sha256` spares reading some again."""
-    files = {}
-    for path in _files(folder):
-        name = path.relative_to(folder).as_posix()
+    def sync_and_sum(path: Path) -> State:
         with path.open("rb") as file:
-            digest = known_sha256.get(name) or hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        files[name] = {"bytes": path.stat().st_size, "sha256": digest}
-    return {"format": 1, "step": step, "files": files}
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        entries = pool.map(sync_and_sum, paths)
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {"format": 1, "step": step, "files": dict(zip(names, entries, strict=True))}
 
 
 def _sync_folders(folder: Path) -> None:
@@ -208,9 +200,7 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
         if checksum_up_to_bytes is None or expected["bytes"] <= checksum_up_to_bytes:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    raise ValueError(
-                        f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged."
-                    )
+                    raise ValueError(f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged.")
 
 
 def read_training_state(folder: Path) -> State:
@@ -221,36 +211,47 @@ def read_random_state(folder: Path) -> RandomState:
     return json.loads((folder / RANDOM_STATE_FILE).read_text(encoding="utf-8"))
 
 
-@torch.no_grad()
 def restore_weights(folder: Path, model: nn.Module) -> None:
-    """Read the checkpoint's weights into the live tensors of `model`, bit for bit and without a second copy.
+    """Read the checkpoint's weights into the live parameters of `model`, bit for bit and without a second copy.
 
     Raises ValueError where the checkpoint's tensors are not the model's, by name, shape or type.
     """
-    live = model.state_dict(keep_vars=True)
-    filled: set[int] = set()
+    stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with TensorFile(path) as file:
-            for name in file:
-                if name not in live:
-                    raise ValueError(
-                        f"{path} has a tensor {name}, which the model does not. Is it another model's?"
-                    )
-                tensor = live[name]
-                there, here = (file.shape(name), file.dtype(name)), (tensor.shape, tensor.dtype)
-                if there != here:
-                    raise ValueError(
-                        f"{name} is {tuple(there[0])} {there[1]} in {path} and {tuple(here[0])} {here[1]} in the "
-                        f"model. A run goes on with the model and model.dtype it began with."
-                    )
-                file.read_into(name, tensor)
-                filled.add(id(tensor))
-    missing = [name for name, tensor in live.items() if id(tensor) not in filled]
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, the first is {missing[0]}.")
+        stored |= read_header(path)
+    parameters = dict(model.named_parameters())
+    if different := sorted(stored.keys() ^ parameters.keys()):
+        owner = folder if different[0] in stored else "the model"
+        raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
+    for name, parameter in parameters.items():
+        there, here = (stored[name].shape, stored[name].dtype), (tuple(parameter.shape), parameter.dtype)
+        if there != here:
+            raise ValueError(
+                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
+                f"A run goes on with the model and the model.dtype it began with."
+            )
+        stored[name].read_into(parameter)
 
 
 def restore_optimizer(folder: Path, optimizer: Any) -> None:
     """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for."""
-    with TensorFile(folder / OPTIMIZER_FILE) as tensors:
-        optimizer.load_state_dict(tensors)
+    optimizer.load_state_dict(_TensorsOnDisk(read_header(folder / OPTIMIZER_FILE)))
+
+
+class _TensorsOnDisk(Mapping[str, Tensor]):
+    """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for."""
+
+    def __init__(self, stored: dict[str, StoredTensor]):
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._stored[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        entry.read_into(tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)

@@ -101,7 +101,7 @@ def _named_checkpoint(cfg: RecipeConfig) -> Path:
     folder = Path(cfg.resume)
     if not folder.is_dir():
         raise ValueError(
-            f"resume={cfg.resume} is not a folder. Expected auto, never, or a checkpoint such as runs/mine/step_00000100."
+            f"resume={cfg.resume} is not a folder. Expected auto, never, or a checkpoint (runs/a/step_00000100)."
         )
     if not (folder / TRAINING_STATE_FILE).is_file():
         inside = list_checkpoints(folder)
@@ -126,9 +126,7 @@ def _named_checkpoint(cfg: RecipeConfig) -> Path:
     return folder
 
 
-def compare_settings(
-    cfg: RecipeConfig, state: dict[str, Any], folder: Path, *, same_recipe: bool
-) -> list[str]:
+def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path, *, same_recipe: bool) -> list[str]:
     """Compare `cfg` with the settings in a checkpoint's state; returns what changed and is allowed but worth saying.
 
     Raises ValueError naming every setting whose change would make this another run, with both values.

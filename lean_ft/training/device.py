@@ -8,8 +8,8 @@ import torch
 
 from lean_ft.settings import RecipeConfig
 from lean_ft.training import host_memory
+from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.progress import gibibytes, say
-from lean_ft.training.run_directory import check_output_dir
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
 
@@ -77,16 +77,12 @@ def check_dtype(dtype: str, device: torch.device) -> list[str]:
                 f"Set model.dtype=float16 (loss scaling is automatic) or model.dtype=float32."
             )
     if device.type == "mps" and dtype == "bfloat16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-        raise ValueError(
-            "model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu."
-        )
+        raise ValueError("model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu.")
     if device.type == "cpu" and dtype != "float32":
         flag = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
         capabilities = _x86_capabilities()
         if capabilities is not None and not any(capabilities.get(name) for name in flag):
-            return [
-                f"this CPU has neither {flag[0]} nor {flag[1]}: {dtype} is computed by converting, slowly"
-            ]
+            return [f"this CPU has neither {flag[0]} nor {flag[1]}: {dtype} is computed by converting, slowly"]
     return []
 
 

@@ -112,9 +112,7 @@ class Metrics:
             return []
         # One transfer for all: each .item() would be a wait of its own.
         missing = torch.zeros((), device=pending[0].loss.device)
-        scalars = [p.loss for p in pending] + [
-            missing if p.grad_norm is None else p.grad_norm for p in pending
-        ]
+        scalars = [p.loss for p in pending] + [missing if p.grad_norm is None else p.grad_norm for p in pending]
         values = torch.stack([scalar.to(missing.device) for scalar in scalars]).tolist()
         losses, norms = values[: len(pending)], values[len(pending) :]
         for p, loss, norm in zip(pending, losses, norms, strict=True):
@@ -129,7 +127,7 @@ class Metrics:
         self._append(rows)
         return rows
 
-    def write_evaluation(self, step: int, loss: float, more: dict[str, Any]) -> Row:
+    def write_evaluation(self, step: int, loss: Tensor | float, more: dict[str, Any]) -> Row:
         """Write the line of an evaluation after `step` steps; `more` are further fields of plain numbers or text."""
         row: Row = {"step": step, "epoch": step / self._steps_per_epoch}
         for name, value in {"eval_loss": loss, **more}.items():
@@ -158,7 +156,7 @@ def _copy(value: Tensor | float | None) -> Any:
 
 
 def _put(row: Row, name: str, value: Any) -> None:
-    """Set a field. JSON has no NaN: one that is not finite becomes null, and is named with its value in `non_finite`."""
+    """Set a field. JSON has no NaN: a value that is not finite becomes null, and `non_finite` names it."""
     if isinstance(value, float) and not math.isfinite(value):
         row.setdefault("non_finite", {})[name] = str(value)
         value = None

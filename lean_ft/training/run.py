@@ -75,8 +75,8 @@ class TrainingOptimizer(Protocol):
 class Run:
     """One run of a recipe, new or gone on with; the module says what it promises.
 
-    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches, the last of
-    an epoch what is left.
+    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
+    the last of an epoch what is left.
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
@@ -265,9 +265,7 @@ class Run:
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
-        self._metrics.record(
-            self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches
-        )
+        self._metrics.record(self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""
@@ -305,11 +303,7 @@ class Run:
             self._progress.update(rows[-1])
         for row in rows:
             if row["loss"] is None:
-                saved = (
-                    f"The newest checkpoint is {self.checkpoint}."
-                    if self.checkpoint
-                    else "Nothing was saved."
-                )
+                saved = f"The newest checkpoint is {self.checkpoint}." if self.checkpoint else "Nothing was saved."
                 raise RuntimeError(
                     f"The loss of step {row['step']} is {row['non_finite']['loss']}, and no later step can be right. "
                     f"{saved} A lower optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help."

@@ -64,9 +64,7 @@ def recipe_name(cfg: RecipeConfig) -> str:
     return Path(file).stem if file else module.rpartition(".")[2]
 
 
-def gather_facts(
-    cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int
-) -> dict[str, Any]:
+def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int) -> dict[str, Any]:
     """What one would want to know of this start of the run in a year."""
     facts: dict[str, Any] = {
         "recipe": recipe_name(cfg),
@@ -103,26 +101,18 @@ def git_commit(folder: Path) -> str | None:
 
 
 def holds_run(directory: Path) -> bool:
-    return (
-        (directory / RUN_FILE).exists()
-        or (directory / CONFIG_FILE).exists()
-        or bool(list_checkpoints(directory))
-    )
+    return (directory / RUN_FILE).exists() or (directory / CONFIG_FILE).exists() or bool(list_checkpoints(directory))
 
 
 def check_usable(directory: Path) -> None:
-    """Raise ValueError where `directory` is no place for a run: a file, read-only, or full of somebody else's things."""
+    """Raise ValueError where `directory` is no place for a run: a file, read-only, or full of other things."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(
-            f"output_dir={directory} is a file; it has to be a directory, which need not exist yet."
-        )
+        raise ValueError(f"output_dir={directory} is a file; it has to be a directory, which need not exist yet.")
     nearest = directory
     while not nearest.exists():
         nearest = nearest.parent
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"output_dir={directory} cannot be written: {nearest} refuses it. Set another output_dir."
-        )
+        raise ValueError(f"output_dir={directory} cannot be written: {nearest} refuses it. Set another output_dir.")
     if directory.exists() and not holds_run(directory):
         names = sorted(p.name for p in directory.iterdir())
         foreign = [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
@@ -183,9 +173,7 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["starts"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{path} cannot be read; delete it to go on without the record of earlier starts."
-        ) from None
+        raise ValueError(f"{path} cannot be read; delete it to go on without the record of earlier starts.") from None
 
 
 def later_checkpoints(directory: Path, step: int) -> list[str]:

@@ -54,11 +54,7 @@ def say_start(
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
         say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
     if isinstance(memory, MemoryConfig):
-        chunk = (
-            f"{memory.loss_chunk_tokens} tokens at a time"
-            if memory.loss_chunk_tokens
-            else "all tokens at once"
-        )
+        chunk = f"{memory.loss_chunk_tokens} tokens at a time" if memory.loss_chunk_tokens else "all tokens at once"
         say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}")
     batch = f"{cfg.batch_size} sequences"
     if cfg.gradient_accumulation_steps > 1:
@@ -79,9 +75,7 @@ def describe_model(model: nn.Module) -> str:
     return f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
 
 
-def say_end(
-    totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device
-) -> None:
+def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device) -> None:
     """A line each for loss, speed, memory, time, and what can be done with the result."""
     evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
     say(
