@@ -13,7 +13,6 @@ empty line. Control tokens spelled in such plain texts are control tokens, since
 rendered elsewhere; inside messages they are ordinary text.
 """
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from lean_ft.data.sources import Row
 from lean_ft.settings import SFTDataConfig
+from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
 REQUIRED = {
@@ -38,11 +38,9 @@ def detect_format(rows: Sequence[Row], columns: dict[str, str]) -> str:
     known = sorted({name for names in (*REQUIRED.values(), *OPTIONAL.values()) for name in names})
     for ours in columns:
         if ours not in known:
-            near = difflib.get_close_matches(ours, known, n=1)
-            guess = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"data.columns.{ours}: no format has such a field{guess}. The fields are {', '.join(known)}; "
-                "data.columns.prompt=question reads `prompt` from `question`."
+                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(known)}. "
+                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, known)}"
             )
     for name, fields in REQUIRED.items():
         if all(columns.get(field, field) in row.fields for row in rows for field in fields):

@@ -46,12 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
     if tokenizer_json.is_file():
         vocabulary = TokenizerJson(
-            tokenizer_json,
-            added_tokens,
-            bos=named.get("bos_token"),
-            eos=named.get("eos_token"),
-            add_bos=config.get("add_bos_token"),
-            add_eos=config.get("add_eos_token"),
+            tokenizer_json, added_tokens, bos=named.get("bos_token"), eos=named.get("eos_token")
         )
     elif tokenizer_model.is_file() and is_rank_file(tokenizer_model):
         vocabulary = TiktokenModel(tokenizer_model, added_tokens)

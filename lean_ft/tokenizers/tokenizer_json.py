@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
@@ -18,16 +18,10 @@ class TokenizerJson:
     """A `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it."""
 
     def __init__(
-        self,
-        path: Path,
-        added_tokens: list[tuple[int | None, AddedToken]],
-        bos: str | None,
-        eos: str | None,
-        add_bos: bool | None,
-        add_eos: bool | None,
+        self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None
     ):
-        """Reads `path` and adds the `added_tokens` that it lacks; `add_bos` and `add_eos` say what to put
-        around a text (None: what the file says)."""
+        """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
+        in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
             _keep_whole_offsets(spec.get("post_processor"))
@@ -53,11 +47,6 @@ class TokenizerJson:
                     "one model."
                 )
             present.add(token.content)
-
-        if add_bos is not None or add_eos is not None or self._tokenizer.post_processor is None:
-            self._tokenizer.post_processor = self._bos_eos_template(
-                bos if add_bos else None, eos if add_eos else None
-            )
 
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in decoder.items()}
@@ -90,11 +79,6 @@ class TokenizerJson:
 
     def id_token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
-
-    def _bos_eos_template(self, bos: str | None, eos: str | None) -> Any:
-        around = [(token, self._tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-        single = " ".join(part for part in (bos, "$A", eos) if part is not None)
-        return processors.TemplateProcessing(single=single, special_tokens=around)
 
     def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
         """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
