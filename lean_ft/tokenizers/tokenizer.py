@@ -146,21 +146,22 @@ class Tokenizer:
         full = render(marked_messages, add_generation_prompt)
         markers = [match.start() for match in MARKERS.finditer(full)]
         text = MARKERS.sub("", full)
-        if num_literals + num_tool_literals:
-            plain = template.render(messages, tools, add_generation_prompt, self._special_tokens)
-            if MARKERS.sub("", plain) != text:
-                raise ValueError(
-                    "a message holds a control token as text, and the chat template acts on it, so the two "
-                    "cannot be told apart. Remove the control token from the message."
-                )
 
         def unmarked(position: int) -> int:
             return position - bisect_left(markers, position)
 
         literal = [
             (unmarked(match.start()), unmarked(match.end()))
-            for match in re.finditer(f"{LITERAL_START}.*?{LITERAL_END}", full, re.DOTALL)
+            for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
         ]
+        if num_literals + num_tool_literals:
+            undisturbed = template.render(messages, tools, add_generation_prompt, self._special_tokens)
+            whole = all(text[start:end] in self._vocabulary.control for start, end in literal)
+            if not whole or MARKERS.sub("", undisturbed) != text or full.count(LITERAL_START) != len(literal):
+                raise ValueError(
+                    "a message holds a control token as text, and the chat template acts on it, so the two "
+                    "cannot be told apart. Remove the control token from the message."
+                )
         if train_on == "all":
             trained = [(0, len(text))]
         elif template.marks_generation:
