@@ -41,11 +41,7 @@ class Batch:
         device = torch.device(device)
 
         def move(tensor: Tensor) -> Tensor:
-            return (
-                tensor.pin_memory().to(device, non_blocking=True)
-                if device.type == "cuda"
-                else tensor.to(device)
-            )
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
         return replace(
             self,
@@ -142,9 +138,7 @@ class Batches:
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
         size = self._rows.batch_size
-        return [
-            self._rows.batch(self._shuffled[i * size : (i + 1) * size]) for i in range(first, self._num_taken)
-        ]
+        return [self._rows.batch(self._shuffled[i * size : (i + 1) * size]) for i in range(first, self._num_taken)]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""

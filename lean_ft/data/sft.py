@@ -55,19 +55,15 @@ def _split(documents: Documents, fraction: float, seed: int) -> tuple[Documents,
             "it, or name a data.validation_source."
         )
     shuffled = np.random.default_rng(seed).permutation(len(documents))
-    return documents.select(np.sort(shuffled[num_held_out:])), documents.select(
-        np.sort(shuffled[:num_held_out])
-    )
+    return documents.select(np.sort(shuffled[num_held_out:])), documents.select(np.sort(shuffled[:num_held_out]))
 
 
-def _rows(
-    documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: int, report: DataReport
-) -> Rows:
+def _rows(documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: int, report: DataReport) -> Rows:
     packed = config.packing == "bfd"
     if packed:
         order, offsets = pack(documents.lengths, config.max_length)
         report.packed_rows = len(offsets) - 1
-        report.packing_efficiency = documents.num_tokens / (report.packed_rows * config.max_length)
+        report.packing_efficiency = report.tokens / (report.packed_rows * config.max_length)
     else:
         order, offsets = np.arange(len(documents)), np.arange(len(documents) + 1)
     return Rows(documents, order, offsets, packed, config.max_length, batch_size, pad_id)

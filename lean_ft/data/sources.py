@@ -63,9 +63,7 @@ def _read_array(path: Path, digest: Digest | None) -> Iterator[Row]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: malformed JSON: {error.msg} (column {error.colno})."
-        ) from None
+        raise ValueError(f"{path}, line {error.lineno}: malformed JSON: {error.msg} (column {error.colno}).") from None
     if not rows:
         raise ValueError(f"{path} has no rows: its JSON array is empty.")
     for number, row in enumerate(rows, start=1):
@@ -77,9 +75,7 @@ def _check_is_file(path: Path) -> None:
         return
     if path.is_dir():
         inside = sorted(child.name for child in path.iterdir() if child.suffix in (".jsonl", ".json"))
-        found = (
-            f"it holds {', '.join(inside[:5])}; name one, or several as a list" if inside else "it holds none"
-        )
+        found = f"it holds {', '.join(inside[:5])}; name one, or several as a list" if inside else "it holds none"
         raise ValueError(f"data source {path} is a folder; expected a JSONL or JSON file ({found}).")
     raise ValueError(f"data source {path} does not exist; expected a JSONL or JSON file.")
 
@@ -110,7 +106,5 @@ def _parse(text: str, place: str, path: Path) -> Any:
 
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{place}: expected a JSON object with named fields, found a {type(value).__name__}."
-        )
+        raise ValueError(f"{place}: expected a JSON object with named fields, found a {type(value).__name__}.")
     return value

@@ -45,9 +45,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     vocabulary: Vocabulary
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
     if tokenizer_json.is_file():
-        vocabulary = TokenizerJson(
-            tokenizer_json, added_tokens, bos=named.get("bos_token"), eos=named.get("eos_token")
-        )
+        vocabulary = TokenizerJson(tokenizer_json, added_tokens, bos=named.get("bos_token"), eos=named.get("eos_token"))
     elif tokenizer_model.is_file() and is_rank_file(tokenizer_model):
         vocabulary = TiktokenModel(tokenizer_model, added_tokens)
         named.setdefault("bos_token", "<|begin_of_text|>")
@@ -123,9 +121,7 @@ def _added_tokens(
             token_id: AddedToken(token, special=token in special, normalized=token not in special)
             for token, token_id in legacy_added.items()
         }
-    tokens: list[tuple[int | None, AddedToken]] = [
-        (token_id, declared[token_id]) for token_id in sorted(declared)
-    ]
+    tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
     known = {token.content for token in declared.values()}
     for content in special:
         if content not in known:

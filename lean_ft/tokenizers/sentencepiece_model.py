@@ -43,9 +43,7 @@ class SentencePieceModel:
         self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
 
         num_pieces = self._processor.get_piece_size()
-        is_marker = [
-            i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)
-        ]
+        is_marker = [i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
         self.added = {self._processor.id_to_piece(i): i for i in is_marker}
         control = set(self.added)
         next_id = num_pieces

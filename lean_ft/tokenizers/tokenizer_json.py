@@ -17,9 +17,7 @@ FIRST_STAND_IN = 0x100000
 class TokenizerJson:
     """A `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it."""
 
-    def __init__(
-        self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None
-    ):
+    def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None):
         """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
         in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
         try:
@@ -27,9 +25,7 @@ class TokenizerJson:
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises a bare Exception
-            raise ValueError(
-                f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}"
-            ) from None
+            raise ValueError(f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}") from None
         # A file saved after padded or truncated use would silently do the same to training rows.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -61,9 +57,7 @@ class TokenizerJson:
     def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
         whole = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
-            self._encode_with_literals(text, literal)
-            if literal
-            else Encoding.of(encoding.ids, encoding.offsets)
+            self._encode_with_literals(text, literal) if literal else Encoding.of(encoding.ids, encoding.offsets)
             for text, literal, encoding in zip(texts, literals, whole, strict=True)
         ]
 
@@ -95,12 +89,8 @@ class TokenizerJson:
                 respelled.append(stand_ins[piece])
                 origin.append(start)
             else:
-                if any(
-                    FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece
-                ):
-                    raise ValueError(
-                        "a text with a typed control token also holds private-use characters of plane 16"
-                    )
+                if any(FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece):
+                    raise ValueError("a text with a typed control token also holds private-use characters of plane 16")
                 respelled.append(piece)
                 origin.extend(range(start, end))
         origin.append(len(text))

@@ -71,9 +71,7 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def split_at_tokens(
-    text: str, pattern: re.Pattern[str], literal: Sequence[Span]
-) -> list[tuple[int, int, bool]]:
+def split_at_tokens(text: str, pattern: re.Pattern[str], literal: Sequence[Span]) -> list[tuple[int, int, bool]]:
     """Cuts `text` into (start, end, is_token) where `pattern` matches outside the `literal` spans."""
     pieces: list[tuple[int, int, bool]] = []
     text_start = position = 0

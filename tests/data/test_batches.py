@@ -1,4 +1,5 @@
-"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be resumed."""
+"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be
+resumed."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lean_ft.data import Batch, Batches, EvalBatches, sft_batches
+import itertools
 
 Config = Callable[..., Any]
 BATCH_SIZE = 4
@@ -30,16 +32,14 @@ def documents_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
     else:
         bounds = batch.cu_seqlens.tolist()
     flat = [tensor.flatten().tolist() for tensor in (batch.input_ids, batch.labels, batch.positions)]
-    return [
-        tuple(values[first:last] for values in flat) for first, last in zip(bounds[:-1], bounds[1:], strict=True)
-    ]  # pyright: ignore
+    return [tuple(values[first:last] for values in flat) for first, last in itertools.pairwise(bounds)]  # pyright: ignore
 
 
 def expected_documents(rows: list[dict[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, labels) of each row, by counting characters: the tokenizer gives one token a byte."""
     expected = []
     for row in rows:
-        ids = tokenizer.encode(row["prompt"] + row["completion"]) + [tokenizer.eos_id]
+        ids = [*tokenizer.encode(row["prompt"] + row["completion"]), tokenizer.eos_id]
         first_target = len(row["prompt"])
         labels = [ids[t + 1] if t + 1 >= first_target else -100 for t in range(len(ids) - 1)] + [-100]
         expected.append((ids, labels))
@@ -175,7 +175,7 @@ class TestOrder:
             (batches(max_length=63), "data .* changed"),
             (batches(train_on="all"), "data .* changed"),
         ):
-            with pytest.raises(ValueError, match=f"cannot resume: the {reason}"):
+            with pytest.raises(ValueError, match=rf"cannot resume: the {reason}"):
                 other.load_state_dict(state)
 
 
@@ -244,7 +244,7 @@ class TestEvaluation:
         assert sft_batches(config(rows()), plain_tokenizer, 2, seed=0)[1] is None
 
     def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
-        with pytest.raises(ValueError, match="validation_fraction=0.5 of 1 rows leaves nothing to train on"):
+        with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves nothing to train on"):
             sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
 
 

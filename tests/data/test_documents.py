@@ -22,7 +22,7 @@ def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
     assert len(documents) == len(rows) == report.kept == report.rows
     for row, (ids, trained) in zip(rows, documents, strict=True):
         text = row["prompt"] + row["completion"]
-        assert ids.tolist() == plain_tokenizer.encode(text) + [plain_tokenizer.eos_id]
+        assert ids.tolist() == [*plain_tokenizer.encode(text), plain_tokenizer.eos_id]
         assert trained.tolist() == [i >= len(row["prompt"]) for i in range(len(text) + 1)]
     assert documents.tokens.dtype == np.int32
     assert report.tokens == sum(len(row["prompt"] + row["completion"]) + 1 for row in rows)
@@ -74,22 +74,31 @@ def test_overflow_drop_and_raise(config: Config, plain_tokenizer):
 
 def test_nothing_left_says_why(config: Config, plain_tokenizer):
     rows = [{"prompt": "p" * 20, "completion": "c"}] * 3
-    with pytest.raises(ValueError, match="of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
+    with pytest.raises(ValueError, match=r"of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
         prepare(config(rows, max_length=8), plain_tokenizer)
 
 
 def test_a_bad_row_far_down_is_placed(config: Config, plain_tokenizer):
     rows: list[dict[str, Any]] = [{"text": "ok"}] * 1500
     rows[1400] = {"txt": "no"}
-    with pytest.raises(ValueError, match="line 1401: no field `text`.*the row has txt"):
+    with pytest.raises(ValueError, match=r"line 1401: no field `text`.*the row has txt"):
         prepare(config(rows), plain_tokenizer)
 
 
 def test_the_report_in_a_line(config: Config, plain_tokenizer):
-    rows = [{"prompt": "p", "completion": "c" * 20}, {"prompt": "p" * 9, "completion": "c"}, {"prompt": "p", "completion": "c"}]
+    rows = [
+        {"prompt": "p", "completion": "c" * 20},
+        {"prompt": "p" * 9, "completion": "c"},
+        {"prompt": "p", "completion": "c"},
+    ]
     _, report = prepare(config(rows, max_length=8), plain_tokenizer)
     line = str(report)
     assert "\n" not in line
-    for part in ("3 rows (prompt_completion)", "1 truncated (-14 tokens)", "1 dropped", "2 sequences, 11 tokens, 9 trained"):
+    for part in (
+        "3 rows (prompt_completion)",
+        "1 truncated (-14 tokens)",
+        "1 dropped",
+        "2 sequences, 11 tokens, 9 trained",
+    ):
         assert part in line
     assert report.to_dict()["target_tokens"] == 9

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack
 from lean_ft.data.sft import sft_batches
 from lean_ft.settings import SFTDataConfig
+import itertools
 
 CAPACITY = 40
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
@@ -31,7 +32,7 @@ def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> lis
     """The room left in each row; checks that every document is in one row, and no row too full."""
     assert sorted(documents.tolist()) == list(range(len(lengths)))
     assert (offsets[0], offsets[-1]) == (0, len(lengths))
-    rows = [documents[first:last] for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+    rows = [documents[first:last] for first, last in itertools.pairwise(offsets)]
     left = [CAPACITY - sum(lengths[i] for i in row) for row in rows]
     assert all(len(row) > 0 for row in rows)
     assert min(left) >= 0

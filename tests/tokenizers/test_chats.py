@@ -1,4 +1,5 @@
-"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens trained."""
+"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens
+trained."""
 
 import json
 import re
@@ -31,7 +32,8 @@ CHATML = """\
 WITH_BOS = """\
 {{- bos_token }}
 {%- for m in messages %}
-{%- if m.role == 'assistant' %}[[{{ ' ' + m.content | trim + ' ' + eos_token }}]]{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
+{%- if m.role == 'assistant' %}[[{{ ' ' + m.content | trim + ' ' + eos_token }}]]
+{%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
 {%- endfor %}"""
 
 # As Qwen3: the last turn shows its thoughts, if only empty ones; earlier turns lose them.
@@ -72,8 +74,9 @@ CALLS_TOOLS = """\
 
 # As Mistral's: the system message goes into the last user message, so no beginning of a chat stays as it was.
 MOVES_SYSTEM = """\
+{%- set last = (messages | selectattr('role', '==', 'user') | list)[-1] %}
 {%- for m in messages %}
-{%- if m.role == 'user' %}{{ '<|user|>' + ('SYSTEM ' if m == (messages | selectattr('role', '==', 'user') | list)[-1] else '') + m.content }}
+{%- if m.role == 'user' %}{{ '<|user|>' + ('SYSTEM ' if m == last else '') + m.content }}
 {%- elif m.role == 'assistant' %}{{ m.content + '<|end|>' }}{% endif %}
 {%- endfor %}"""
 
@@ -163,10 +166,10 @@ class TestAgainstTransformers:
         assert runs(ours, rendered) == [called, "Seven.<|im_end|>"]
 
     def test_functions_of_the_sandbox(self, byte_level, make_folder: MakeFolder):
-        template = (
-            "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
-            "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}{% set ns = namespace(a=dict(b=1)) %}{{ ns.a.b }}"
-        )
+        template = """\
+{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}
+{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}
+{% set found = namespace(a=dict(b=1)) %}{{ found.a.b }}"""
         folder = make_folder(byte_level, chat_template=template)
         ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
         ids, _ = ours.render(CHAT[:2], train_on="all")
@@ -190,7 +193,8 @@ class TestAgainstTransformers:
 
 
 class TestMask:
-    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat render."""
+    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat
+    render."""
 
     def test_end_of_turn_is_trained_and_what_follows_is_not(self, tokenizer_with):
         tokenizer = tokenizer_with(plain(CHATML))
@@ -254,7 +258,7 @@ class TestMask:
             "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
-        with pytest.raises(ValueError, match="message 1 ends.*data.train_on=last"):
+        with pytest.raises(ValueError, match=r"message 1 ends.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b"))) == ["b<|endoftext|>"]
 
@@ -266,13 +270,13 @@ class TestMask:
 
     def test_turns_that_cannot_be_told_apart_are_refused(self, tokenizer_with):
         tokenizer = tokenizer_with(MOVES_SYSTEM)
-        with pytest.raises(ValueError, match="message 1 begins.*generation.*data.train_on=last"):
+        with pytest.raises(ValueError, match=r"message 1 begins.*generation.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
 
     def test_messages_that_only_render_whole_are_refused(self, tokenizer_with):
         template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
-        with pytest.raises(ValueError, match="message 1 begins: rendering what comes before it failed.*two, please"):
+        with pytest.raises(ValueError, match=r"message 1 begins: rendering what comes before it failed.*two, please"):
             tokenizer_with(template).render(chat("a", "b"))
 
     def test_spaces_that_the_file_leaves_out_of_its_offsets(self, byte_level, make_folder: MakeFolder):
@@ -349,13 +353,13 @@ class TestTypedControlTokens:
             tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
 
     def test_the_markers_themselves_are_refused(self, tokenizer_with):
-        with pytest.raises(ValueError, match="noncharacters U\\+FDD0"):
+        with pytest.raises(ValueError, match=r"noncharacters U\+FDD0"):
             tokenizer_with(plain(CHATML)).render(chat("a\ufdd2b"))
 
 
 class TestErrors:
     def test_no_template(self, tokenizer_with):
-        with pytest.raises(ValueError, match="no chat template.*chat_template.jinja"):
+        with pytest.raises(ValueError, match=r"no chat template.*chat_template.jinja"):
             tokenizer_with(None).render(CHAT)
 
     def test_no_default_template(self, tokenizer_with):
