@@ -67,7 +67,7 @@ def preset_values(preset: Path) -> dict[str, str]:
             return f"[{', '.join(map(one_line, node.value))}]"
         if isinstance(node, yaml.MappingNode):  # an empty one: the others are keys of their own
             return "{}"
-        return node.value if node.style is None else to_yaml(node.value, flow=True)
+        return to_yaml(node.value, flow=True) if getattr(node, "style", None) else node.value
 
     def flatten(node: yaml.Node, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if isinstance(node, yaml.MappingNode) and node.value:
