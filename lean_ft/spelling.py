@@ -7,15 +7,18 @@ from difflib import SequenceMatcher
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to `word`, or None where none is close.
 
-    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`.
+    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`; the beginning of a name
+    is close to it.
     """
+    word = word.lower()
 
     def likeness(name: str) -> float:
-        ours, theirs = word.lower(), name.lower()
-        last_ours, last_theirs = ours.rpartition(".")[2], theirs.rpartition(".")[2]
-        whole = SequenceMatcher(None, ours, theirs).ratio()
-        # A last part that fits says more than a group that does, but a whole name that fits says most.
-        return max(whole, 0.95 * SequenceMatcher(None, last_ours, last_theirs).ratio() + 0.05 * whole)
+        name = name.lower()
+        whole = SequenceMatcher(None, word, name).ratio()
+        last_part = SequenceMatcher(None, word.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+        beginning = 0.8 if len(word) >= 3 and name.startswith(word) else 0.0
+        # Where two names fit equally well by their last part or beginning, the whole decides.
+        return max(whole, 0.95 * last_part + 0.05 * whole, beginning + 0.05 * whole)
 
     best = max(valid, key=likeness, default=None)
     return best if best is not None and likeness(best) >= 0.6 else None
