@@ -79,7 +79,6 @@ def test_old_macs_refuse_bfloat16(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_start_on_a_gpu(config, tmp_path):
     device = start(config(tmp_path / "run", device="cuda", seed=3))
     first = torch.rand(4, device=device)

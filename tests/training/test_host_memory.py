@@ -4,18 +4,25 @@ import sys
 
 import pytest
 
+from lean_ft.training import host_memory
+
 # Blocks of 6 MiB between small survivors, after a freed 31 MiB block has taught malloc to keep such sizes in its heap:
 # what a few steps of training on a CPU do. Prints the resident bytes that stay when the blocks are freed.
 PATTERN = """
-import ctypes, sys
-from lean_ft.training.host_memory import return_freed_memory, trim_heap
-from lean_ft.training.measure import rss_bytes
+import ctypes, pathlib, runpy, sys
+
+host_memory = runpy.run_path(sys.argv[1])  # by itself, without torch
+
+
+def rss_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 if "bounded" in sys.argv:
-    assert return_freed_memory()
+    assert host_memory["return_freed_memory"]()
 libc.free(libc.malloc(31 << 20))
 before = rss_bytes()
 blocks = []
@@ -27,13 +34,13 @@ for block in blocks:
     libc.free(block)
 print(rss_bytes() - before)
 if "trim" in sys.argv:
-    assert trim_heap()
+    assert host_memory["trim_heap"]()
     print(rss_bytes() - before)
 """
 
 
 def resident_after_freeing(*arguments: str) -> list[int]:
-    command = [sys.executable, "-c", PATTERN, *arguments]
+    command = [sys.executable, "-c", PATTERN, host_memory.__file__, *arguments]
     return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
@@ -47,8 +54,6 @@ def test_freed_blocks_go_back_to_the_system():
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch):
-    from lean_ft.training import host_memory
-
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not host_memory.return_freed_memory()
     assert not host_memory.trim_heap()

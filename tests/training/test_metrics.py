@@ -82,7 +82,6 @@ def test_trimming_what_is_not_there(path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_recording_waits_for_nothing_and_times_the_device(path):
     device = torch.device("cuda")
     metrics = Metrics(path, device, steps_per_epoch=1)
