@@ -1,0 +1,31 @@
+"""What ships inside the package, and the one rule by which a model path becomes a folder."""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+
+def resolve_model_path(path: str | Path) -> Path:
+    """Returns the existing folder that `path` names: a folder on disk, or `tiny` for the embedded model.
+
+    A folder on disk wins over the embedded name. Raises ValueError where there is no such folder.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"model path {str(path)!r} is a file; expected the folder that holds config.json.")
+    if str(path) == "tiny":
+        embedded = Path(str(resources.files("lean_ft.assets"))) / "tiny" / "model"
+        if not embedded.is_dir():
+            raise ValueError(f"the embedded model is missing from {embedded}: reinstall lean_ft.")
+        return embedded
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+        raise ValueError(
+            f"model path {str(path)!r} is not a folder here. If it is the name of a repository on the Hugging Face "
+            "hub, download it first and give the folder."
+        )
+    raise ValueError(
+        f"model path {str(path)!r} does not exist; expected a folder that holds config.json, or `tiny` for the "
+        "embedded model."
+    )
