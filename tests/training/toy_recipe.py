@@ -19,6 +19,9 @@ from lean_ft.models import load_model
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 from lean_ft.training import Run, start
 
+BAD_STEP = -1  # the step whose loss is infinite
+FAILING_STEP = -1  # the step whose body raises
+
 
 class Config(RecipeConfig):
     model: ModelConfig
@@ -27,8 +30,6 @@ class Config(RecipeConfig):
     memory: MemoryConfig = MemoryConfig()
     num_rows: int = 7
     sleep_seconds: float = 0.0
-    bad_step: int = -1  # the step whose loss is infinite
-    failing_step: int = -1  # the step whose body raises
 
 
 class Batch:
@@ -101,7 +102,7 @@ def main(cfg: Config) -> None:
     for step in run.steps():
         print("began step", step, flush=True)
         time.sleep(cfg.sleep_seconds)
-        if step == cfg.failing_step:
+        if step == FAILING_STEP:
             raise KeyError("the loop's body failed")
         micro_batches = batches.take(cfg.gradient_accumulation_steps)
         loss_sum = torch.zeros((), device=device)
@@ -115,7 +116,7 @@ def main(cfg: Config) -> None:
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
-        if step == cfg.bad_step:
+        if step == BAD_STEP:
             loss_sum.fill_(torch.inf)
         run.log(loss=loss_sum, lr=cfg.optimizer.lr, grad_norm=grad_norm, micro_batches=micro_batches)
         loss_sum.fill_(-1)  # what was logged is what it was then
