@@ -33,9 +33,7 @@ def recipes() -> dict[str, Path]:
 def presets() -> dict[str, Path]:
     """The presets that ship with lean_ft: name (`tiny/full`) -> file."""
     folder = _shipped("_configs", "configs")
-    return {
-        file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))
-    }
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def find_recipe(name_or_path: str) -> Path:
@@ -67,9 +65,7 @@ def copy_to(source: Path, destination: Path, force: bool = False) -> Path:
     if destination.exists() and destination.samefile(source):
         raise ValueError(f"{destination} is the file itself; choose another place.")
     if destination.exists() and not force:
-        raise ValueError(
-            f"{destination} is there already; choose another name, or overwrite it with --force."
-        )
+        raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
     return destination
@@ -84,9 +80,7 @@ def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str,
     if path.is_file():
         raise ValueError(f"{wanted}: expected a {what}, which is a {kinds} file.")
     if path.suffix in suffixes:
-        raise FileNotFoundError(
-            f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}"
-        )
+        raise FileNotFoundError(f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}")
     if "=" in wanted:
         raise ValueError(f"expected the {what} before any key=value, came '{wanted}'.")
     raise ValueError(
@@ -118,15 +112,11 @@ def load_recipe(recipe: Path) -> ModuleType:
     sys.modules[name] = module
     folder = str(recipe.resolve().parent)
     if recipe not in recipes().values() and folder not in sys.path:
-        sys.path.append(
-            folder
-        )  # what lies beside a user's recipe can be imported; last, so it hides no library
+        sys.path.append(folder)  # what lies beside a user's recipe can be imported; last, so it hides no library
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise ValueError(
-            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        ) from error
+        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
     except Exception as error:
         raise ValueError(f"{_line_in(recipe, error)}: {type(error).__name__}: {error}") from error
     config_class, main = getattr(module, "Config", None), getattr(module, "main", None)

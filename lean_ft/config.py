@@ -116,9 +116,7 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
             default = _default(field) if instance is None else getattr(instance, name)
             group = _group(field.annotation)
             if group is not None:
-                yield from leaves(
-                    group, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None
-                )
+                yield from leaves(group, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
                 continue
             required = default is PydanticUndefined
             yield Setting(
@@ -219,9 +217,7 @@ def _type_text(annotation: Any, constraints: Sequence[Any] = ()) -> str:
     """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        nested = [
-            c for extra in args[1:] for c in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
-        ]
+        nested = [c for extra in args[1:] for c in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
         return _type_text(args[0], [*nested, *constraints])
     if origin is Literal:
         text = " | ".join(str(word) for word in args)
@@ -274,9 +270,7 @@ class _Reader:
                 f"{preset}: expected settings as `key: value`, came {kind(node)}. "
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
-        self._take_mapping(
-            (), self.config_class, node, lambda part: f"{preset}, line {part.start_mark.line + 1}"
-        )
+        self._take_mapping((), self.config_class, node, lambda part: f"{preset}, line {part.start_mark.line + 1}")
 
     def read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
@@ -300,9 +294,7 @@ class _Reader:
                 return
             model = group
 
-    def _take_override(
-        self, path: tuple[str, ...], field: FieldInfo, inner: tuple[str, ...], text: str
-    ) -> None:
+    def _take_override(self, path: tuple[str, ...], field: FieldInfo, inner: tuple[str, ...], text: str) -> None:
         if not inner:
             self._take(path, field, _override_node(text, field.annotation), lambda _: COMMAND_LINE)
             return

@@ -14,9 +14,7 @@ from lean_ft.config import describe, preset_fits, preset_values
 def ls(
     recipe: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe's name, or the path of a .py file.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="A recipe's name, or the path of a .py file.", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:

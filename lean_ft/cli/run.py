@@ -94,7 +94,5 @@ def memory_advice(cfg: Any) -> str:
             current = getattr(current, name, None)
         if current is not None and current != value:
             lines.append(f"  {key}={str(value).lower()}  {effect}")
-    lines.append(
-        "  a smaller batch_size or data.max_length, with more gradient_accumulation_steps for the former"
-    )
+    lines.append("  a smaller batch_size or data.max_length, with more gradient_accumulation_steps for the former")
     return "Out of memory. What takes less:\n" + "\n".join(lines)
