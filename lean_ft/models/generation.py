@@ -14,6 +14,8 @@ from torch import Tensor
 from lean_ft.models.decoder import Decoder
 
 
+# The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def generate(
     model: Decoder,
