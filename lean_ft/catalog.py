@@ -5,6 +5,7 @@ a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads th
 """
 
 import ast
+import os
 import shutil
 import sys
 import traceback
@@ -52,13 +53,14 @@ def find_either(name_or_path: str) -> Path:
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
-def copy_to(source: Path, destination: Path, force: bool = False) -> Path:
-    """Copies a recipe or preset to a file or into a folder, and returns the copy's path.
+def copy_to(source: Path, destination_name: str, force: bool = False) -> Path:
+    """Copies a recipe or preset to a file, or into a folder (one that is there, or a name that ends in `/`).
 
-    Missing folders are made, and a missing suffix is added. Raises ValueError rather than overwrite, unless
-    `force`.
+    Returns the copy's path. Missing folders are made, and a missing suffix is added. Raises ValueError rather than
+    overwrite, unless `force`.
     """
-    if destination.is_dir():
+    destination = Path(destination_name).expanduser()
+    if destination.is_dir() or destination_name.endswith(("/", os.sep)):
         destination = destination / source.name
     elif destination.suffix != source.suffix:
         destination = destination.with_name(destination.name + source.suffix)

@@ -1,6 +1,5 @@
 """`leanft cp`: a recipe or preset of your own, to change."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ def cp(
         str,
         typer.Argument(metavar="RECIPE|CONFIG", help="A name from `leanft ls`, or a path.", show_default=False),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A file or a folder.", show_default=False)],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="A file or a folder.", show_default=False)],
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -16,7 +16,7 @@ from lean_ft.spelling import did_you_mean
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
-_OPENING_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def explain(error: BaseException) -> tuple[str, int]:

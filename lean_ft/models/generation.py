@@ -14,6 +14,8 @@ from torch import Tensor
 from lean_ft.models.decoder import Decoder
 
 
+# The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -39,17 +41,13 @@ def generate(
     device = model.output_weight.device
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    padded = torch.tensor(
-        [prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device
-    )  # (B, T)
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
 
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
     hidden = model(padded, cache=cache, return_hidden=True)
     ends = torch.tensor(lengths, device=device)
     cache.truncate(ends)
-    hidden = hidden[
-        torch.arange(len(prompts), device=device), ends - 1
-    ]  # (B, D): logits only where they are used
+    hidden = hidden[torch.arange(len(prompts), device=device), ends - 1]  # (B, D): logits only where they are used
 
     generated: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
@@ -93,9 +91,7 @@ def _check(
 ) -> None:
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(
-                f"prompt {row} is empty; expected at least one token, such as the tokenizer's bos_id."
-            )
+            raise ValueError(f"prompt {row} is empty; expected at least one token, such as the tokenizer's bos_id.")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 0 or more.")
     if temperature < 0:
