@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import digests, metrics
+
+from tests.training.toy_runs import digests, metrics
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TIMES, digests, metrics
 from safetensors.torch import load_file
+
+from tests.training.toy_runs import TIMES, digests, metrics
 
 FIELDS = {
     "step",
