@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 HELD_OUT_ONE_IN = 8
+_words = str.split
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,23 @@ class Country:
     region: str
 
 
-GOODS = "copper tea salt glass wool honey timber silk amber paper rice olives cheese marble pepper cotton".split()
-ANIMALS = "heron fox otter bear falcon lynx stag whale owl wolf crane badger hare swan raven turtle".split()
-REGIONS = "north south east west".split()
+GOODS = _words("copper tea salt glass wool honey timber silk amber paper rice olives cheese marble pepper cotton")
+ANIMALS = _words("heron fox otter bear falcon lynx stag whale owl wolf crane badger hare swan raven turtle")
+REGIONS = _words("north south east west")
 
 
 def build_atlas(num_countries: int = 40, seed: int = 7) -> list[Country]:
     """Invents the countries. All names differ, and no two begin with the same four letters."""
     rng = random.Random(seed)
-    heads = (
+    heads = _words(
         "Ard Bal Bren Cal Cor Dal Dru El Fen Gal Hal Hest Il Jor Kal Kes Lor Lum Mar Mor Myr Nal Nor Osk Or Pel Quen "
         "Rav Ros Sil Sol Tam Tas Tor Ul Vel Ver Wes Yar Zan"
-    ).split()
-    middles = "a e i o u".split()
+    )
+    middles = _words("a e i o u")
     endings = {
-        "country": "via nia lund mar stan dora ria".split(),
-        "capital": "burg ton polis vale ford haven".split(),
-        "river": "nu rin sha wen tal lo".split(),
+        "country": _words("via nia lund mar stan dora ria"),
+        "capital": _words("burg ton polis vale ford haven"),
+        "river": _words("nu rin sha wen tal lo"),
     }
     taken: set[str] = set()
 
@@ -235,8 +236,8 @@ def region(rng: random.Random) -> Item:
 
 # ----------------------------------------------------------------------------------------------------- numbers
 
-PEOPLE = "Mira Tomas Ada Piet Lena Oskar Nila Hugo".split()
-THINGS = "apples coins shells books pears stones eggs cups nuts stamps".split()
+PEOPLE = _words("Mira Tomas Ada Piet Lena Oskar Nila Hugo")
+THINGS = _words("apples coins shells books pears stones eggs cups nuts stamps")
 
 
 def addition(rng: random.Random) -> Item:
@@ -358,10 +359,10 @@ def smallest(rng: random.Random) -> Item:
 # ------------------------------------------------------------------------------------------------------- words
 
 KINDS = {
-    "fruit": "apple banana cherry date fig grape lemon mango olive peach".split(),
-    "tool": "axe drill file hammer knife nail rake saw shovel wrench".split(),
-    "animal": "bear crane fox goat hare lynx mouse otter pig wolf".split(),
-    "colour": "black brown green orange pink red violet white yellow blue".split(),
+    "fruit": _words("apple banana cherry date fig grape lemon mango olive peach"),
+    "tool": _words("axe drill file hammer knife nail rake saw shovel wrench"),
+    "animal": _words("bear crane fox goat hare lynx mouse otter pig wolf"),
+    "colour": _words("black brown green orange pink red violet white yellow blue"),
 }
 KIND_OF = {word: kind for kind, words in KINDS.items() for word in words}
 WORDS = sorted(KIND_OF)
