@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lean_ft.assets import resolve_data_path
+
 
 @dataclass(frozen=True)
 class Row:
@@ -20,14 +22,14 @@ class Row:
 def read_rows(source: str | list[str], digest: "hashlib._Hash | None" = None) -> Iterator[Row]:
     """Rows of the file or files `source`, in order; `digest` is fed every byte read.
 
-    A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped; the name's
+    `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped; the name's
     ending does not matter. Raises ValueError for a missing, empty or malformed file, with its name, line and reason.
     """
     paths = [source] if isinstance(source, str) else source
     if not paths:
         raise ValueError("data.source is an empty list; expected one or more JSONL or JSON files.")
     for path in paths:
-        yield from _read_file(Path(path).expanduser(), digest)
+        yield from _read_file(resolve_data_path(path), digest)
 
 
 def _read_file(path: Path, digest: "hashlib._Hash | None") -> Iterator[Row]:

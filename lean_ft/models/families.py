@@ -145,8 +145,8 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
         isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
     ):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model (a name that ends in ForCausalLM). "
-            "Bare, classification and multimodal models have other weights."
+            f"{where}: architectures is {architectures!r}; expected a language model, a name that ends "
+            "in ForCausalLM. Bare, classification and multimodal models have other weights."
         )
     if config.get("quantization_config") is not None:
         method = config["quantization_config"]
@@ -195,9 +195,7 @@ def _rope_config(fields: Mapping[str, Any], where: str) -> RopeConfig:
     if scaling == "llama3":
         # transformers' order: the top level wins, then the rope settings, then the longest context.
         original = settings.get("original_max_position_embeddings", fields["max_position_embeddings"])
-        settings["original_max_position_embeddings"] = fields.get(
-            "original_max_position_embeddings", original
-        )
+        settings["original_max_position_embeddings"] = fields.get("original_max_position_embeddings", original)
     names = {"original_max_positions": "original_max_position_embeddings"}
     values: dict[str, float] = {}
     for name in REQUIRED_FIELDS[scaling]:

@@ -39,9 +39,7 @@ def load_model(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     folder = resolve_model_path(path)
-    hf_config = _read_json(
-        folder / "config.json", "it says what the model computes; is this a model's folder?"
-    )
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if random_init:
         model = build_decoder(config, device, dtype)
@@ -82,9 +80,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
     weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json.
     """
     if not model.hf_config:
-        raise ValueError(
-            "the model was not loaded from a folder, so there is no config.json to save with it."
-        )
+        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(model.named_parameters())
@@ -168,8 +164,8 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
     if unexpected:
         first = min(unexpected)
         raise ValueError(
-            f"{stored[first].file}: config.json has no place for {_some(unexpected)}. The weights are of another model, "
-            "or config.json leaves out a field."
+            f"{stored[first].file}: config.json has no place for {_some(unexpected)}. The weights are of another "
+            "model, or config.json leaves out a field."
         )
     for name, tensor in stored.items():
         if tensor.shape != expected[name]:
@@ -214,9 +210,7 @@ def _no_weights(folder: Path) -> str:
             "save_pretrained(), which writes safetensors."
         )
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
-    found = (
-        f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
-    )
+    found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
     return (
         f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
