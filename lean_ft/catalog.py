@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -91,10 +92,17 @@ def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str,
     )
 
 
-def summary(recipe: Path) -> str:
-    """The first paragraph of a recipe's docstring on one line, read without running it; empty where it has none."""
+def summary(file: Path) -> str:
+    """What a recipe or preset says of itself, on one line, read without running it; empty where it says nothing.
+
+    That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix != ".py":
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        return " ".join(line.removeprefix("#").strip() for line in comment)
     try:
-        docstring = ast.get_docstring(ast.parse(recipe.read_bytes())) or ""
+        docstring = ast.get_docstring(ast.parse(text)) or ""
     except (SyntaxError, ValueError):
         return "(not valid Python)"
     return " ".join(docstring.partition("\n\n")[0].split())

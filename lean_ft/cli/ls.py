@@ -35,4 +35,9 @@ def ls(
 
 
 def _what_it_sets(preset: Path) -> str:
-    return " ".join(f"{key}={value}" for key, value in preset_values(preset).items())
+    try:
+        values = preset_values(preset)
+    except ValueError as error:  # a broken preset must not hide the others
+        return str(error)
+    settings = " ".join(f"{key}={value}" for key, value in values.items())
+    return "  ".join(filter(None, [catalog.summary(preset), settings]))

@@ -8,7 +8,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
     assert dict(lines) == {
         "toy_single_device": "A toy recipe: does what `act` says.",
         "other": "Another one, in two lines.",
-        "tiny/toy": "model.path=tiny optimizer.lr=1e-5",
+        "tiny/toy": "The toy.  model.path=tiny optimizer.lr=1e-5",
         "foreign": "lora.rank=8",
     }
 
@@ -43,6 +43,14 @@ def test_a_file_that_is_not_python_is_listed_as_such(leanft, shipped):
 def test_markup_in_a_file_is_text(leanft, shipped):
     (shipped / "recipes" / "marked.py").write_text('"""Has [bold]brackets[/nothing] in it."""')
     assert "Has [bold]brackets[/nothing] in it." in leanft("ls").out
+
+
+def test_a_broken_preset_hides_no_other(leanft, shipped):
+    (shipped / "configs" / "broken.yaml").write_text("a: [1")
+    answer = leanft("ls")
+    assert answer.code == 0
+    assert "not valid YAML" in answer.out
+    assert "tiny/toy" in answer.out
 
 
 def test_an_unknown_recipe(leanft, shipped):
