@@ -1,5 +1,6 @@
 """Recipes and presets are found by name, and the shipped ones keep the promises made about them."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -36,4 +37,17 @@ def test_a_shipped_recipe_reads_in_one_sitting(name):
     source = catalog.recipes()[name].read_text()
     assert len(source.splitlines()) <= 160
     assert catalog.summary(catalog.recipes()[name])
-    assert not any(word in source for word in ("import transformers", "import peft", "import trl"))
+
+
+@pytest.mark.parametrize("name", list(catalog.recipes()))
+def test_a_shipped_recipe_stands_alone(name):
+    """So that a copy of it runs anywhere: it imports neither another recipe nor a framework that lean_ft is not."""
+    imported = set()
+    for node in ast.walk(ast.parse(catalog.recipes()[name].read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(str(node.module).partition(".")[0])
+    assert "lean_ft" in imported
+    assert not imported & {"recipes", "transformers", "peft", "trl", "datasets", *catalog.recipes()}

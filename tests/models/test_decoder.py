@@ -49,7 +49,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
 
     def error(who: str) -> tuple[float, float]:
         (exact_logits, exact_grads), (own_logits, own_grads) = errors["exact"], errors[who]
-        wrong = torch.stack([(own_grads[n] - g).norm() / g.norm() for n, g in exact_grads.items() if "k_proj.bias" not in n])
+        wrong = torch.stack(
+            [(own_grads[n] - g).norm() / g.norm() for n, g in exact_grads.items() if "k_proj.bias" not in n]
+        )
         return ((own_logits - exact_logits).norm() / exact_logits.norm()).item(), wrong.mean().item()
 
     assert ours(ids).dtype == torch.bfloat16
