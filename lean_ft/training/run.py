@@ -160,7 +160,7 @@ class Run:
         state = read_training_state(folder)
         same_directory = folder.resolve().parent == self.directory.resolve()
         changes = compare_settings(self.cfg, state, folder, same_recipe=same_directory)
-        compare_data(self._batches.fingerprint, state, folder)
+        compare_data(self.cfg, self._batches.fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
         if self.start_step >= self.total_steps:

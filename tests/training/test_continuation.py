@@ -77,7 +77,7 @@ def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypat
         self.fingerprint = "7 other rows"
 
     monkeypatch.setattr(recipe.Batches, "__init__", changed)
-    with pytest.raises(ValueError, match=r"other data.*\n.*7 rows then, 7 other rows now"):
+    with pytest.raises(ValueError, match=r'other data.*\n.*"7 rows" then, "7 other rows" now'):
         restart(train, run)
 
 
