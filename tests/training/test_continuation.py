@@ -116,6 +116,16 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
     assert (start["start_step"], start["resumed_from"]) == (2, str(run / "step_00000002"))
 
 
+def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 3)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
+    branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
+    assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
+    assert (branch / "metrics.previous.jsonl").exists()
+
+
 def test_a_path_is_held_to_the_same_settings(run, train, tmp_path):
     with pytest.raises(ValueError, match="batch_size: 2 then, 3 now"):
         restart(train, tmp_path / "branch", resume=run / "step_00000002", batch_size=3)
