@@ -24,6 +24,9 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
+    if not torch.cuda.is_initialized() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Segments that grow in place leave fewer gaps between them. Read when CUDA comes up, so set it first.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = resolve_device(cfg.device)
     model = getattr(cfg, "model", None)
     notes = check_dtype(model.dtype, device) if model is not None else []
@@ -35,11 +38,10 @@ def start(cfg: RecipeConfig) -> torch.device:
     torch.set_float32_matmul_precision("highest")
 
     if device.type == "cuda":
-        # Segments that grow in place leave fewer gaps between them. Read by torch at its first CUDA allocation.
-        if not torch.cuda.is_initialized() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         free, total = torch.cuda.mem_get_info(device)
-        notes.append(f"{gibibytes(free)} of {gibibytes(total)} free; expandable allocator segments")
+        notes.append(f"{gibibytes(free)} of {gibibytes(total)} free")
+        if (allocator := os.environ.get("PYTORCH_ALLOC_CONF")) is not None:
+            notes.append(f"allocator {allocator}")
     elif device.type == "cpu" and host_memory.return_freed_memory():
         notes.append("freed memory goes back to the system at once (glibc's malloc thresholds fixed)")
     say("device", f"{describe(device)}, seed {cfg.seed}" + "".join(f"; {note}" for note in notes))

@@ -66,6 +66,15 @@ def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is wiped and the cursor back
 
 
+def test_a_bar_fits_into_80_columns(screen):
+    file = screen(force_terminal=True, width=80)
+    with ProgressBar(0, 10_000) as bar:
+        bar.update(row(4321))
+    assert "4321/10000" in file.getvalue()
+    assert "…" not in file.getvalue()
+    assert " left" in file.getvalue()
+
+
 def test_long_lines_are_not_wrapped(screen):
     file = screen(width=40)
     progress.say("saved", "/a/very/long/path" * 10)

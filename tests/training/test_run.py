@@ -133,6 +133,14 @@ def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
     }
 
 
+def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys):
+    run = train(tmp_path / "run", max_steps=4, epochs=2)
+    train(run, max_steps=4, epochs=2)
+    assert "a larger max_steps and epochs;" in capsys.readouterr().out
+    train(run, max_steps=3)
+    assert "a larger max_steps;" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("setting", ["max_steps", "epochs"])
 def test_extended_equals_trained_at_once(setting, whole, train, tmp_path):
     """Train to N, extend to M: the same weights and optimizer state as M at once, with a constant schedule."""
