@@ -4,15 +4,10 @@ A batch is either plain rows (each row is one document, padding on the right, wh
 rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
 computed by itself, so changing one leaves the others' outputs bit-identical.
 
-What computes it:
-
-| device | rows                         | documents                                               |
-|--------|------------------------------|---------------------------------------------------------|
-| CUDA   | PyTorch's fused kernels      | `varlen_attn` for 16-bit types, else the custom op      |
-| CPU    | the custom op                | the custom op of `document_attention`                   |
-| other  | PyTorch's fused kernels      | the custom op                                           |
-
-None of them keeps anything of shape (T, T), or copies of keys and values for each query head.
+On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents). Everything else,
+CPUs and float32 on CUDA, goes through the custom op of `document_attention`: PyTorch has no kernel for documents
+there, and for rows its own are slower on a CPU, and copy all scores where float32 meets grouped heads on CUDA. None
+of these keeps anything of shape (T, T), or copies of keys and values for each query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
@@ -23,10 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.document_attention import document_attention
 from lean_ft.models.rope import rotate
+
+# No look ahead. Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
+_VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    _VARLEN_OPTIONS["enable_gqa"] = True
 
 
 class Attention(nn.Module):
@@ -72,14 +73,11 @@ class Attention(nn.Module):
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attends causally within each row: query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D)."""
-    if query.device.type == "cpu":
-        num_rows, num_tokens = query.shape[:2]
-        row_ends = torch.arange(0, num_rows * num_tokens + 1, num_tokens, dtype=torch.int32)
-        return _attend_flattened(query, key, value, row_ends)
-    attended = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    return attended.transpose(1, 2)
+    if _has_kernels(query):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    num_rows, num_tokens = query.shape[:2]
+    return _attend_by_op(query, key, value, torch.arange(num_rows + 1) * num_tokens)
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -88,25 +86,23 @@ def attend_documents(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tens
     query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
     documents' boundaries in the N = B * T tokens. No document is longer than a row.
     """
-    # The kernel computes in 16 bits only, and wants heads of a multiple of 8 features.
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
+    if _has_kernels(query) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
         return _attend_varlen(query, key, value, cu_seqlens)
-    return _attend_flattened(query, key, value, cu_seqlens)
+    return _attend_by_op(query, key, value, cu_seqlens)
 
 
-def _attend_flattened(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _has_kernels(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _attend_by_op(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
     return document_attention(*(x.flatten(0, 1) for x in (query, key, value)), cu_seqlens).view(query.shape)
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # no look ahead
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
     # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
     # to be asked of the device, which would wait for it in every layer.
     longest = query.shape[1]
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    attended: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    attended: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_VARLEN_OPTIONS)
     return attended.view(query.shape)

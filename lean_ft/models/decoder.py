@@ -123,23 +123,21 @@ class Decoder(nn.Module):
         packed documents in the B * T tokens, row after row; a row's end is always one. With a cache the new tokens go
         on from what it holds, and it is advanced.
 
-        Raises ValueError for a cache together with cu_seqlens or positions, and where the cache is full.
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, and where the cache is full.
         """
         num_rows, num_tokens = input_ids.shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
+            if torch.is_grad_enabled():
+                raise ValueError("a cache keeps no gradients: call the model inside torch.no_grad().")
             positions = cache.begin(num_tokens)
         elif cu_seqlens is not None:
-            lengths = cu_seqlens.diff()
-            # On a GPU this is checked there, without waiting for it.
-            torch.ops.aten._assert_async.msg(
-                (lengths <= num_tokens).all(), f"cu_seqlens has a document longer than a row of {num_tokens} tokens"
-            )
+            _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
-                indices = torch.arange(num_rows * num_tokens, device=input_ids.device)
-                starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=indices.numel())
-                positions = (indices - starts).view(num_rows, num_tokens)
+                indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+                document = torch.bucketize(indices, cu_seqlens, right=True) - 1
+                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
 
@@ -164,3 +162,19 @@ class Decoder(nn.Module):
             weight.dtype,
             weight.device,
         )
+
+
+def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
+    """Raises ValueError where documents do not end with the batch or one is longer than a row.
+
+    On a GPU the check runs there, so that nothing waits for it, and a failure is a device-side assertion.
+    """
+    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == num_rows * num_tokens)
+    message = (
+        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at "
+        f"{num_rows * num_tokens}."
+    )
+    if cu_seqlens.is_cuda:
+        torch.ops.aten._assert_async.msg(fits, message)
+    elif not fits:
+        raise ValueError(message)

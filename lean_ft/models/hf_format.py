@@ -21,7 +21,8 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (*_DTYPES, torch.float64)
 
 
 def load_model(
@@ -33,7 +34,7 @@ def load_model(
     """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 16 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 4 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
@@ -173,7 +174,7 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
                 f"{tensor.file}: {name} has the shape {list(tensor.shape)}; config.json makes it "
                 f"{list(expected[name])}."
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _STORED_DTYPES:
             raise ValueError(
                 f"{tensor.file}: {name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64. Quantized "
                 "weights cannot be trained: take the model they were made from."
@@ -183,7 +184,7 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
 
 def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """Some folders store a tied output layer as well; it must then be the embedding itself."""
-    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _DTYPES
+    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED_DTYPES
     if same:
         with open(embedding.file, "rb") as a, open(head.file, "rb") as b:
             a.seek(embedding.offset)

@@ -27,7 +27,7 @@ class RopeConfig:
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    original_max_positions: int | None = None
+    original_max_positions: float | None = None
 
 
 def _plain_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

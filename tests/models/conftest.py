@@ -67,10 +67,11 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """Makes the folder of a case, as transformers saves it, and transformers' model of it."""
 
     def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
-        model = reference_model(case, seed, **overrides).to(dtype)
+        model = reference_model(case, seed, **overrides)
         folder = tmp_path_factory.mktemp(case)
-        model.save_pretrained(folder)
-        return folder, model
+        model.to(dtype).save_pretrained(folder)
+        # Read back, since `to` has rounded the rotary frequencies too, which is not how a bfloat16 model is run.
+        return folder, type(model).from_pretrained(folder, dtype=dtype).eval()
 
     return make
 

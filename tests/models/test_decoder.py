@@ -1,4 +1,6 @@
-"""The decoder against transformers' models: logits, gradients, padding, packing, and a layer compiled and checkpointed."""
+"""The decoder against transformers' models: logits, gradients, padding and packing; plain, compiled, checkpointed."""
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_packed_documents_equal_transformers_on_each_alone(make_checkpoint, give
     bounds = [0, 13, 14, 40, 60, 80]  # two rows of 40, the second of two documents
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     ids = token_ids(2, 40)
-    documents = list(zip(bounds[:-1], bounds[1:], strict=True))
+    documents = list(pairwise(bounds))
     positions = torch.cat([torch.arange(b - a) for a, b in documents]).view(2, 40) if given_positions else None
     logits = model(ids, positions=positions, cu_seqlens=cu_seqlens)
     expected = [reference(ids.view(-1)[a:b][None]).logits[0] for a, b in documents]
@@ -119,10 +121,12 @@ def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
         torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
 
 
-def test_a_document_longer_than_a_row_is_refused(make_checkpoint):
+def test_boundaries_of_another_batch_are_refused(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0])
-    with pytest.raises(RuntimeError, match="longer than a row of 10 tokens"):
+    with pytest.raises(ValueError, match="has a document longer than a row of 10 tokens"):
         model(token_ids(2, 10), cu_seqlens=torch.tensor([0, 11, 20], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"or does not end with the batch, at 20"):
+        model(token_ids(2, 10), cu_seqlens=torch.tensor([0, 10, 19], dtype=torch.int32))
 
 
 def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpoint):
@@ -159,9 +163,10 @@ def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint):
             plain = layer.forward
             layer.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
             layer.compile(fullgraph=True)
-        next_token_loss(model(ids, cu_seqlens=cu_seqlens), ids).backward()
+        loss = next_token_loss(model(ids, cu_seqlens=cu_seqlens), ids) + next_token_loss(model(ids), ids)
+        loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     tokens = generate(model, [[1, 2, 3], [4]], max_new_tokens=12)
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=1e-5, rtol=1e-4, msg=name)
