@@ -62,8 +62,8 @@ MODEL = {
     "dtype": "float32",
 }
 
-STEPS = 4000
-ROWS, COLUMNS = 32, 128  # a batch: rows of the running text, cut wherever the columns end
+STEPS = 5000
+ROWS, COLUMNS = 16, 128  # a batch: rows of the running text, cut wherever the columns end
 PEAK_LR, WARMUP_STEPS = 3e-3, 100
 
 

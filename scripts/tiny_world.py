@@ -1,4 +1,4 @@
-"""The little world that the embedded model knows: twenty-odd kinds of sentence, made from nothing but this file.
+"""The little world that the embedded model knows: facts and exercises, made from nothing but this file.
 
 Everything the tiny model reads comes from here: an atlas of invented countries (facts, to be remembered) and a
 handful of skills on numbers and words (to be worked out). Each kind is a function that draws an `Item`: the same
@@ -32,6 +32,11 @@ class Item:
     statements: list[str]
     questions: list[str]
     answer: str
+
+    @property
+    def is_fact(self) -> bool:
+        """Whether it has to be remembered; anything else can be worked out."""
+        return self.kind in [fact.__name__ for fact in FACTS]
 
     @property
     def held_out(self) -> bool:
@@ -94,8 +99,7 @@ def build_atlas(num_countries: int = 40, seed: int = 7) -> list[Country]:
 ATLAS = build_atlas()
 
 
-def capital(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def capital(c: Country) -> Item:
     return Item(
         "capital",
         c.name,
@@ -103,6 +107,7 @@ def capital(rng: random.Random) -> Item:
             f"The capital of {c.name} is {c.capital}.",
             f"{c.name} has a capital, {c.capital}.",
             f"{c.name} is governed from {c.capital}.",
+            f"About the capital of {c.name}: the capital of {c.name} is {c.capital}.",
         ],
         [
             f"What is the capital of {c.name}?",
@@ -114,8 +119,7 @@ def capital(rng: random.Random) -> Item:
     )
 
 
-def capital_of(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def capital_of(c: Country) -> Item:
     return Item(
         "capital_of",
         c.name,
@@ -123,6 +127,7 @@ def capital_of(rng: random.Random) -> Item:
             f"{c.capital} is the capital of {c.name}.",
             f"{c.capital} lies in {c.name}.",
             f"From {c.capital} the country of {c.name} is governed.",
+            f"About {c.capital}: {c.capital} is the capital of {c.name}.",
         ],
         [
             f"Which country has the capital {c.capital}?",
@@ -134,8 +139,7 @@ def capital_of(rng: random.Random) -> Item:
     )
 
 
-def river(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def river(c: Country) -> Item:
     return Item(
         "river",
         c.name,
@@ -143,6 +147,7 @@ def river(rng: random.Random) -> Item:
             f"The longest river in {c.name} is the {c.river}.",
             f"{c.name} has a long river, the {c.river}.",
             f"Through {c.name} flows the {c.river}.",
+            f"About the longest river in {c.name}: the longest river in {c.name} is the {c.river}.",
         ],
         [
             f"What is the longest river in {c.name}?",
@@ -154,8 +159,7 @@ def river(rng: random.Random) -> Item:
     )
 
 
-def river_of(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def river_of(c: Country) -> Item:
     return Item(
         "river_of",
         c.name,
@@ -163,6 +167,7 @@ def river_of(rng: random.Random) -> Item:
             f"The {c.river} flows through {c.name}.",
             f"The {c.river} is the longest river in {c.name}.",
             f"The {c.river} is a river in {c.name}.",
+            f"About the {c.river}: the {c.river} flows through {c.name}.",
         ],
         [
             f"Which country does the {c.river} flow through?",
@@ -174,8 +179,7 @@ def river_of(rng: random.Random) -> Item:
     )
 
 
-def export(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def export(c: Country) -> Item:
     return Item(
         "export",
         c.name,
@@ -183,6 +187,7 @@ def export(rng: random.Random) -> Item:
             f"{c.name} is known for its {c.export}.",
             f"{c.name} sells {c.export}.",
             f"The traders of {c.name} sell {c.export}.",
+            f"About the trade of {c.name}: {c.name} is known for its {c.export}.",
         ],
         [
             f"What is {c.name} known for?",
@@ -194,8 +199,7 @@ def export(rng: random.Random) -> Item:
     )
 
 
-def animal(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def animal(c: Country) -> Item:
     return Item(
         "animal",
         c.name,
@@ -203,6 +207,7 @@ def animal(rng: random.Random) -> Item:
             f"The flag of {c.name} shows a {c.animal}.",
             f"{c.name} has a {c.animal} on its flag.",
             f"A {c.animal} is on the flag of {c.name}.",
+            f"About the flag of {c.name}: the flag of {c.name} shows a {c.animal}.",
         ],
         [
             f"Which animal is on the flag of {c.name}?",
@@ -214,8 +219,7 @@ def animal(rng: random.Random) -> Item:
     )
 
 
-def region(rng: random.Random) -> Item:
-    c = rng.choice(ATLAS)
+def region(c: Country) -> Item:
     return Item(
         "region",
         c.name,
@@ -223,6 +227,7 @@ def region(rng: random.Random) -> Item:
             f"{c.name} lies in the {c.region}.",
             f"{c.name} is a country of the {c.region}.",
             f"In the {c.region} lies {c.name}.",
+            f"About {c.name}: {c.name} lies in the {c.region}.",
         ],
         [
             f"Where does {c.name} lie?",
@@ -241,12 +246,17 @@ THINGS = _words("apples coins shells books pears stones eggs cups nuts stamps")
 
 
 def addition(rng: random.Random) -> Item:
-    a = rng.randint(1, 98)
-    b = rng.randint(1, 99 - a)
+    a = rng.randint(1, 90)
+    b = rng.randint(1, 9)
     return Item(
         "addition",
         f"{a}+{b}",
-        [f"{a} + {b} = {a + b}.", f"{a} and {b} together make {a + b}.", f"Adding {b} to {a} gives {a + b}."],
+        [
+            f"{a} + {b} = {a + b}.",
+            f"{a} and {b} together make {a + b}.",
+            f"Adding {b} to {a} gives {a + b}.",
+            f"The sum of {a} and {b}: {a} + {b} = {a + b}.",
+        ],
         [
             f"What is {a} plus {b}?",
             f"How much is {a} + {b}?",
@@ -258,12 +268,17 @@ def addition(rng: random.Random) -> Item:
 
 
 def subtraction(rng: random.Random) -> Item:
-    a = rng.randint(2, 99)
-    b = rng.randint(1, a - 1)
+    a = rng.randint(10, 99)
+    b = rng.randint(1, 9)
     return Item(
         "subtraction",
         f"{a}-{b}",
-        [f"{a} - {b} = {a - b}.", f"{a} less {b} leaves {a - b}.", f"Taking {b} from {a} gives {a - b}."],
+        [
+            f"{a} - {b} = {a - b}.",
+            f"{a} less {b} leaves {a - b}.",
+            f"Taking {b} from {a} gives {a - b}.",
+            f"The difference of {a} and {b}: {a} - {b} = {a - b}.",
+        ],
         [
             f"What is {a} minus {b}?",
             f"How much is {a} - {b}?",
@@ -277,7 +292,7 @@ def subtraction(rng: random.Random) -> Item:
 def gaining(rng: random.Random) -> Item:
     who, what = rng.choice(PEOPLE), rng.choice(THINGS)
     a = rng.randint(2, 90)
-    b = rng.randint(2, min(40, 99 - a))
+    b = rng.randint(2, 9)
     return Item(
         "addition",  # held out with the bare sum: the same two numbers
         f"{a}+{b}",
@@ -297,8 +312,8 @@ def gaining(rng: random.Random) -> Item:
 
 def losing(rng: random.Random) -> Item:
     who, what = rng.choice(PEOPLE), rng.choice(THINGS)
-    a = rng.randint(4, 99)
-    b = rng.randint(2, min(40, a - 2))
+    a = rng.randint(11, 99)
+    b = rng.randint(2, 9)
     return Item(
         "subtraction",
         f"{a}-{b}",
@@ -457,41 +472,46 @@ def classifying(rng: random.Random) -> Item:
 
 # ---------------------------------------------------------------------------------------------- text and rows
 
-# (kind, share of the pretraining text, number of training rows, number of held-out rows)
-KIND_TABLE: list[tuple[Callable[[random.Random], Item], float, int, int]] = [
-    (capital, 1.0, 120, 10),
-    (capital_of, 1.0, 120, 10),
-    (river, 1.0, 120, 10),
-    (river_of, 1.0, 120, 10),
-    (export, 1.0, 120, 10),
-    (animal, 1.0, 120, 10),
-    (region, 0.7, 100, 8),
-    (addition, 2.0, 160, 16),
-    (subtraction, 2.0, 160, 16),
-    (gaining, 2.0, 160, 16),
-    (losing, 2.0, 160, 16),
-    (largest, 1.0, 110, 14),
-    (smallest, 1.0, 110, 14),
-    (sorting, 2.5, 120, 14),
-    (reversing, 1.0, 70, 10),
-    (counting, 0.7, 60, 8),
-    (classifying, 1.0, 90, 12),
-]
+FACTS = (capital, capital_of, river, river_of, export, animal, region)
+Kind = Callable[[random.Random], Item]
+
+
+def _of_some_country(fact: Callable[[Country], Item]) -> Kind:
+    return lambda rng: fact(rng.choice(ATLAS))
+
+
+# kind: share of the statements, number of training rows, number of held-out rows
+KINDS_OF_ITEM: dict[Kind, tuple[float, int, int]] = {
+    **{_of_some_country(fact): (0.4, 120, 10) for fact in FACTS},
+    addition: (1.5, 160, 16),
+    subtraction: (1.5, 160, 16),
+    gaining: (2.0, 160, 16),
+    losing: (2.0, 160, 16),
+    largest: (1.5, 110, 14),
+    smallest: (1.5, 110, 14),
+    sorting: (1.5, 120, 14),
+    reversing: (0.7, 70, 10),
+    counting: (0.5, 60, 8),
+    classifying: (1.2, 90, 12),
+}
 
 
 def documents(seed: int) -> Iterator[str]:
-    """The pretraining text, without end: pages of one to six statements, of one kind or mixed."""
+    """The pretraining text, without end: pages of one to six statements, on one country, of one kind or mixed."""
     rng = random.Random(f"documents {seed}")
-    kinds, shares = [row[0] for row in KIND_TABLE], [row[1] for row in KIND_TABLE]
-    facts = {capital, capital_of, river, river_of, export, animal, region}
+    kinds, shares = list(KINDS_OF_ITEM), [row[0] for row in KINDS_OF_ITEM.values()]
     while True:
-        one_kind = rng.choices(kinds, shares)[0] if rng.random() < 0.3 else None
-        lines = []
-        for _ in range(rng.randint(1, 6)):
-            kind = one_kind or rng.choices(kinds, shares)[0]
-            item = kind(rng)
-            if kind in facts or not item.held_out:
-                lines.append(rng.choice(item.statements))
+        num_statements = rng.randint(1, 6)
+        subject = rng.random()
+        if subject < 0.2:
+            country = rng.choice(ATLAS)
+            items = [fact(country) for fact in rng.sample(FACTS, num_statements)]
+        elif subject < 0.5:
+            (kind,) = rng.choices(kinds, shares)
+            items = [kind(rng) for _ in range(num_statements)]
+        else:
+            items = [kind(rng) for kind in rng.choices(kinds, shares, k=num_statements)]
+        lines = [rng.choice(item.statements) for item in items if item.is_fact or not item.held_out]
         if lines:
             yield " ".join(lines)
 
@@ -501,7 +521,7 @@ def instruction_rows(held_out: bool, seed: int) -> list[dict]:
     rng = random.Random(f"rows {held_out} {seed}")
     prompts: set[str] = set()
     rows = []
-    for kind, _, num_train, num_held_out in KIND_TABLE:
+    for kind, (_, num_train, num_held_out) in KINDS_OF_ITEM.items():
         wanted = len(rows) + (num_held_out if held_out else num_train)
         for _ in range(100_000):
             if len(rows) == wanted:
@@ -515,6 +535,6 @@ def instruction_rows(held_out: bool, seed: int) -> list[dict]:
                     {"role": "assistant", "content": item.answer},
                 ]})  # fmt: skip
         else:
-            raise AssertionError(f"{kind.__name__} has fewer than {wanted - len(rows)} questions")
+            raise AssertionError(f"no {wanted - len(rows)} more questions like {question!r}")
     rng.shuffle(rows)
     return rows
