@@ -137,9 +137,7 @@ class Batches:
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
         size = self._rows.batch_size
-        return [
-            self._rows.batch(self._shuffled[i * size : (i + 1) * size]) for i in range(first, self._num_taken)
-        ]
+        return [self._rows.batch(self._shuffled[i * size : (i + 1) * size]) for i in range(first, self._num_taken)]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""

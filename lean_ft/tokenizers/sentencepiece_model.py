@@ -35,14 +35,14 @@ class SentencePieceModel:
             self._processor: Any = SentencePieceProcessor(model_proto=model)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
-        self._inside: Any = self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+        self._inside: Any = (
+            self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+        )
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
         self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
 
         num_pieces = self._processor.get_piece_size()
-        is_marker = [
-            i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)
-        ]
+        is_marker = [i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
         self.added = {self._processor.id_to_piece(i): i for i in is_marker}
         control = set(self.added)
         next_id = num_pieces

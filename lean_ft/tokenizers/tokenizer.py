@@ -201,7 +201,9 @@ class Tokenizer:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
-            target = folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+            target = (
+                folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+            )
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)
