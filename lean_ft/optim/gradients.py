@@ -1,0 +1,34 @@
+"""Norms of gradients without copies of them, and scaling them in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lean_ft.optim.slices import flat, slice_length, slices
+
+
+def gradient_norm(grad: Tensor) -> Tensor:
+    """The 2-norm of one gradient as a float32 scalar on its device.
+
+    On a CPU the squares are summed in float32 slice by slice: torch's own norm of a bfloat16 tensor loses
+    0.2 % on an embedding's gradient even when asked for float32.
+    """
+    if grad.device.type != "cpu":
+        return torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
+    vector = flat(grad.contiguous())
+    total = torch.zeros((), dtype=torch.float64)
+    for part in slices(vector.numel(), slice_length(vector.device, compiled=False)):
+        values = vector[part].float()
+        total += values.dot(values)
+    return total.sqrt().float()
+
+
+def global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, from each one's norm, as a float32 scalar on the device."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
+
+
+def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by one factor in place; a factor on the device is not waited for."""
+    torch.ops.aten._foreach_mul_(list(grads), factor)

@@ -1,0 +1,202 @@
+"""One optimizer for every rule, stepping after backward or inside it.
+
+A plain step needs all gradients alive at once. Stepping in backward updates a parameter as soon as its
+gradient is complete and frees the gradient at once, so the gradients never cost more than a layer or so (Lv
+et al. 2023, https://arxiv.org/abs/2306.09782). The same rule serves both, with the same arguments, so both
+give bitwise the same weights.
+
+The loop is the same for both:
+
+    optimizer.set_lr(lr)                                    # before backward: the hooks read it
+    for batch in micro_batches:
+        optimizer.update_in_backward(batch is last)
+        loss(batch).backward()
+    grad_norm = optimizer.finish_gradients(scaler, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.optim.gradients import global_norm, gradient_norm, scale_gradients
+from lean_ft.optim.loss_scaler import LossScaler
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+
+
+class Optimizer:
+    """Updates named parameters by a rule; `in_backward` does so from hooks during backward.
+
+    Parameters that need no gradient are left out, and a tied parameter is one parameter. Learning rates are
+    set by `set_lr` before each step. `notes` says what was adjusted for the device.
+    """
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool
+    ) -> None:
+        trainable: dict[nn.Parameter, str] = {}
+        for name, param in named_parameters:
+            if param.requires_grad:
+                trainable.setdefault(param, name)
+        if not trainable:
+            raise ValueError(
+                "The optimizer got no parameter that requires a gradient: nothing would be trained."
+            )
+        self.rule = rule
+        self.in_backward = in_backward
+        self.notes = rule.notes
+        self.lr = 0.0
+        self.step_count = 0  # updates made, the same for all parameters
+        self.skipped_steps = 0  # steps not made because float16 gradients overflowed
+        self._states = [
+            ParameterState(name, param, index, rule.init_state(param))
+            for index, (param, name) in enumerate(trainable.items())
+        ]
+        self._updates_now = False  # whether hooks update in the coming backward
+        self._overflowed = False
+        self._noise_seed: int | None = None
+        self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
+        if in_backward:
+            for state in self._states:
+                state.param.register_post_accumulate_grad_hook(self._hook_of(state))
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
+        self.lr = lr
+
+    def update_in_backward(self, enabled: bool) -> None:
+        """Whether the coming backward completes the step's gradients: True for the last micro-batch.
+
+        Until then gradients add up as usual. Without in-backward stepping this does nothing.
+        """
+        self._updates_now = enabled and self.in_backward
+
+    @torch.no_grad()
+    def finish_gradients(self, scaler: LossScaler, max_norm: float | None) -> Tensor:
+        """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
+
+        The norm is a float32 scalar on the device. With loss scaling the host waits for it, to skip the
+        step if it is not finite. In backward, the hooks have noted the norm and the gradients are gone.
+        """
+        if self.in_backward:
+            assert max_norm is None, "clipping needs every gradient before any update"
+            assert not scaler.enabled, "the overflow check needs every gradient before any update"
+            self._check_all_updated()
+            norms = [self._norms[index] for index in sorted(self._norms)]
+            return global_norm(norms) if norms else self._zero()
+        grads = [state.grad for state in self._states if state.param.grad is not None]
+        if not grads:
+            return self._zero()
+        norm = global_norm([gradient_norm(grad) for grad in grads]) / scaler.value
+        if scaler.enabled:
+            self._overflowed = not bool(norm.isfinite())
+            if self._overflowed:
+                scaler.update(overflowed=True)
+                return norm
+        if max_norm is not None:
+            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scaler.value)
+        elif scaler.enabled:
+            scale_gradients(grads, 1.0 / scaler.value)
+        scaler.update(overflowed=False)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters that have a gradient; in backward they are updated already and the step is
+        closed."""
+        if self._overflowed:
+            self.skipped_steps += 1
+            self._overflowed = False
+            return
+        if self.in_backward:
+            self._check_all_updated()
+        else:
+            self.rule.update(
+                [state for state in self._states if state.param.grad is not None], self._step_info()
+            )
+        self.step_count += 1
+        self._noise_seed = None
+        self._norms.clear()
+        self._updates_now = False
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for state in self._states:
+            state.param.grad = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that the rule's state takes."""
+        return sum(tensor.nbytes for state in self._states for tensor in state.tensors.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
+        if any(state.param.is_cuda for state in self._states):
+            torch.cuda.synchronize()  # paged state is read by the host
+        tensors = {
+            "step": torch.tensor(self.step_count),
+            "skipped_steps": torch.tensor(self.skipped_steps),
+        }
+        for state in self._states:
+            tensors |= {f"{state.name}.{key}": tensor for key, tensor in state.tensors.items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a state_dict; raises ValueError where it is another model's or another rule's."""
+        saved: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            if name not in ("step", "skipped_steps"):
+                parameter, _, key = name.rpartition(".")
+                saved[parameter][key] = tensor
+        unknown = saved.keys() - {state.name for state in self._states}
+        if unknown or "step" not in tensors:
+            raise ValueError(
+                "The saved optimizer state does not belong to this model: "
+                + (
+                    f"it has {sorted(unknown)[:3]}, which are not trained here."
+                    if unknown
+                    else "it has no `step`."
+                )
+                + " Resume with the model and the settings that saved it."
+            )
+        for state in self._states:
+            self.rule.load_state(state, saved.get(state.name, {}))
+        self.step_count = int(tensors["step"])
+        self.skipped_steps = int(tensors.get("skipped_steps", torch.tensor(0)))
+
+    def _hook_of(self, state: ParameterState):
+        @torch.no_grad()
+        def update(param: Tensor) -> None:
+            if not self._updates_now:
+                return
+            assert state.index not in self._norms, (
+                f"{state.name} got a gradient twice in one step, and was updated by the first, which was "
+                "incomplete: "
+                "reentrant checkpointing or a second backward does this"
+            )
+            self._norms[state.index] = gradient_norm(state.grad)
+            self.rule.update([state], self._step_info())
+            param.grad = None
+
+        return update
+
+    def _step_info(self) -> StepInfo:
+        if self._noise_seed is None:
+            # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the
+            # same way.
+            self._noise_seed = int(torch.randint(2**31, ())) if self.rule.draws_noise else 0
+        return StepInfo(lr=self.lr, number=self.step_count + 1, noise_seed=self._noise_seed)
+
+    def _check_all_updated(self) -> None:
+        left = [state.name for state in self._states if state.param.grad is not None]
+        assert not left, (
+            f"{left[0]} still has its gradient after backward: update_in_backward(True) goes before the "
+            "last backward"
+        )
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self._states[0].param.device)

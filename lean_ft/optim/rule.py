@@ -1,0 +1,79 @@
+"""What an update rule is: the state it keeps for one parameter, and how it moves parameters by their
+gradients.
+
+A rule never asks when it is called. `Optimizer` calls it once a step with every parameter, or from a
+backward hook with one parameter at a time, and the weights come out bitwise the same: all that a rule may
+depend on is in its arguments.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """One parameter with the tensors its rule keeps for it; `index` is its place in the model."""
+
+    name: str
+    param: torch.nn.Parameter
+    index: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, contiguous as the parameter is."""
+        assert self.param.grad is not None, f"{self.name} has no gradient"
+        return self.param.grad.contiguous()
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What is common to all parameters in one optimizer step; `number` counts from 1."""
+
+    lr: float
+    number: int
+    noise_seed: int  # stochastic rounding draws from it, so the order of updates does not matter
+
+
+class Rule:
+    """Base of the update rules: subclasses give `init_state` and `update`."""
+
+    notes: tuple[str, ...] = ()  # what was adjusted for the device; the caller logs it once
+    draws_noise = False  # whether a step takes a seed from torch's generator
+
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        """Zeroed state for one parameter: name -> tensor."""
+        raise NotImplementedError
+
+    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
+        """Move every listed parameter by its gradient, in place, and its state with it."""
+        raise NotImplementedError
+
+    def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
+        """Copy saved tensors into the state in place, so memory after a resume is memory before it."""
+        if tensors.keys() != state.tensors.keys():
+            raise ValueError(
+                f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has "
+                f"{sorted(tensors)}. It was saved by another optimizer: set optimizer.name and its "
+                "settings as in that "
+                "run, or start without its optimizer state."
+            )
+        for key, own in state.tensors.items():
+            saved = tensors[key]
+            if saved.shape != own.shape or saved.dtype != own.dtype:
+                raise ValueError(
+                    f"Expected {own.dtype} of shape {tuple(own.shape)} for {state.name}.{key}, but the "
+                    "saved state has "
+                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with the model, dtype and "
+                    "optimizer settings "
+                    "of the run that saved it."
+                )
+            own.copy_(saved)
+
+
+def decay_of(param: Tensor, weight_decay: float) -> float:
+    """Weight decay for this parameter: matrices decay, vectors (norms, biases) never do."""
+    return weight_decay if param.ndim >= 2 else 0.0

@@ -1,0 +1,56 @@
+"""Stochastic gradient descent, with momentum if asked for and decoupled weight decay.
+
+State: none, or with momentum one tensor in the weight's type. `buffer = momentum * buffer + grad`, as in
+torch.optim.SGD.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
+
+
+class SGD(Rule):
+    """weight -= lr * (gradient or momentum buffer + weight_decay * weight), in float32, rounded once."""
+
+    def __init__(
+        self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool
+    ) -> None:
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.draws_noise = stochastic_rounding
+        self._update = Sliced(_update, compile=compile)
+
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(param, requires_grad=False)} if self.momentum else {}
+
+    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
+        for state in states:
+            buffer = state.tensors.get("momentum")
+            self._update(
+                [flat(state.param), flat(state.grad), None if buffer is None else flat(buffer)],
+                step.lr,
+                self.momentum,
+                decay_of(state.param, self.weight_decay),
+                noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
+            )
+
+
+def _update(
+    weight: Tensor,
+    grad: Tensor,
+    buffer: Tensor | None,
+    noise: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    weight_decay: float | Tensor,
+) -> None:
+    direction = grad.float()
+    if buffer is not None:
+        direction = direction + momentum * buffer.float()
+        store(buffer, direction, noise)
+    value = weight.float()
+    store(weight, value - lr * (direction + weight_decay * value), noise)
