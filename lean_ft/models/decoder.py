@@ -120,7 +120,7 @@ class Decoder(nn.Module):
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
-        packed documents in the B * T tokens, row after row; a row's end is always one. With a cache the new tokens go
+        packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
         on from what it holds, and it is advanced.
 
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, and where the cache is full.

@@ -34,7 +34,7 @@ def load_model(
     """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 4 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:

@@ -79,12 +79,12 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
-_STAGING_BYTES = 4 * 2**20
+_STAGING_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StoredTensor:
     def read_into(self, target: Tensor) -> None:
         """Fills `target`, contiguous and of this shape, on any device and in any floating dtype.
 
-        Takes no memory beyond 4 MiB; none at all where the dtype is the target's and the target is on the CPU.
+        Takes no memory beyond 1 MiB; none at all where the dtype is the target's and the target is on the CPU.
         """
         assert self.dtype is not None
         assert target.shape == self.shape

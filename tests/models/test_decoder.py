@@ -143,8 +143,8 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
         model.layers[0](hidden, cos, sin, torch.tensor([0, 100, 256], dtype=torch.int32))
     parameters = {p.data_ptr() for p in model.parameters()} | {cos.data_ptr(), sin.data_ptr()}
     activations = [tensor for pointer, tensor in kept.items() if pointer not in parameters]
-    # Seven of hidden size at most (residual, normed, query, output; residual, normed) with keys and values, and
-    # gate, up and their product.
+    # The inputs of both norms, what they give, queries and what is attended; keys and values; the gate, the
+    # up-projection and their product. In float32: a number a token for each norm.
     assert sum(t.numel() for t in activations if t.dtype == torch.bfloat16) <= 256 * (6 * 48 + 2 * 16 + 3 * 80)
     assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
 

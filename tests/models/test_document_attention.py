@@ -49,10 +49,11 @@ def test_float32_equals_float64_masked_softmax(heads, kv_heads, size):
     assert max(errors) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (30.0, 0.0), (1.0, 20.0)])
-def test_bfloat16_is_as_exact_as_pytorchs_kernel(scale, offset):
-    """Large scores, and values with a large part in common, are where a careless bfloat16 product loses its digits."""
-    leaves, cu_seqlens, grad = inputs(torch.bfloat16, scale=scale, offset=offset)
+def test_sixteen_bits_are_as_exact_as_pytorchs_kernel(dtype, scale, offset):
+    """Large scores, and values with a large part in common, are where a careless product loses its digits."""
+    leaves, cu_seqlens, grad = inputs(dtype, scale=scale, offset=offset)
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     exact = dense(*exact_leaves)
 
