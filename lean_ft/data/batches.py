@@ -1,9 +1,10 @@
 """Rows of documents to batches of tensors: shuffled for training, in order for evaluation.
 
-Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by position, and
-no document's first token is ever a label. Padding carries no label because of where it is; its id plays no part.
+Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by
+position, and no document's first token is ever a label. Padding carries no label because of where it is; its
+id plays no part.
 
-Legend: B rows of a batch, T positions of a row, N documents in a batch counting each stretch of padding as one.
+Legend: B rows of a batch, T positions of a row, N documents of a batch, each stretch of padding being one.
 """
 
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ class Batch:
     labels: Tensor  # (B, T) int64, already shifted; -100 where nothing is trained
     positions: Tensor  # (B, T) int64, from 0 in every document
     cu_seqlens: Tensor | None
-    """(N + 1,) int32 when packed: where documents begin in the B * T flattened positions, with B * T at the end. None:
-    every row is one document, padded on the right."""
+    """(N + 1,) int32 when packed: where documents begin in the B * T flattened positions, with B * T at the
+    end. None: every row is one document, padded on the right."""
     num_targets: int
     """Labels that are not -100."""
     num_tokens: int
@@ -71,8 +72,8 @@ class Rows:
         return -(-len(self) // self.batch_size)
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """The batch of the rows with the numbers `rows`: at most `batch_size`; packed ones are filled up with empty
-        rows, so that compiled code sees one shape."""
+        """The batch of the rows numbered `rows`, at most `batch_size` of them. Packed ones are filled up with
+        empty rows, so that compiled code sees one shape."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         if self.packed:
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
@@ -110,7 +111,7 @@ class Rows:
 
 
 class Batches:
-    """Training batches without end, shuffled anew each epoch. The order depends on the seed and the epoch alone."""
+    """Training batches without end, shuffled anew each epoch by the seed and the epoch alone."""
 
     def __init__(self, rows: Rows, *, seed: int, report: DataReport, fingerprint: str):
         self._rows = rows
@@ -127,7 +128,7 @@ class Batches:
         return self._rows.num_batches
 
     def take(self, n: int) -> list[Batch]:
-        """The next `n` batches, or as many as the epoch still has; at an epoch's end, the first of the next."""
+        """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
         if n < 1:
             raise ValueError(f"take({n}): expected a number of batches from 1.")
         if self._num_taken == self.batches_per_epoch:
@@ -164,8 +165,9 @@ class Batches:
         ):
             if state[key] != here[key]:
                 raise ValueError(
-                    f"cannot resume: the {name} changed since the checkpoint ({state[key]} then, {here[key]} now), so "
-                    "the place in the data is gone. Restore it, or begin a new run from the checkpoint's weights."
+                    f"cannot resume: the {name} changed since the checkpoint ({state[key]} then, {here[key]} "
+                    "now), so the place in the data is gone. Restore it, or begin a new run from the "
+                    "checkpoint's weights."
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
         self._shuffled = self._shuffle(self.epoch)

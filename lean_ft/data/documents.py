@@ -3,7 +3,6 @@
 Legend: N documents, S their tokens in sum.
 """
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
-from lean_ft.data.sources import Row, read_rows
+from lean_ft.data.sources import Digest, Row, read_rows
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 
@@ -90,12 +89,15 @@ class DataReport:
 
 
 def prepare_documents(
-    config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str], digest: "hashlib._Hash | None" = None
+    config: SFTDataConfig,
+    tokenizer: Tokenizer,
+    source: str | list[str],
+    digest: Digest | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, renders, tokenises and truncates every row of `source`.
 
-    Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when nothing
-    is left to train on.
+    Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when
+    nothing is left to train on.
     """
     rows = read_rows(source, digest)
     first_rows = list(itertools.islice(rows, NUM_ROWS_TO_DETECT))
@@ -113,8 +115,8 @@ def prepare_documents(
     if not lengths:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
-            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise data.max_length "
-            f"(now {config.max_length}) or check data.train_on (now {config.train_on})."
+            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
+            f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
         )
     all_lengths = np.concatenate(lengths)
     ends = np.cumsum(all_lengths)
@@ -125,7 +127,11 @@ def prepare_documents(
 
 def count(report: DataReport, documents: Documents) -> None:
     """Writes the sizes of `documents` into `report`."""
-    report.kept, report.tokens, report.target_tokens = len(documents), documents.num_tokens, documents.num_targets
+    report.kept, report.tokens, report.target_tokens = (
+        len(documents),
+        documents.num_tokens,
+        documents.num_targets,
+    )
 
 
 def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:
@@ -147,8 +153,8 @@ def _kept(
         too_many = len(ids) - config.max_length
         if too_many > 0 and config.overflow == "raise":
             raise ValueError(
-                f"{row.place}: {len(ids):,} tokens, more than data.max_length={config.max_length:,}. Raise it, or set "
-                "data.overflow=truncate or data.overflow=drop."
+                f"{row.place}: {len(ids):,} tokens, more than data.max_length={config.max_length:,}. Raise "
+                "it, or set data.overflow=truncate or data.overflow=drop."
             )
         if too_many > 0 and config.overflow == "drop":
             report.drop("longer than max_length")

@@ -1,19 +1,18 @@
 """How a row is read: its fields, whatever they are called, become a chat or a plain text.
 
-| format            | fields                              | becomes                                                    |
-|-------------------|-------------------------------------|------------------------------------------------------------|
-| messages          | messages; tools (optional)          | the chat as it is                                          |
-| prompt_completion | prompt, completion                  | a user's and an assistant's message                        |
-| alpaca            | instruction, output; input (opt.)   | the same; instruction and input are one message            |
-| text              | text                                | bos + text + eos, all of it trained                        |
+| format            | fields                            | becomes                                          |
+|-------------------|-----------------------------------|--------------------------------------------------|
+| messages          | messages; tools (optional)        | the chat as it is                                |
+| prompt_completion | prompt, completion                | a user's and an assistant's message              |
+| alpaca            | instruction, output; input (opt.) | the same; instruction and input are one message  |
+| text              | text                              | bos + text + eos, all of it trained              |
 
-Without a chat template, prompt_completion becomes bos + prompt + completion + eos with nothing put between, tokenised as
-one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an empty line. Control
-tokens spelled in such plain texts are control tokens, since a text may be a chat that was rendered elsewhere; inside
-messages they are ordinary text.
+Without a chat template, prompt_completion becomes bos + prompt + completion + eos with nothing put between,
+tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
+empty line. Control tokens spelled in such plain texts are control tokens, since a text may be a chat that was
+rendered elsewhere; inside messages they are ordinary text.
 """
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from lean_ft.data.sources import Row
 from lean_ft.settings import SFTDataConfig
+from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
 REQUIRED = {
@@ -34,22 +34,21 @@ NUM_ROWS_TO_DETECT = 16
 
 
 def detect_format(rows: Sequence[Row], columns: dict[str, str]) -> str:
-    """The format whose fields all of `rows` have (the first in the table's order). Raises ValueError if none."""
+    """The first format in the table whose fields all of `rows` have. Raises ValueError if none."""
     known = sorted({name for names in (*REQUIRED.values(), *OPTIONAL.values()) for name in names})
     for ours in columns:
         if ours not in known:
-            near = difflib.get_close_matches(ours, known, n=1)
             raise ValueError(
-                f"data.columns.{ours} is not a field that any format has{f'; did you mean {near[0]}?' if near else '.'} "
-                f"The fields are {', '.join(known)}; data.columns.prompt=question reads `prompt` from `question`."
+                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(known)}. "
+                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, known)}"
             )
     for name, fields in REQUIRED.items():
         if all(columns.get(field, field) in row.fields for row in rows for field in fields):
             return name
     expected = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED.items())
     raise ValueError(
-        f"{rows[0].place}: the format cannot be told from the fields {_names(rows[0].fields)}. Expected those of one "
-        f"format ({expected}). {_hint(rows[0].fields)}"
+        f"{rows[0].place}: the format cannot be told from the fields {_names(rows[0].fields)}. Expected "
+        f"those of one format ({expected}). {_hint(rows[0].fields)}"
     )
 
 
@@ -82,8 +81,15 @@ class RowReader:
             if self.format == "prompt_completion":
                 prompt, completion, between = _string(fields, "prompt"), _string(fields, "completion"), ""
             else:
-                asked = [_string(fields, "instruction"), _string(fields, "input") if fields.get("input") else ""]
-                prompt, completion, between = "\n\n".join(filter(None, asked)), _string(fields, "output"), "\n\n"
+                asked = [
+                    _string(fields, "instruction"),
+                    _string(fields, "input") if fields.get("input") else "",
+                ]
+                prompt, completion, between = (
+                    "\n\n".join(filter(None, asked)),
+                    _string(fields, "output"),
+                    "\n\n",
+                )
             if self.tokenizer.chat_template is not None:
                 return self._chat(
                     [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], None
@@ -109,7 +115,8 @@ class RowReader:
                 renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""
                 raise ValueError(
                     f"{row.place}: no field `{theirs}`{renamed}. The format {self.format} needs "
-                    f"{', '.join(REQUIRED[self.format])}; the row has {_names(row.fields)}. {_hint(row.fields)}"
+                    f"{', '.join(REQUIRED[self.format])}; the row has {_names(row.fields)}. "
+                    f"{_hint(row.fields)}"
                 )
         return fields
 
@@ -137,8 +144,8 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"half a surrogate pair (\\u{ord(text[error.start]):04x}) stands at character {error.start} of a string, "
-            "which is no text. Repair the row."
+            f"half a surrogate pair (\\u{ord(text[error.start]):04x}) stands at character {error.start} of a "
+            "string, which is no text. Repair the row."
         ) from None
 
 
@@ -153,8 +160,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             found = _names(message) if isinstance(message, dict) else f"a {type(message).__name__}"
             hint = (
-                " (`from` and `value` are ShareGPT's: rewrite them as `role` and `content`, human as user, gpt as "
-                "assistant)"
+                " (`from` and `value` are ShareGPT's: rewrite them as `role` and `content`, human as user, "
+                "gpt as assistant)"
                 if isinstance(message, dict) and "from" in message
                 else ""
             )

@@ -6,7 +6,7 @@ import numpy as np
 
 from lean_ft.data.batches import Batches, EvalBatches, Rows
 from lean_ft.data.documents import DataReport, Documents, count, prepare_documents
-from lean_ft.data.packing import best_fit_decreasing
+from lean_ft.data.packing import pack
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 
@@ -14,10 +14,10 @@ from lean_ft.tokenizers import Tokenizer
 def sft_batches(
     config: SFTDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
 ) -> tuple[Batches, EvalBatches | None]:
-    """Training batches of `config.source`, and evaluation batches of what is held out (None where nothing is).
+    """Training batches of `config.source`, and evaluation batches of what is held out, if anything is.
 
-    Held-out rows come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by `seed`
-    before packing. Raises ValueError for unreadable files and rows, with their place.
+    Held-out rows come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by
+    `seed` before packing. Raises ValueError for unreadable files and rows, with their place.
     """
     digest = hashlib.blake2b(digest_size=16)
     documents, report = prepare_documents(config, tokenizer, config.source, digest)
@@ -51,8 +51,8 @@ def _split(documents: Documents, fraction: float, seed: int) -> tuple[Documents,
     num_held_out = max(1, round(len(documents) * fraction))
     if num_held_out >= len(documents):
         raise ValueError(
-            f"data.validation_fraction={fraction} of {len(documents)} rows leaves nothing to train on. Lower it, or name "
-            "a data.validation_source."
+            f"data.validation_fraction={fraction} of {len(documents)} rows leaves nothing to train on. Lower "
+            "it, or name a data.validation_source."
         )
     shuffled = np.random.default_rng(seed).permutation(len(documents))
     return documents.select(np.sort(shuffled[num_held_out:])), documents.select(np.sort(shuffled[:num_held_out]))
@@ -61,7 +61,7 @@ def _split(documents: Documents, fraction: float, seed: int) -> tuple[Documents,
 def _rows(documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: int, report: DataReport) -> Rows:
     packed = config.packing == "bfd"
     if packed:
-        order, offsets = best_fit_decreasing(documents.lengths, config.max_length)
+        order, offsets = pack(documents.lengths, config.max_length)
         report.packed_rows = len(offsets) - 1
         report.packing_efficiency = documents.num_tokens / (report.packed_rows * config.max_length)
     else:

@@ -1,11 +1,17 @@
 """Rows of JSONL and JSON files, each with the place it came from."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+
+class Digest(Protocol):
+    """A hash of `hashlib` that is being fed."""
+
+    def update(self, data: bytes, /) -> None: ...
+
 
 from lean_ft.assets import resolve_data_path
 
@@ -19,11 +25,17 @@ class Row:
     """`train.jsonl, line 12`: for messages to the user."""
 
 
-def read_rows(source: str | list[str], digest: "hashlib._Hash | None" = None) -> Iterator[Row]:
+def read_rows(source: str | list[str], digest: Digest | None = None) -> Iterator[Row]:
     """Rows of the file or files `source`, in order; `digest` is fed every byte read.
 
-    `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped; the name's
-    ending does not matter. Raises ValueError for a missing, empty or malformed file, with its name, line and reason.
+    <<<<<<< HEAD
+        `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped; the name's
+        ending does not matter. Raises ValueError for a missing, empty or malformed file, with its name, line and reason.
+    =======
+        A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped;
+        the name's ending does not matter. Raises ValueError for a missing, empty or malformed file, with its
+        name, line and reason.
+    >>>>>>> data
     """
     paths = [source] if isinstance(source, str) else source
     if not paths:
@@ -32,7 +44,7 @@ def read_rows(source: str | list[str], digest: "hashlib._Hash | None" = None) ->
         yield from _read_file(resolve_data_path(path), digest)
 
 
-def _read_file(path: Path, digest: "hashlib._Hash | None") -> Iterator[Row]:
+def _read_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     _check_is_file(path)
     if _first_character(path) == b"[":
         yield from _read_array(path, digest)
@@ -51,7 +63,7 @@ def _read_file(path: Path, digest: "hashlib._Hash | None") -> Iterator[Row]:
         raise ValueError(f"{path} has no rows: the file is empty. Expected one JSON object a line.")
 
 
-def _read_array(path: Path, digest: "hashlib._Hash | None") -> Iterator[Row]:
+def _read_array(path: Path, digest: Digest | None) -> Iterator[Row]:
     content = path.read_bytes()
     if digest is not None:
         digest.update(content)
@@ -87,8 +99,8 @@ def _decode(content: bytes, place: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{place}: not UTF-8 (byte 0x{content[error.start]:02x} at position {error.start}). Expected JSON or JSONL in "
-            "UTF-8; convert the file, for example with `iconv -t UTF-8`."
+            f"{place}: not UTF-8 (byte 0x{content[error.start]:02x} at position {error.start}). Expected "
+            "JSON or JSONL in UTF-8; convert the file, for example with `iconv -t UTF-8`."
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""Chat templates: the Jinja programs in `tokenizer_config.json` or `chat_template.jinja` that write messages as text.
+"""Chat templates: the Jinja programs in a model folder that write messages as text.
 
-They run in Jinja's immutable sandbox, as in transformers, with the same functions. Places in the rendered text are
-found with markers: Unicode noncharacters (U+FDD0 and on, which the standard reserves for a program's own use) that are
-rendered along and taken out again.
+They run in Jinja's immutable sandbox, as in transformers, with the same functions. Places in the rendered
+text are found with markers: Unicode noncharacters (U+FDD0 and on, which the standard reserves for a program's
+own use) that are rendered along and taken out again.
 """
 
 import json
@@ -39,7 +39,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         special_tokens: dict[str, str],
     ) -> str:
-        """Text of `messages`, with generation blocks between markers. Raises ValueError with the template's reason."""
+        """Text of `messages`, with generation blocks between markers. Raises ValueError where it refuses."""
         # Templates fail on None where they cope with a missing key, so transformers leaves such keys out too.
         messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
         try:

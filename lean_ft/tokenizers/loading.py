@@ -30,10 +30,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Loads the tokenizer of the model folder `path` (or of the embedded model, `tiny`).
 
-    Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file as Llama 3
-    ships. Special tokens and the chat template come from `tokenizer_config.json` and the files beside it; what they do
-    not say comes from `generation_config.json` and `config.json`. Raises ValueError where the folder has no tokenizer
-    or its files contradict each other.
+    Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
+    as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
+    beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
+    where the folder has no tokenizer or its files contradict each other.
     """
     folder = resolve_model_path(path)
     config = _read_json(folder / "tokenizer_config.json")
@@ -45,14 +45,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     vocabulary: Vocabulary
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
     if tokenizer_json.is_file():
-        vocabulary = TokenizerJson(
-            tokenizer_json,
-            added_tokens,
-            bos=named.get("bos_token"),
-            eos=named.get("eos_token"),
-            add_bos=config.get("add_bos_token"),
-            add_eos=config.get("add_eos_token"),
-        )
+        vocabulary = TokenizerJson(tokenizer_json, added_tokens, bos=named.get("bos_token"), eos=named.get("eos_token"))
     elif tokenizer_model.is_file() and is_rank_file(tokenizer_model):
         vocabulary = TiktokenModel(tokenizer_model, added_tokens)
         named.setdefault("bos_token", "<|begin_of_text|>")
@@ -74,7 +67,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     named = {key: token for key, token in named.items() if vocabulary.token_id(token) is not None}
     ids = {key: vocabulary.token_id(token) for key, token in named.items()}
     for key in ("bos_token", "eos_token", "pad_token"):
-        # An explicit null means that the model has none: Qwen2.5 names a bos in its generation config all the same.
+        # An explicit null means that the model has none: Qwen2.5 names a bos in its generation config all the
+        # same.
         if key not in ids and (key == "pad_token" or key not in config):
             token_id = _id_from_model_configs(folder, f"{key}_id", vocabulary.size)
             if token_id is not None:
@@ -114,10 +108,14 @@ def _content(token: str | dict[str, Any]) -> str:
 def _added_tokens(
     config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
 ) -> list[tuple[int | None, AddedToken]]:
-    """Every token that the configs name, with its id where they give one: declared ones in order of id, then others."""
+    """Every token that the configs name, with its id where they give one: declared ones in order of id, then
+    others."""
     declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    special = [*named.values(), *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra))]
+    special = [
+        *named.values(),
+        *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)),
+    ]
     if not declared:
         declared = {
             token_id: AddedToken(token, special=token in special, normalized=token not in special)
@@ -183,8 +181,8 @@ def _no_tokenizer(folder: Path) -> str:
     message = f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model."
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         message += (
-            " It has vocab.json and merges.txt; load it once with transformers' AutoTokenizer and save it, which "
-            "writes a tokenizer.json."
+            " It has vocab.json and merges.txt; load it once with transformers' AutoTokenizer and save it, "
+            "which writes a tokenizer.json."
         )
     elif (folder / "tekken.json").is_file():
         message += " It has tekken.json, which is not read; use the repository that ships tokenizer.json."

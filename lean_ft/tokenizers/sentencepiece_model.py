@@ -1,7 +1,8 @@
 """SentencePiece `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
 
-SentencePiece itself decides the ids of text; control tokens are found in the text first, as transformers does. Whether
-the text behind one gets the word-start mark again is `legacy` in tokenizer_config.json (default: it does not).
+SentencePiece itself decides the ids of text; control tokens are found in the text first, as transformers
+does. Whether the text behind one gets the word-start mark again is `legacy` in tokenizer_config.json
+(default: it does not).
 """
 
 import re
@@ -14,8 +15,8 @@ from tokenizers import AddedToken
 from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
 
 WORD_START = "▁"
-# A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model, these bytes
-# say `normalizer_spec { add_dummy_prefix: false }`, whichever version of the library reads them.
+# A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
+# these bytes say `normalizer_spec { add_dummy_prefix: false }`, whichever version of the library reads them.
 WITHOUT_WORD_START = b"\x1a\x02\x18\x00"
 
 
@@ -55,8 +56,9 @@ class SentencePieceModel:
                 next_id = max(next_id, self.added[content] + 1)
             if declared_id is not None and self.added[content] != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but this model has it at "
-                    f"{self.added[content]}. The two files do not belong together: take both from one model."
+                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but this model "
+                    f"has it at {self.added[content]}. The two files do not belong together: take both from "
+                    "one model."
                 )
             if token.special:
                 control.add(content)

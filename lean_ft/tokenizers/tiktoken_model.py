@@ -1,7 +1,7 @@
 """tiktoken rank file `tokenizer.model`: the layout of Meta's Llama 3 release.
 
-Each line is a token's bytes in base64 and its rank. The file lists no control tokens and no pattern; both are Llama 3's
-unless tokenizer_config.json lists other control tokens.
+Each line is a token's bytes in base64 and its rank. The file lists no control tokens and no pattern; both are
+Llama 3's unless tokenizer_config.json lists other control tokens.
 """
 
 import base64
@@ -22,7 +22,8 @@ NUM_LLAMA3_CONTROL_TOKENS = 256
 
 
 def llama3_control_tokens() -> list[str]:
-    """The 256 control tokens behind the ranks, in order of id, named as in Llama 3.1's published tokenizer.json."""
+    """The 256 control tokens behind the ranks, in order of id, named as in Llama 3.1's published
+    tokenizer.json."""
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_CONTROL_TOKENS))
     named = {
         0: "<|begin_of_text|>",
@@ -117,7 +118,7 @@ class TiktokenModel:
 
     def _encode_plain(self, piece: str, start: int) -> Encoding:
         ids = self._tiktoken.encode_ordinary(piece)
-        lengths = [len(token) for token in self._tiktoken.decode_tokens_bytes(ids)]
+        lengths = np.array([len(token) for token in self._tiktoken.decode_tokens_bytes(ids)])
         byte_ends = np.cumsum(lengths)
         # The character that each byte belongs to: a character begins at every byte that is not 10xxxxxx.
         utf8 = np.frombuffer(piece.encode("utf-8"), dtype=np.uint8)

@@ -43,8 +43,8 @@ class Passage:
 class Tokenizer:
     """Text and chats to ids and back. Made by `load_tokenizer`.
 
-    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills padding is
-    told by position, never by id, so it may equal `eos_id`.
+    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
+    padding is told by position, never by id, so it may equal `eos_id`.
     """
 
     def __init__(
@@ -85,15 +85,26 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; control tokens in it are recognised.
 
-        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is there.
+        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is
+        there.
         """
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
             return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
         ids = self._vocabulary.encode([text], [[]])[0].ids.tolist()
-        if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if (
+            add_special_tokens
+            and self._vocabulary.adds_bos
+            and self.bos_id is not None
+            and ids[:1] != [self.bos_id]
+        ):
             ids.insert(0, self.bos_id)
-        if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+        if (
+            add_special_tokens
+            and self._vocabulary.adds_eos
+            and self.eos_id is not None
+            and ids[-1:] != [self.eos_id]
+        ):
             ids.append(self.eos_id)
         return ids
 
@@ -108,12 +119,11 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
     ) -> tuple[list[int], list[bool]]:
-        """Ids of a chat and a mask of equal length, True on what is trained: the assistant's text and the token that
-        ends its turn.
+        """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
 
-        Each message is a dict with `role` and `content` (and what else the chat template reads). Control tokens typed
-        inside a message are ordinary text. Raises ValueError where there is no chat template, where it refuses the
-        messages, or where it does not let the assistant's turns be told apart.
+        Each message is a dict with `role` and `content` (and what else the chat template reads). Control
+        tokens typed inside a message are ordinary text. Raises ValueError where there is no chat template,
+        where it refuses the messages, or where it does not let the assistant's turns be told apart.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
         return ids.tolist(), mask.tolist()
@@ -136,21 +146,22 @@ class Tokenizer:
         full = render(marked_messages, add_generation_prompt)
         markers = [match.start() for match in MARKERS.finditer(full)]
         text = MARKERS.sub("", full)
-        if num_literals + num_tool_literals:
-            plain = template.render(messages, tools, add_generation_prompt, self._special_tokens)
-            if MARKERS.sub("", plain) != text:
-                raise ValueError(
-                    "a message holds a control token as text, and the chat template acts on it, so the two cannot be "
-                    "told apart. Remove the control token from the message."
-                )
 
         def unmarked(position: int) -> int:
             return position - bisect_left(markers, position)
 
         literal = [
             (unmarked(match.start()), unmarked(match.end()))
-            for match in re.finditer(f"{LITERAL_START}.*?{LITERAL_END}", full, re.DOTALL)
+            for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
         ]
+        if num_literals + num_tool_literals:
+            undisturbed = template.render(messages, tools, add_generation_prompt, self._special_tokens)
+            whole = all(text[start:end] in self._vocabulary.control for start, end in literal)
+            if not whole or MARKERS.sub("", undisturbed) != text or full.count(LITERAL_START) != len(literal):
+                raise ValueError(
+                    "a message holds a control token as text, and the chat template acts on it, so the two "
+                    "cannot be told apart. Remove the control token from the message."
+                )
         if train_on == "all":
             trained = [(0, len(text))]
         elif template.marks_generation:
@@ -174,7 +185,7 @@ class Tokenizer:
         return Passage(text, trained, literal)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32, trained bool) of each passage. The ids are those of the whole text, whatever its spans."""
+        """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
         encodings = self._vocabulary.encode([p.text for p in passages], [p.literal for p in passages])
         tokenized = []
         for passage, encoding in zip(passages, encodings, strict=True):
@@ -183,8 +194,8 @@ class Tokenizer:
                 typed = self._vocabulary.added[passage.text[start:end]]
                 if typed in ids[encoding.touches([(start, end)])]:
                     raise ValueError(
-                        f"a message holds the control token {passage.text[start:end]!r} as text, and this tokenizer "
-                        "cannot write it as text. Remove it from the message."
+                        f"a message holds the control token {passage.text[start:end]!r} as text, and this "
+                        "tokenizer cannot write it as text. Remove it from the message."
                     )
             bos_id = self.bos_id if passage.add_bos and self._vocabulary.adds_bos else None
             if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
@@ -202,7 +213,13 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
             target = (
+<<<<<<< HEAD
                 folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+=======
+                folder / file.name
+                if file.parent.name != "chat_templates"
+                else folder / "chat_templates" / file.name
+>>>>>>> data
             )
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
@@ -213,20 +230,24 @@ class Tokenizer:
             return self._chat_templates["tool_use"]
         if "default" in self._chat_templates:
             return self._chat_templates["default"]
-        named = f" under the name `default` (it has: {', '.join(self._chat_templates)})" if self._chat_templates else ""
+        named = (
+            f" under the name `default` (it has: {', '.join(self._chat_templates)})"
+            if self._chat_templates
+            else ""
+        )
         raise ValueError(
-            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the model's "
-            "instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give the data as "
-            "prompt/completion or text."
+            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
+            "model's instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give "
+            "the data as prompt/completion or text."
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:
-        """`value` with every control token in its strings between literal markers, and how many there were."""
+        """`value` with the control tokens in its strings between literal markers, and their number."""
         if isinstance(value, str):
             if MARKERS.search(value):
                 raise ValueError(
-                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no character and are "
-                    "used here as markers. Remove it."
+                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
+                    "character and are used here as markers. Remove it."
                 )
             return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
         if isinstance(value, dict):
@@ -243,7 +264,9 @@ class Tokenizer:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if len(turns) < 2:
             return 0
-        return len(_generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens)))
+        return len(
+            _generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens))
+        )
 
 
 def _generation_spans(marked: str) -> list[Span]:

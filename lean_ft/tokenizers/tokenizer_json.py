@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
@@ -17,17 +17,9 @@ FIRST_STAND_IN = 0x100000
 class TokenizerJson:
     """A `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it."""
 
-    def __init__(
-        self,
-        path: Path,
-        added_tokens: list[tuple[int | None, AddedToken]],
-        bos: str | None,
-        eos: str | None,
-        add_bos: bool | None,
-        add_eos: bool | None,
-    ):
-        """Reads `path`, adds the `added_tokens` that it lacks, and replaces the post-processor where `add_bos` or
-        `add_eos` say so (None: as the file has it)."""
+    def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None):
+        """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
+        in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
             _keep_whole_offsets(spec.get("post_processor"))
@@ -46,13 +38,11 @@ class TokenizerJson:
             got = self._tokenizer.token_to_id(token.content)
             if declared_id is not None and got != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added to this "
-                    f"file it becomes {got}. The two files do not belong together: take both from one model."
+                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added "
+                    f"to this file it becomes {got}. The two files do not belong together: take both from "
+                    "one model."
                 )
             present.add(token.content)
-
-        if add_bos is not None or add_eos is not None or self._tokenizer.post_processor is None:
-            self._tokenizer.post_processor = self._bos_eos_template(bos if add_bos else None, eos if add_eos else None)
 
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in decoder.items()}
@@ -84,16 +74,11 @@ class TokenizerJson:
     def id_token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
-    def _bos_eos_template(self, bos: str | None, eos: str | None) -> Any:
-        around = [(token, self._tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-        single = " ".join(part for part in (bos, "$A", eos) if part is not None)
-        return processors.TemplateProcessing(single=single, special_tokens=around)
-
     def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
-        """Encodes in one pass with a copy of the tokenizer whose control tokens are spelled as private characters.
+        """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
 
-        The template's own control tokens are respelled in the text too, so the typed ones match nothing; splitting,
-        normalisation and prefix spaces stay exactly those of the whole text.
+        The template's own control tokens are respelled in the text too, so the typed ones match nothing;
+        splitting, normalisation and prefix spaces stay exactly those of the whole text.
         """
         copy, stand_ins, true_ids = self._copy_with_stand_ins()
         respelled: list[str] = []
@@ -133,7 +118,8 @@ class TokenizerJson:
 
 
 def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
-    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are unaffected."""
+    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are
+    unaffected."""
     if post_processor is None:
         return
     if "trim_offsets" in post_processor:

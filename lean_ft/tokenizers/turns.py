@@ -1,12 +1,14 @@
 """Which characters of a rendered chat the assistant wrote.
 
-A template with `{% generation %}` blocks says so itself. For any other template, the turn of message i is what the
-rendering of the whole chat has beyond the rendering of messages[:i] with the generation prompt. It ends with the control
-token that the template writes behind the turn; that token is trained, line breaks that follow it are not. A turn that
-no control token ends (plain-text templates) is trained up to where the next message begins.
+A template with `{% generation %}` blocks says so itself. For any other template, the turn of message i is
+what the rendering of the whole chat has beyond the rendering of messages[:i] with the generation prompt. It
+ends with the control token that the template writes behind the turn; that token is trained, line breaks that
+follow it are not. A turn that no control token ends (plain-text templates) is trained up to where the next
+message begins.
 
-Templates may write a turn differently once it is history (Qwen3 drops its thoughts) or prompt for what a recorded turn
-lacks (DeepSeek-R1's `<think>`); both are followed where the text leaves no doubt and refused where it does.
+Templates may write a turn differently once it is history (Qwen3 drops its thoughts) or prompt for what a
+recorded turn lacks (DeepSeek-R1's `<think>`); both are followed where the text leaves no doubt and refused
+where it does.
 """
 
 import re
@@ -30,9 +32,9 @@ REMEDY = (
 class Turns:
     """Finds the assistant's turns in one rendered chat.
 
-    `full` is the rendering of all `messages`, with a generation prompt behind it if `ends_with_prompt`; `render` makes
-    others; `added` are the tokenizer's added tokens and
-    `control` the control tokens among them. What stands between literal markers is text, whatever it spells.
+    `full` is the rendering of all `messages`, with a generation prompt behind it if `ends_with_prompt`;
+    `render` makes others; `added` are the tokenizer's added tokens and `control` the control tokens among
+    them. What stands between literal markers is text, whatever it spells.
     """
 
     full: str
@@ -43,13 +45,13 @@ class Turns:
     control: frozenset[str]
 
     def span(self, i: int) -> Span:
-        """Span in `full` of message `i`, which the assistant wrote. Raises ValueError where its ends cannot be told."""
+        """Span in `full` of the assistant's message `i`. Raises ValueError where it cannot be told."""
         try:
             prompt = self.render(self.messages[:i], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot tell where the assistant's message {i} begins: rendering what comes before it failed "
-                f"({error}). {REMEDY}"
+                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
+                f"failed ({error}). {REMEDY}"
             ) from None
         is_whole = i == len(self.messages) - 1 and not self.ends_with_prompt
         start = self._start(self.full, i, prompt)
@@ -58,7 +60,7 @@ class Turns:
             closing = self._closing(as_last, start)
             return start, closing[-1].end() if closing else len(as_last)
 
-        # As history the turn reads differently than as the last message: look for the tokens that closed it there.
+        # As history the turn reads differently than as the last message: find what closed it there.
         as_last_start = self._start(as_last, i, prompt)
         closing = self._closing(as_last, as_last_start)
         if closing:
@@ -74,12 +76,12 @@ class Turns:
                     end = len(self.full) - len(behind) + len(match.group(1))
                 return start, end
         raise ValueError(
-            f"cannot tell where the assistant's message {i} ends: the chat template writes it differently once other "
-            f"messages follow. {REMEDY}"
+            f"cannot tell where the assistant's message {i} ends: the chat template writes it differently "
+            f"once other messages follow. {REMEDY}"
         )
 
     def _start(self, text: str, i: int, prompt: str) -> int:
-        """Where turn i begins in `text`: behind the generation prompt, or behind the part of it that `text` has."""
+        """Where turn i begins in `text`: behind the generation prompt, or the part of it that is there."""
         if text.startswith(prompt):
             return len(prompt)
         before = self.render(self.messages[:i], False)
@@ -93,8 +95,8 @@ class Turns:
                 else:
                     break
         raise ValueError(
-            f"cannot tell where the assistant's message {i} begins: the chat template writes the messages before it "
-            f"differently once it follows. {REMEDY}"
+            f"cannot tell where the assistant's message {i} begins: the chat template writes the messages "
+            f"before it differently once it follows. {REMEDY}"
         )
 
     def _tokens(self, text: str, start: int) -> list[re.Match[str]]:
@@ -109,7 +111,7 @@ class Turns:
                 break
             closing.insert(0, match)
             followed_by = match.start()
-        # Plain added tokens such as `</tool_call>` belong to what was said, unless nothing else closes the turn.
+        # Plain added tokens such as `</tool_call>` are what was said, unless nothing else closes the turn.
         while len(closing) > 1 and closing[0].group(1) not in self.control:
             del closing[0]
         return closing
@@ -125,5 +127,6 @@ class Turns:
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern whose group 1 is one of `tokens` written by the template; literal stretches match without a group."""
+    """A pattern whose group 1 is one of `tokens` written by the template; literal stretches match without a
+    group."""
     return re.compile(f"{LITERAL_START}.*?{LITERAL_END}|({any_of(tokens).pattern})", re.DOTALL)

@@ -1,7 +1,8 @@
 """What the three kinds of tokenizer file have in common: text to ids with the characters each id came from.
 
-A *control token* is one that a chat template writes and a person must not be able to type: `<|im_end|>`, `</s>`. Where
-somebody did type one inside a message, its characters are passed as `literal` spans and become ordinary text.
+A *control token* is one that a chat template writes and a person must not be able to type: `<|im_end|>`,
+`</s>`. Where somebody did type one inside a message, its characters are passed as `literal` spans and become
+ordinary text.
 """
 
 import re
@@ -18,7 +19,8 @@ Span = tuple[int, int]  # first character, and one past the last
 class Encoding:
     """The ids of a text and the characters that each covers: `text[starts[i]:ends[i]]`.
 
-    The pieces of one character (bytes of an emoji) may all cover it, or the first ones nothing at its beginning.
+    The pieces of one character (bytes of an emoji) may all cover it, or the first ones nothing at its
+    beginning.
     """
 
     ids: np.ndarray  # (N,) int32
