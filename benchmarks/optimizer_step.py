@@ -109,18 +109,14 @@ def main() -> None:
         for compile in {"yes": [True], "no": [False], "both": [False, True]}[args.compile]:
             one = json.dumps({"rule": rule, "options": options, "compile": compile})
             command = [sys.executable, __file__, "--one", one, f"--threads={args.threads}"]
-            done = subprocess.run(
-                [*command, f"--steps={args.steps}"], stdout=subprocess.PIPE, text=True, check=True
-            )
+            done = subprocess.run([*command, f"--steps={args.steps}"], stdout=subprocess.PIPE, text=True, check=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
             print(results[-1], flush=True)
     if args.output:
         import torch
 
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        args.output.write_text(
-            json.dumps({"machine": platform.processor(), **versions, "results": results}, indent=2)
-        )
+        args.output.write_text(json.dumps({"machine": platform.processor(), **versions, "results": results}, indent=2))
 
 
 if __name__ == "__main__":

@@ -118,9 +118,7 @@ def _sum_of_ratios(
     eps_squared: float | Tensor,
 ) -> Tensor:
     square = grad.float().square()
-    v_hat = (
-        exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(square * one_minus_beta2).div_(correction2)
-    )
+    v_hat = exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(square * one_minus_beta2).div_(correction2)
     return square.div_(v_hat.clamp_(min=eps_squared)).sum()
 
 
