@@ -244,13 +244,13 @@ class TestMask:
 
     def test_turns_that_cannot_be_told_apart_are_refused(self, tokenizer_with):
         tokenizer = tokenizer_with(MOVES_SYSTEM)
-        with pytest.raises(ValueError, match="message 1 begins.*generation.*data.train_on=last"):
+        with pytest.raises(ValueError, match=r"message 1 begins.*generation.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
 
     def test_messages_that_only_render_whole_are_refused(self, tokenizer_with):
         template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
-        with pytest.raises(ValueError, match="message 1 begins: rendering what comes before it failed.*two, please"):
+        with pytest.raises(ValueError, match=r"message 1 begins: rendering what comes before it failed.*two, please"):
             tokenizer_with(template).render(chat("a", "b"))
 
     def test_spaces_that_the_file_leaves_out_of_its_offsets(self, byte_level, make_folder: MakeFolder):
@@ -333,7 +333,7 @@ class TestTypedControlTokens:
 
 class TestErrors:
     def test_no_template(self, tokenizer_with):
-        with pytest.raises(ValueError, match="no chat template.*chat_template.jinja"):
+        with pytest.raises(ValueError, match=r"no chat template.*chat_template.jinja"):
             tokenizer_with(None).render(CHAT)
 
     def test_no_default_template(self, tokenizer_with):
