@@ -61,8 +61,7 @@ class Attention(nn.Module):
         query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
         value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        # Under autocast the angles are float32 and would leave query and key so; they go on in value's type.
-        query, key = rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             attended = cache.attend(query, key, value)
         elif cu_seqlens is not None:
