@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import measure_training, recipe_command
+from measure import Budget, measure_training, recipe_command
 from memory_ladder import RECIPE, outcome, rung_settings
-from results import RESULTS, console, describe_hardware, gibibytes, print_table, tokens_per_second, write_result
+from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
 
 SIDES = ("ours", "trl")
@@ -69,7 +69,7 @@ def measure_sides(
     steps: int,
     warmup_steps: int,
     device: str,
-    timeout_seconds: float,
+    budget: Budget,
     tokenizer_folder: Path = EMBEDDED_MODEL,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Measures the sides in turns; returns a row for each process, and what TRL's defaults came to."""
@@ -97,7 +97,7 @@ def measure_sides(
                         steps=steps,
                         warmup_steps=warmup_steps,
                         tokens_per_step=batch_size * length,
-                        timeout_seconds=timeout_seconds,
+                        timeout_seconds=budget.timeout_seconds(),
                         environment=environment,
                     )
                     rows.append({"side": side, "length": length, "round": turn, **row})
@@ -150,12 +150,37 @@ def _median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 COLUMNS = ["max length", "ours: peak", "TRL: peak", "ours / TRL", "ours: tokens/s", "TRL: tokens/s", "ours / TRL"]
 
 
-def table_cells(summary: list[dict[str, Any]]) -> list[list[str]]:
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings, trl = result["settings"], result["versions"]["trl"]
+    defaults = settings["trl_defaults"] or {}
+    said = ", ".join(
+        text
+        for key, text in {
+            "weights": f"{defaults.get('weights')} weights",
+            "bf16_autocast": "bfloat16 autocast",
+            "gradient_checkpointing": "gradient checkpointing",
+            "optimizer": str(defaults.get("optimizer")),
+        }.items()
+        if defaults.get(key)
+    )
+    peer = f"; TRL {trl} in its defaults ({said})" if said else ""
+    return (
+        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"{settings['batch_size']}; lean_ft in bfloat16 with full checkpointing, compile, chunked cross-entropy and "
+        f"8-bit AdamW in backward{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
+        f"{settings['steps']} steps each"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
     """The table's text; a side that gave no number shows why."""
     cells = []
-    for line in summary:
+    for line in result["summary"]:
         ours, trl = ({"status": "-"} | line.get(side, {}) for side in SIDES)
-        peaks = [gibibytes(side["peak_memory_bytes"]) if side["status"] == "ok" else side["status"] for side in (ours, trl)]
+        peaks = [
+            gibibytes(side["peak_memory_bytes"]) if side["status"] == "ok" else side["status"] for side in (ours, trl)
+        ]
         speeds = [tokens_per_second(side.get("tokens_per_second")) for side in (ours, trl)]
         memory_ratio = f"{line['memory_ratio']:.2f}" if "memory_ratio" in line else "-"
         speed_ratio = f"{line['speed_ratio']:.2f}x" if "speed_ratio" in line else "-"
@@ -173,6 +198,9 @@ def main(
     only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
 ) -> None:
     """Compares lean_ft with TRL's SFTTrainer on speed and peak memory."""
@@ -182,7 +210,7 @@ def main(
     if "trl" in sides and importlib.util.find_spec("trl") is None:
         console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
         raise typer.Exit(2)
-    hardware = describe_hardware(device)
+    hardware = require_hardware(device)
     all_lengths = [int(length) for length in lengths.split(",")]
     console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
     rows, trl_defaults = measure_sides(
@@ -194,9 +222,8 @@ def main(
         steps=steps,
         warmup_steps=warmup_steps,
         device=device,
-        timeout_seconds=timeout_seconds,
+        budget=Budget(timeout_seconds, budget_seconds),
     )
-    summary = summarize(rows)
     whose = f"_{only}" if only else ""
     path = write_result(
         f"compare_trl_{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}{whose}",
@@ -214,13 +241,10 @@ def main(
             "trl_defaults": trl_defaults,
         },
         rows=rows,
-        summary=summary,
+        summary=summarize(rows),
         folder=results_dir,
     )
-    if trl_defaults:
-        console.print("TRL's defaults: " + ", ".join(f"{key} {value}" for key, value in trl_defaults.items()))
-    print_table(f"{shape}, batch {batch_size}, {hardware.short_name}", COLUMNS, table_cells(summary))
-    console.print(path)
+    print_result(path, describe, COLUMNS, table_cells)
 
 
 if __name__ == "__main__":

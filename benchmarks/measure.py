@@ -33,12 +33,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-SAMPLE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.25  # a sample takes 2 ms
 RESERVE_BYTES = GIB // 2  # below this much available memory a run is stopped, before the kernel picks a victim
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 # What a run out of memory says, on a GPU and on a CPU.
-OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|^MemoryError|ALLOC_FAILED", re.I | re.M)
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|can't allocate memory|^MemoryError|ALLOC_FAILED", re.I | re.M
+)
 
 Row = dict[str, Any]
 
@@ -47,7 +49,7 @@ Row = dict[str, Any]
 class Measurement:
     """What was seen of one command. `steps` are the lines of its metrics.jsonl that tell a training step."""
 
-    status: str  # ok, failed, out of memory, timed out
+    status: str  # ok, failed, out of memory, timed out, not run
     reason: str | None = None  # of anything but ok
     seconds: float = 0.0
     peak_rss_bytes: int | None = None
@@ -55,6 +57,19 @@ class Measurement:
     peak_device_bytes: int | None = None
     steps: list[Row] = field(default_factory=list)
     output: str = ""  # the last of stdout and stderr, in the order they were written
+
+
+class Budget:
+    """Time for several runs: the most that one may take, and what is left for all of them."""
+
+    def __init__(self, run_seconds: float, total_seconds: float | None = None) -> None:
+        self._run_seconds = run_seconds
+        self._ends = None if total_seconds is None else time.monotonic() + total_seconds
+
+    def timeout_seconds(self) -> float:
+        """How long the next run may take; 0 when nothing is left."""
+        left = float("inf") if self._ends is None else max(0.0, self._ends - time.monotonic())
+        return min(self._run_seconds, left)
 
 
 def run_measured(
@@ -69,11 +84,14 @@ def run_measured(
 
     Args:
         command: program and arguments.
-        timeout_seconds: after which the command and its descendants are killed and it counts as timed out.
+        timeout_seconds: after which the command and its descendants are killed and it counts as timed out; with less
+            than a second it is not run at all.
         metrics_file: where the command writes its steps, one JSON object a line.
         stop_after_steps: lines after which the command is killed and counts as done.
         environment: variables to set on top of this process's own.
     """
+    if timeout_seconds < 1:
+        return Measurement("not run", "no time was left for it")
     started = time.monotonic()
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **(environment or {})}
@@ -218,7 +236,7 @@ def _rss_bytes(pid: int) -> int:
 
 
 class _DeviceMemory:
-    """The driver's used bytes of GPU 0, watched by one nvidia-smi that prints every 200 ms. None where there is none."""
+    """The driver's used bytes of GPU 0, from one nvidia-smi that prints them every 200 ms. None where there is none."""
 
     def __init__(self) -> None:
         self._watcher: subprocess.Popen[str] | None = None
@@ -229,7 +247,7 @@ class _DeviceMemory:
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
             self._start_bytes = int(answer.split()[0]) * 2**20
-            self._log = tempfile.TemporaryFile("w+")
+            self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (stop() closes it)
             self._watcher = subprocess.Popen([*query, "-lms", "200"], stdout=self._log, stderr=subprocess.DEVNULL)
 
     def stop(self) -> int | None:
@@ -244,7 +262,7 @@ class _DeviceMemory:
         return max(used) - self._start_bytes if used else None
 
 
-# A recipe, or what writes the same metrics -----------------------------------------------------------------------------
+# A recipe, or what writes the same metrics --------------------------------------------------------------------------
 
 
 def recipe_command(recipe: str, settings: dict[str, Any]) -> list[str]:

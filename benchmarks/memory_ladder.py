@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from measure import measure_training, recipe_command
+from measure import Budget, measure_training, recipe_command
 from results import (
     RESULTS,
     Hardware,
     change,
     console,
-    describe_hardware,
     gibibytes,
-    print_table,
+    print_result,
+    require_hardware,
     tokens_per_second,
     write_result,
 )
@@ -73,7 +73,7 @@ def measure_rungs(
     steps: int,
     warmup_steps: int,
     device: str,
-    timeout_seconds: float,
+    budget: Budget,
     tokenizer_folder: Path = EMBEDDED_MODEL,
     extra_settings: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def measure_rungs(
                 steps=steps,
                 warmup_steps=warmup_steps,
                 tokens_per_step=batch_size * length,
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=budget.timeout_seconds(),
             )
             rows.append({"name": name, "label": labels[name], "settings": rung_settings(name), **row})
             console.print(f"{labels[name]:<30} {outcome(row)}", markup=False)
@@ -121,10 +121,22 @@ def outcome(row: dict[str, Any]) -> str:
     return f"{gibibytes(row['peak_memory_bytes'])}, {tokens_per_second(row['tokens_per_second'])} tokens/s"
 
 
-def table_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident"
+    rows = "packed rows" if settings["packing"] != "none" else "rows"
+    return (
+        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; peak memory {kind}, median speed "
+        f"of {settings['steps']} steps"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
     """The table's text: setting, peak memory, its change, tokens/s, its change. Changes are against the last number."""
     cells, before = [], {}
-    for row in rows:
+    for row in result["rows"]:
         if row["status"] != "ok":
             cells.append([row["label"], row["status"], "-", "-", "-"])
             continue
@@ -191,7 +203,13 @@ def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
         spine.set_visible(False)
     figure.text(0.02, 0.955, "Peak memory of full finetuning", size=14, weight="bold", color=ink, va="top")
     caption = f"{settings['shape']}, batch {settings['batch_size']} x {settings['length']} tokens, bfloat16; "
-    figure.text(0.02, 0.955 - 0.32 / figure.get_figheight(), caption + Hardware(result["hardware"]).short_name, color=grey, va="top")
+    figure.text(
+        0.02,
+        0.955 - 0.32 / figure.get_figheight(),
+        caption + Hardware(result["hardware"]).short_name,
+        color=grey,
+        va="top",
+    )
     figure.subplots_adjust(top=1 - 0.85 / figure.get_figheight(), bottom=0.04, left=0.28, right=0.98)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -203,12 +221,17 @@ def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    packing: Annotated[str, typer.Option(help="`none`: a text a row; `bfd`: rows packed from many documents.")] = "none",
+    packing: Annotated[
+        str, typer.Option(help="`none`: a text a row; `bfd`: rows packed from many documents.")
+    ] = "none",
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 4,
     warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not: the first ones compile.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     rungs: Annotated[str, typer.Option(help="Names, with commas; all that the device can take if empty.")] = "",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one rung may take.")] = 3600,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
     chart: Annotated[bool, typer.Option(help="Draw the chart; needs matplotlib.")] = True,
     chart_from: Annotated[Path | None, typer.Option(help="Measure nothing: draw the chart of this result.")] = None,
@@ -218,7 +241,7 @@ def main(
         drawn = draw_chart(json.loads(chart_from.read_text()), chart_from.with_suffix(".png"))
         console.print(drawn or "matplotlib is not installed: no chart.")
         return
-    hardware = describe_hardware(device)
+    hardware = require_hardware(device)
     known = {rung.name: rung for rung in LADDER}
     names = [name.strip() for name in rungs.split(",") if name.strip()]
     for name in names:
@@ -238,7 +261,7 @@ def main(
         steps=steps,
         warmup_steps=warmup_steps,
         device=device,
-        timeout_seconds=timeout_seconds,
+        budget=Budget(timeout_seconds, budget_seconds),
     )
     path = write_result(
         f"memory_ladder_{shape}_{batch_size}x{length}",
@@ -256,15 +279,9 @@ def main(
         rows=rows,
         folder=results_dir,
     )
-    print_table(
-        f"{shape}, {batch_size} x {length} tokens, {hardware.short_name}: peak memory is "
-        f"{'allocated' if hardware['device'] == 'cuda' else 'resident'}",
-        COLUMNS,
-        table_cells(rows),
-    )
-    console.print(path)
+    result = print_result(path, describe, COLUMNS, table_cells)
     if chart:
-        drawn = draw_chart(json.loads(path.read_text()), path.with_suffix(".png"))
+        drawn = draw_chart(result, path.with_suffix(".png"))
         console.print(drawn or "matplotlib is not installed: no chart.")
 
 

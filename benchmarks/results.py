@@ -8,17 +8,20 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 GIB = 2**30
+
+console = Console(highlight=False, soft_wrap=True)
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "liger-kernel", "bitsandbytes", "triton")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
@@ -51,6 +54,15 @@ class Hardware(dict[str, Any]):
             return self["gpu"]["name"]
         return f"{self['cpu']}, {self['cores']} cores"
 
+    @property
+    def full_name(self) -> str:
+        """The device with its memory, and a CPU with what makes it fast or slow at bfloat16."""
+        if self["device"] == "cuda":
+            return f"{self.short_name} ({self['gpu']['memory_bytes'] / GIB:.0f} GiB)"
+        features = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in self["cpu_features"]]
+        with_bf16 = f" with {' and '.join(features)}" if features else ""
+        return f"{self.short_name}{with_bf16}, {self['memory_bytes'] / GIB:.0f} GiB, {self['threads']} threads"
+
 
 def describe_hardware(device: str = "auto") -> Hardware:
     """The machine, and which of its devices a benchmark with this `device` setting runs on."""
@@ -72,6 +84,17 @@ def describe_hardware(device: str = "auto") -> Hardware:
         gpu=facts["gpu"],
         system=f"{platform.system()} {platform.machine()}",
     )
+
+
+def require_hardware(device: str) -> Hardware:
+    """The hardware to measure on. Ends the program, with nothing measured, where that is a GPU and there is none."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter(f"expected auto, cuda or cpu, came {device!r}", param_hint="--device")
+    hardware = describe_hardware(device)
+    if device == "cuda" and hardware["gpu"] is None:
+        console.print("No GPU here, so nothing was measured. --device cpu measures on the CPU.")
+        raise typer.Exit(0)
+    return hardware
 
 
 def versions() -> dict[str, str | None]:
@@ -135,8 +158,6 @@ def _relative(arguments: Iterable[str]) -> list[str]:
 
 # Printing -----------------------------------------------------------------------------------------------------------
 
-console = Console(highlight=False, soft_wrap=True)
-
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Prints a table; all columns after the first are numbers or short words, and stand to the right."""
@@ -146,7 +167,32 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     # A pipe has no width: let nothing be cut there.
-    (console if console.is_terminal else Console(width=160, highlight=False)).print(table)
+    (Console(highlight=False) if console.is_terminal else Console(width=140, highlight=False)).print(table)
+
+
+def print_result(
+    path: Path,
+    describe: Callable[[dict[str, Any]], str],
+    columns: list[str],
+    table_cells: Callable[[dict[str, Any]], list[list[str]]],
+) -> dict[str, Any]:
+    """Prints the table of a written result, why numbers are missing from it, and where it lies; returns it."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    print_table(f"{describe(result)}; on {Hardware(result['hardware']).full_name}", columns, table_cells(result))
+    for line in missing_numbers(result):
+        console.print(line, markup=False)
+    console.print(str(path), markup=False)
+    return result
+
+
+def missing_numbers(result: dict[str, Any]) -> list[str]:
+    """A line for each row of a result that gave no number, with the reason."""
+    lines = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            what = row.get("label") or ", ".join(f"{key} {row[key]}" for key in ("side", "length") if key in row)
+            lines.append(f"{what}: {row['status']}, {row['reason']}")
+    return list(dict.fromkeys(lines))
 
 
 def gibibytes(count: float | None) -> str:
