@@ -58,7 +58,7 @@ class Stage(NamedTuple):
 def _ladder(shape: str, batch: int, length: int, packing: str, sizes: Sizes) -> list[str]:
     return [
         *("memory_ladder.py", "--shape", shape, "--batch-size", str(batch), "--length", str(length)),
-        *("--packing", packing, "--steps", str(sizes.steps), "--no-chart"),
+        *("--packing", packing, "--steps", str(sizes.steps), "--warmup-steps", "3", "--no-chart"),
     ]
 
 

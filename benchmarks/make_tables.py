@@ -4,10 +4,13 @@
     python benchmarks/make_tables.py --check    # change nothing; exit code 1 where a table is not its result's
     python benchmarks/make_tables.py --list     # the names there are
 
-A page holds a table between two lines, NAME being a file of benchmarks/results without `.json`:
+A page holds a table between two lines, NAME being a file of benchmarks/results without `.json`, or the beginning of
+one and of no other (`memory_ladder`, `memory_ladder_llama3_2_3b`):
 
     <!-- table:NAME -->
     <!-- /table -->
+
+It stays empty while a benchmark has no result; a name that belongs to no benchmark is an error.
 
 Under each table stands what was measured, on what, with which versions, when and at which commit. A row without a
 number keeps its place, and its reason is told.
@@ -23,6 +26,8 @@ import typer
 from results import RESULTS, ROOT, Hardware, console, missing_numbers
 
 MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -->$", re.M | re.S)
+# The scripts whose results are tables: each has COLUMNS, table_cells(result) and describe(result).
+BENCHMARKS = ("memory_ladder", "compare_trl", "linear_cross_entropy", "attention", "optimizer_step")
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 
 
@@ -58,16 +63,27 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
+def find_result(name: str, results: Path) -> Path | None:
+    """The result that a marker names; None for a benchmark that has none yet. Raises ValueError for any other name."""
+    if (results / f"{name}.json").is_file():
+        return results / f"{name}.json"
+    found = sorted(results.glob(f"{name}_*.json"))
+    if len(found) > 1:
+        raise ValueError(f"table:{name} may be any of {', '.join(path.stem for path in found)}: name one of them.")
+    if found:
+        return found[0]
+    if not any(name == script or name.startswith(f"{script}_") for script in BENCHMARKS):
+        raise ValueError(f"table:{name} names no result; expected one that begins with {' or '.join(BENCHMARKS)}.")
+    return None
+
+
 def rewrite(page: str, results: Path) -> str:
-    """A page's text with every table drawn anew. Raises ValueError for a marker without result or without end."""
+    """A page's text with every table drawn anew. Raises ValueError for a marker that names nothing or has no end."""
 
     def table(match: re.Match[str]) -> str:
-        file = results / f"{match['name']}.json"
-        if not file.is_file():
-            known = ", ".join(sorted(path.stem for path in results.glob("*.json"))) or "none"
-            raise ValueError(f"there is no result {match['name']}; there are: {known}.")
-        result = json.loads(file.read_text(encoding="utf-8"))
-        return f"<!-- table:{match['name']} -->\n{render(result)}<!-- /table -->"
+        file = find_result(match["name"], results)
+        body = "" if file is None else render(json.loads(file.read_text(encoding="utf-8")))
+        return f"<!-- table:{match['name']} -->\n{body}<!-- /table -->"
 
     if len(OPENING.findall(page)) != len(MARKER.findall(page)):
         raise ValueError("a line <!-- table:NAME --> lacks its <!-- /table -->.")

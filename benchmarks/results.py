@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def write_result(
         "benchmark": benchmark,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "command": _command(sys.argv),
         "hardware": hardware,
         "versions": versions(),
         "settings": settings,
@@ -151,9 +151,13 @@ def write_result(
     return path
 
 
-def _relative(arguments: Iterable[str]) -> list[str]:
-    """Arguments without where this checkout lies."""
-    return [argument.replace(f"{ROOT}/", "") for argument in arguments]
+def _command(arguments: Sequence[str]) -> str:
+    """The command that was run, without where this machine keeps the checkout and the results."""
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument.startswith("--results-dir") and before != "--results-dir":
+            kept.append(argument.replace(f"{ROOT}/", ""))
+    return shlex.join(["python", *kept])
 
 
 # Printing -----------------------------------------------------------------------------------------------------------

@@ -188,11 +188,11 @@ def write_text_rows(path: Path, num_rows: int, tokens_per_row: int, seed: int = 
 def write_documents(path: Path, total_tokens: int, max_tokens: int, seed: int = 0) -> Path:
     """Writes JSONL rows `{"text": ...}` of many lengths, to be packed: at least `total_tokens` tokens of them.
 
-    The number of words is log-uniform from `max_tokens / 64` to `max_tokens / 3`: a few long documents and many short
-    ones. The very longest may be cut to `max_tokens`, at some tokens a word.
+    The number of words is log-uniform from `max_tokens / 256` to `max_tokens / 8`: a few long documents and many short
+    ones. With the embedded tokenizer a word takes three to four tokens.
     """
     words = _Words(seed)
-    shortest, longest = max(2, max_tokens // 64), max(3, max_tokens // 3)
+    shortest, longest = max(2, max_tokens // 256), max(3, max_tokens // 8)
     texts, written = [], 0
     while written < total_tokens:
         num_words = round(math.exp(words.random.uniform(math.log(shortest), math.log(longest))))
