@@ -124,21 +124,24 @@ def outcome(row: dict[str, Any]) -> str:
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
-    kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident"
+    kinds = "resident, from outside the kernel's count"
+    if result["hardware"]["device"] == "cuda":
+        kinds = "allocated, from outside the driver's used bytes"
     rows = "packed rows" if settings["packing"] != "none" else "rows"
     return (
         f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
-        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; peak memory {kind}, median speed "
-        f"of {settings['steps']} steps"
+        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; peak memory {kinds}; median speed of "
+        f"{settings['steps']} steps"
     )
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text: setting, peak memory, its change, tokens/s, its change. Changes are against the last number."""
+    """The table's text. Changes are against the last row above that has a number."""
+    on_gpu = result["hardware"]["device"] == "cuda"
     cells, before = [], {}
     for row in result["rows"]:
         if row["status"] != "ok":
-            cells.append([row["label"], row["status"], "-", "-", "-"])
+            cells.append([row["label"], row["status"], "-", "-", "-", "-"])
             continue
         peak, speed = row["peak_memory_bytes"], row["tokens_per_second"]
         cells.append(
@@ -146,6 +149,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
                 row["label"],
                 gibibytes(peak),
                 change(peak, before.get("peak_memory_bytes")),
+                gibibytes(row["peak_device_bytes"] if on_gpu else row["peak_rss_bytes"]),
                 tokens_per_second(speed),
                 change(speed, before.get("tokens_per_second")),
             ]
@@ -154,7 +158,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-COLUMNS = ["setting", "peak memory", "change", "tokens/s", "change"]
+COLUMNS = ["setting", "peak memory", "change", "from outside", "tokens/s", "change"]
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> Path | None:

@@ -32,7 +32,13 @@ RESULT = {
         "steps": 4,
     },
     "rows": [
-        {"label": "plain", "status": "ok", "peak_memory_bytes": 3 * 2**30, "tokens_per_second": 1234.0},
+        {
+            "label": "plain",
+            "status": "ok",
+            "peak_memory_bytes": 3 * 2**30,
+            "peak_rss_bytes": 2**32,
+            "tokens_per_second": 1234.0,
+        },
         {"label": "paged", "status": "failed", "reason": "no such thing | here"},
     ],
 }
@@ -56,8 +62,8 @@ def test_a_table_shows_its_result_and_on_what_it_was_measured(tables, tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("# Numbers\n\n<!-- table:memory_ladder -->\n| setting ")
     assert page.endswith("\n<!-- /table -->\n\nAfter.\n")
-    assert "| plain | 3.00 GiB | - | 1,234 | - |" in page
-    assert "| paged | failed | - | - | - |" in page
+    assert "| plain | 3.00 GiB | - | 4.00 GiB | 1,234 | - |" in page
+    assert "| paged | failed | - | - | - | - |" in page
     for told in (
         "Some CPU, 4 cores with avx512_bf16",
         "torch 2.13.0",

@@ -8,14 +8,27 @@ from memory_ladder import LADDER, draw_chart, measure_rungs, rung_settings, tabl
 
 from lean_ft.settings import MemoryConfig
 
+GIB = 2**30
 RESULT = {
     "benchmark": "memory_ladder",
     "hardware": {"device": "cpu", "cpu": "Some CPU", "cores": 4},
     "settings": {"shape": "tiny", "batch_size": 2, "length": 64},
     "rows": [
-        {"label": "a", "status": "ok", "peak_memory_bytes": 8 * 2**30, "tokens_per_second": 50.0},
+        {
+            "label": "a",
+            "status": "ok",
+            "peak_memory_bytes": 8 * GIB,
+            "peak_rss_bytes": 9 * GIB,
+            "tokens_per_second": 50.0,
+        },
         {"label": "b", "status": "out of memory", "reason": "CUDA out of memory"},
-        {"label": "c", "status": "ok", "peak_memory_bytes": 4 * 2**30, "tokens_per_second": 75.0},
+        {
+            "label": "c",
+            "status": "ok",
+            "peak_memory_bytes": 4 * GIB,
+            "peak_rss_bytes": 5 * GIB,
+            "tokens_per_second": 75.0,
+        },
     ],
 }
 
@@ -41,9 +54,9 @@ def test_an_unknown_rung_is_refused_with_the_names_there_are():
 
 def test_changes_are_told_against_the_last_rung_that_has_a_number():
     assert table_cells(RESULT) == [
-        ["a", "8.00 GiB", "-", "50", "-"],
-        ["b", "out of memory", "-", "-", "-"],
-        ["c", "4.00 GiB", "-50 %", "75", "+50 %"],
+        ["a", "8.00 GiB", "-", "9.00 GiB", "50", "-"],
+        ["b", "out of memory", "-", "-", "-", "-"],
+        ["c", "4.00 GiB", "-50 %", "5.00 GiB", "75", "+50 %"],
     ]
 
 
