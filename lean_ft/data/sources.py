@@ -28,14 +28,9 @@ class Row:
 def read_rows(source: str | list[str], digest: Digest | None = None) -> Iterator[Row]:
     """Rows of the file or files `source`, in order; `digest` is fed every byte read.
 
-    <<<<<<< HEAD
-        `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped; the name's
-        ending does not matter. Raises ValueError for a missing, empty or malformed file, with its name, line and reason.
-    =======
-        A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped;
-        the name's ending does not matter. Raises ValueError for a missing, empty or malformed file, with its
-        name, line and reason.
-    >>>>>>> data
+    `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON
+    array, any other is JSONL: one object a line, empty lines skipped; the name's ending does not matter. Raises
+    ValueError for a missing, empty or malformed file, with its name, line and reason.
     """
     paths = [source] if isinstance(source, str) else source
     if not paths:

@@ -92,19 +92,9 @@ class Tokenizer:
             ids = self._vocabulary.encode_with_special_tokens(text)
             return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
         ids = self._vocabulary.encode([text], [[]])[0].ids.tolist()
-        if (
-            add_special_tokens
-            and self._vocabulary.adds_bos
-            and self.bos_id is not None
-            and ids[:1] != [self.bos_id]
-        ):
+        if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
-        if (
-            add_special_tokens
-            and self._vocabulary.adds_eos
-            and self.eos_id is not None
-            and ids[-1:] != [self.eos_id]
-        ):
+        if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
         return ids
 
@@ -213,13 +203,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
             target = (
-<<<<<<< HEAD
                 folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
-=======
-                folder / file.name
-                if file.parent.name != "chat_templates"
-                else folder / "chat_templates" / file.name
->>>>>>> data
             )
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
@@ -230,11 +214,7 @@ class Tokenizer:
             return self._chat_templates["tool_use"]
         if "default" in self._chat_templates:
             return self._chat_templates["default"]
-        named = (
-            f" under the name `default` (it has: {', '.join(self._chat_templates)})"
-            if self._chat_templates
-            else ""
-        )
+        named = f" under the name `default` (it has: {', '.join(self._chat_templates)})" if self._chat_templates else ""
         raise ValueError(
             f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
             "model's instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give "
@@ -264,9 +244,7 @@ class Tokenizer:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if len(turns) < 2:
             return 0
-        return len(
-            _generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens))
-        )
+        return len(_generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens)))
 
 
 def _generation_spans(marked: str) -> list[Span]:
