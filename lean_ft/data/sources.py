@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lean_ft.assets import resolve_data_path
+
 
 class Digest(Protocol):
     """A hash of `hashlib` that is being fed."""
 
     def update(self, data: bytes, /) -> None: ...
-
-
-from lean_ft.assets import resolve_data_path
 
 
 @dataclass(frozen=True)
