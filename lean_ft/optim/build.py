@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lean_ft.optim.adamw import AdamW
+from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
@@ -55,6 +56,16 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             update_clipping=cfg.update_clipping,
             stochastic_rounding=cfg.stochastic_rounding,
             compile=compile,
+        )
+    if cfg.name in ("adamw_8bit", "paged_adamw_8bit"):
+        return AdamW8bit(
+            betas=cfg.betas,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            update_clipping=cfg.update_clipping,
+            stochastic_rounding=cfg.stochastic_rounding,
+            compile=compile,
+            paged=cfg.name == "paged_adamw_8bit",
         )
     raise NotImplementedError(cfg.name)
 

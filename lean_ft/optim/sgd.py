@@ -46,9 +46,11 @@ def _update(
     momentum: float | Tensor,
     weight_decay: float | Tensor,
 ) -> None:
-    direction = grad.float()
+    # In place on intermediates: plain calls are bound by memory traffic. Gradients of float32 are copied
+    # for that.
+    direction, value = grad.to(torch.float32, copy=True), weight.to(torch.float32, copy=True)
     if buffer is not None:
-        direction = direction + momentum * buffer.float()
+        direction.add_(buffer.float().mul(momentum))
         store(buffer, direction, noise)
-    value = weight.float()
-    store(weight, value - lr * (direction + weight_decay * value), noise)
+    direction.add_(value * weight_decay)
+    store(weight, value.sub_(direction.mul_(lr)), noise)

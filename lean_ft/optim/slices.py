@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, StepInfo
 
-CPU_SLICE = 1 << 18  # elements; 1 MiB of float32, the second-level cache of one core
+CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
 GPU_SLICE = 1 << 24
 GPU_COMPILED_SLICE = 1 << 30  # below the 2**31 elements that 32-bit indices reach
 
@@ -102,7 +102,7 @@ class RoundingNoise:
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:
     """Write float32 `value` into `target`, to nearest, or stochastically where `noise` is given (bfloat16
     only)."""
-    if noise is None:
+    if noise is None or target.dtype != torch.bfloat16:
         target.copy_(value)
         return
     bits = (value.view(torch.int32) + (noise.to(torch.int32) & 0xFFFF)) & -0x10000
