@@ -68,9 +68,7 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             compile=compile,
             paged=cfg.name == "paged_adamw_8bit",
         )
-    return Adafactor(
-        weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile
-    )
+    return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:

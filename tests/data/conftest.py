@@ -42,7 +42,10 @@ def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="session")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build(
-        tmp_path_factory.mktemp("chat") / "tokenizer", chat_template=CHATML, eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tmp_path_factory.mktemp("chat") / "tokenizer",
+        chat_template=CHATML,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
     )
 
 

@@ -1,5 +1,6 @@
 """Batches hold the documents with labels that an independent reading of them gives, in an order that can be resumed."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -30,16 +31,14 @@ def documents_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
     else:
         bounds = batch.cu_seqlens.tolist()
     flat = [tensor.flatten().tolist() for tensor in (batch.input_ids, batch.labels, batch.positions)]
-    return [
-        tuple(values[first:last] for values in flat) for first, last in zip(bounds[:-1], bounds[1:], strict=True)
-    ]  # pyright: ignore
+    return [tuple(values[first:last] for values in flat) for first, last in itertools.pairwise(bounds)]  # pyright: ignore
 
 
 def expected_documents(rows: list[dict[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, labels) of each row, by counting characters: the tokenizer gives one token a byte."""
     expected = []
     for row in rows:
-        ids = tokenizer.encode(row["prompt"] + row["completion"]) + [tokenizer.eos_id]
+        ids = [*tokenizer.encode(row["prompt"] + row["completion"]), tokenizer.eos_id]
         first_target = len(row["prompt"])
         labels = [ids[t + 1] if t + 1 >= first_target else -100 for t in range(len(ids) - 1)] + [-100]
         expected.append((ids, labels))

@@ -22,7 +22,7 @@ def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
     assert len(documents) == len(rows) == report.kept == report.rows
     for row, (ids, trained) in zip(rows, documents, strict=True):
         text = row["prompt"] + row["completion"]
-        assert ids.tolist() == plain_tokenizer.encode(text) + [plain_tokenizer.eos_id]
+        assert ids.tolist() == [*plain_tokenizer.encode(text), plain_tokenizer.eos_id]
         assert trained.tolist() == [i >= len(row["prompt"]) for i in range(len(text) + 1)]
     assert documents.tokens.dtype == np.int32
     assert report.tokens == sum(len(row["prompt"] + row["completion"]) + 1 for row in rows)
@@ -86,10 +86,19 @@ def test_a_bad_row_far_down_is_placed(config: Config, plain_tokenizer):
 
 
 def test_the_report_in_a_line(config: Config, plain_tokenizer):
-    rows = [{"prompt": "p", "completion": "c" * 20}, {"prompt": "p" * 9, "completion": "c"}, {"prompt": "p", "completion": "c"}]
+    rows = [
+        {"prompt": "p", "completion": "c" * 20},
+        {"prompt": "p" * 9, "completion": "c"},
+        {"prompt": "p", "completion": "c"},
+    ]
     _, report = prepare(config(rows, max_length=8), plain_tokenizer)
     line = str(report)
     assert "\n" not in line
-    for part in ("3 rows (prompt_completion)", "1 truncated (-14 tokens)", "1 dropped", "2 sequences, 11 tokens, 9 trained"):
+    for part in (
+        "3 rows (prompt_completion)",
+        "1 truncated (-14 tokens)",
+        "1 dropped",
+        "2 sequences, 11 tokens, 9 trained",
+    ):
         assert part in line
     assert report.to_dict()["target_tokens"] == 9

@@ -88,7 +88,9 @@ def test_detection(fields: dict[str, Any], name: str):
 def test_tools_reach_the_template(plain_tokenizer, tmp_path):
     from tests.data.conftest import build
 
-    tokenizer = build(tmp_path / "t", chat_template="{{ tools[0].name }}:{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = build(
+        tmp_path / "t", chat_template="{{ tools[0].name }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     for tools in ([{"name": "f"}], '[{"name": "f"}]'):
         assert read({"messages": MESSAGES, "tools": tools}, tokenizer, train_on="all").text == "f:qa"
 
@@ -140,8 +142,8 @@ def test_a_refusing_template_is_placed(chat_tokenizer, tmp_path: Any):
 def test_tool_calls_may_stand_without_content(tmp_path: Any):
     from tests.data.conftest import build
 
-    tokenizer = build(tmp_path / "t", chat_template="{% for m in messages %}{{ m.content or m.tool_calls }}{% endfor %}")
+    tokenizer = build(
+        tmp_path / "t", chat_template="{% for m in messages %}{{ m.content or m.tool_calls }}{% endfor %}"
+    )
     messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [1]}]
     assert read({"messages": messages}, tokenizer, train_on="all").text == "q[1]"
-
-

@@ -1,5 +1,6 @@
 """Packings hold every document once and waste little; best-fit decreasing is the textbook's."""
 
+import itertools
 import time
 
 import numpy as np
@@ -31,7 +32,7 @@ def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> lis
     """The room left in each row; checks that every document is in one row, and no row too full."""
     assert sorted(documents.tolist()) == list(range(len(lengths)))
     assert (offsets[0], offsets[-1]) == (0, len(lengths))
-    rows = [documents[first:last] for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+    rows = [documents[first:last] for first, last in itertools.pairwise(offsets)]
     left = [CAPACITY - sum(lengths[i] for i in row) for row in rows]
     assert all(len(row) > 0 for row in rows)
     assert min(left) >= 0
