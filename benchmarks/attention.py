@@ -81,9 +81,7 @@ def work(kind: str, shape: str, batch_size: int, length: int, repeats: int, devi
 
     timing = measure_calls(step, device, repeats=repeats)
     row = {
-        "seconds": timing.seconds,
-        "all_seconds": timing.all_seconds,
-        "extra_bytes": timing.extra_bytes,
+        **timing._asdict(),
         "input_bytes": sum(x.numel() * x.element_size() for x in (query, key, value, grad)),
         "computed_tokens": rows * columns,
         "tokens_per_second": sum(lengths) / timing.seconds,

@@ -95,7 +95,11 @@ STAGES = (
             *("--length", str(s.llama_length), "--repeats", str(s.repeats)),
         ],
     ),
-    Stage("optimizer_step", "the optimizers' updates against their peers", lambda s: ["optimizer_step.py"]),
+    Stage(
+        "optimizer_step",
+        "one update of all weights against the peers",
+        lambda s: ["optimizer_step.py", "--shape", s.qwen, "--repeats", str(s.repeats)],
+    ),
     Stage(
         "ladder_qwen",
         "memory techniques one by one, a small model with a large vocabulary",

@@ -151,8 +151,7 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
     # After the timing: what is compiled for two sizes is compiled for any size, and slower. As many chunks at the small
     # size as at the large one, since every chunk rounds.
     error = errors(contestant(name, max(1, ERROR_TOKENS * chunk_tokens // tokens)), device)
-    row = {"seconds": timing.seconds, "all_seconds": timing.all_seconds, "extra_bytes": timing.extra_bytes, **error}
-    report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
+    report.write_text(json.dumps({"status": "ok", "reason": None, **timing._asdict(), **error}))
 
 
 # In the process that compares ---------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def last_error(output: str) -> str:
     """The line of an output that names its error: the last that begins like one, else the last of all."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
-    return (named or lines or [""])[-1]
+    return (named or lines or [""])[-1].replace(f"{ROOT}/", "")
 
 
 def read_steps(metrics_file: Path | None) -> list[Row]:

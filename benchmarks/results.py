@@ -23,7 +23,17 @@ GIB = 2**30
 
 console = Console(highlight=False, soft_wrap=True)
 
-PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "liger-kernel", "bitsandbytes", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "datasets",
+    "accelerate",
+    "liger-kernel",
+    "bitsandbytes",
+    "torchao",
+    "triton",
+)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 # Asks torch in a process of its own: this one stays small, and holds no memory of the GPU that is measured.

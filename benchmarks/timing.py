@@ -14,10 +14,15 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Timing(NamedTuple):
-    """`extra_bytes`: the most memory above what was held before, results included; None where it cannot be told."""
+    """What one call takes.
+
+    `cpu_seconds` is the processor time of all threads: on a machine that is shared it tells more than `seconds`.
+    `extra_bytes` is the most memory above what was held before, results included; None where it cannot be told.
+    """
 
     seconds: float  # median
     all_seconds: list[float]
+    cpu_seconds: float  # median
     extra_bytes: int | None
 
 
@@ -32,14 +37,15 @@ def measure_calls(work: Callable[[], object], device: torch.device, *, repeats: 
     before_bytes = _reset_peak(device)
     work()
     extra_bytes = None if before_bytes is None else _peak_bytes(device) - before_bytes
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(repeats):
         _wait(device)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         work()
         _wait(device)
         seconds.append(time.perf_counter() - started)
-    return Timing(statistics.median(seconds), seconds, extra_bytes)
+        cpu_seconds.append(time.process_time() - cpu_started)
+    return Timing(statistics.median(seconds), seconds, statistics.median(cpu_seconds), extra_bytes)
 
 
 def _wait(device: torch.device) -> None:
