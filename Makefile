@@ -1,4 +1,4 @@
-# make demo    install into .venv, then fine-tune the embedded model: the whole path, in about a minute
+# make demo    install into .venv, then fine-tune the embedded model
 # make test    the tests
 # make lint    ruff, pyright and import-linter, as in CI
 # make clean   remove what these made
@@ -19,7 +19,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -27,6 +27,7 @@ clean:
 
 # Torch goes first and pinned: a plain `pip install torch` takes the newest, with gigabytes of CUDA.
 $(VENV)/torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lean_ft needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch
 	touch $@

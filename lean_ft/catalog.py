@@ -5,10 +5,12 @@ a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads th
 """
 
 import ast
+import os
 import shutil
 import sys
 import traceback
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -33,9 +35,7 @@ def recipes() -> dict[str, Path]:
 def presets() -> dict[str, Path]:
     """The presets that ship with lean_ft: name (`tiny/full`) -> file."""
     folder = _shipped("_configs", "configs")
-    return {
-        file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))
-    }
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def find_recipe(name_or_path: str) -> Path:
@@ -54,22 +54,21 @@ def find_either(name_or_path: str) -> Path:
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
-def copy_to(source: Path, destination: Path, force: bool = False) -> Path:
-    """Copies a recipe or preset to a file or into a folder, and returns the copy's path.
+def copy_to(source: Path, destination_name: str, force: bool = False) -> Path:
+    """Copies a recipe or preset to a file, or into a folder (one that is there, or a name that ends in `/`).
 
-    Missing folders are made, and a missing suffix is added. Raises ValueError rather than overwrite, unless
-    `force`.
+    Returns the copy's path. Missing folders are made, and a missing suffix is added. Raises ValueError rather than
+    overwrite, unless `force`.
     """
-    if destination.is_dir():
+    destination = Path(destination_name).expanduser()
+    if destination.is_dir() or destination_name.endswith(("/", os.sep)):
         destination = destination / source.name
     elif destination.suffix != source.suffix:
         destination = destination.with_name(destination.name + source.suffix)
     if destination.exists() and destination.samefile(source):
         raise ValueError(f"{destination} is the file itself; choose another place.")
     if destination.exists() and not force:
-        raise ValueError(
-            f"{destination} is there already; choose another name, or overwrite it with --force."
-        )
+        raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
     return destination
@@ -84,9 +83,7 @@ def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str,
     if path.is_file():
         raise ValueError(f"{wanted}: expected a {what}, which is a {kinds} file.")
     if path.suffix in suffixes:
-        raise FileNotFoundError(
-            f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}"
-        )
+        raise FileNotFoundError(f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}")
     if "=" in wanted:
         raise ValueError(f"expected the {what} before any key=value, came '{wanted}'.")
     raise ValueError(
@@ -95,10 +92,17 @@ def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str,
     )
 
 
-def summary(recipe: Path) -> str:
-    """The first paragraph of a recipe's docstring on one line, read without running it; empty where it has none."""
+def summary(file: Path) -> str:
+    """What a recipe or preset says of itself, on one line, read without running it; empty where it says nothing.
+
+    That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix != ".py":
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        return " ".join(line.removeprefix("#").strip() for line in comment)
     try:
-        docstring = ast.get_docstring(ast.parse(recipe.read_bytes())) or ""
+        docstring = ast.get_docstring(ast.parse(text)) or ""
     except (SyntaxError, ValueError):
         return "(not valid Python)"
     return " ".join(docstring.partition("\n\n")[0].split())
@@ -118,15 +122,11 @@ def load_recipe(recipe: Path) -> ModuleType:
     sys.modules[name] = module
     folder = str(recipe.resolve().parent)
     if recipe not in recipes().values() and folder not in sys.path:
-        sys.path.append(
-            folder
-        )  # what lies beside a user's recipe can be imported; last, so it hides no library
+        sys.path.append(folder)  # what lies beside a user's recipe can be imported; last, so it hides no library
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise ValueError(
-            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        ) from error
+        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
     except Exception as error:
         raise ValueError(f"{_line_in(recipe, error)}: {type(error).__name__}: {error}") from error
     config_class, main = getattr(module, "Config", None), getattr(module, "main", None)

@@ -60,14 +60,21 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
 
 
 def preset_values(preset: Path) -> dict[str, str]:
-    """What a preset sets, as dotted key -> value on one line, whichever recipe it is for."""
+    """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
+
+    def one_line(node: yaml.Node) -> str:
+        if isinstance(node, yaml.SequenceNode):
+            return f"[{', '.join(map(one_line, node.value))}]"
+        if isinstance(node, yaml.MappingNode):  # an empty one: the others are keys of their own
+            return "{}"
+        return to_yaml(node.value, flow=True) if getattr(node, "style", None) else node.value
 
     def flatten(node: yaml.Node, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if isinstance(node, yaml.MappingNode) and node.value:
             for key, value in node.value:
                 yield from flatten(value, (*path, key.value))
         else:
-            yield ".".join(path), to_yaml(_read(node, Any), flow=True)
+            yield ".".join(path), one_line(node)
 
     node = read_yaml_file(preset)
     return dict(flatten(node, ())) if isinstance(node, yaml.MappingNode) else {}
@@ -116,9 +123,7 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
             default = _default(field) if instance is None else getattr(instance, name)
             group = _group(field.annotation)
             if group is not None:
-                yield from leaves(
-                    group, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None
-                )
+                yield from leaves(group, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
                 continue
             required = default is PydanticUndefined
             yield Setting(
@@ -219,9 +224,7 @@ def _type_text(annotation: Any, constraints: Sequence[Any] = ()) -> str:
     """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        nested = [
-            c for extra in args[1:] for c in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
-        ]
+        nested = [c for extra in args[1:] for c in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
         return _type_text(args[0], [*nested, *constraints])
     if origin is Literal:
         text = " | ".join(str(word) for word in args)
@@ -274,9 +277,7 @@ class _Reader:
                 f"{preset}: expected settings as `key: value`, came {kind(node)}. "
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
-        self._take_mapping(
-            (), self.config_class, node, lambda part: f"{preset}, line {part.start_mark.line + 1}"
-        )
+        self._take_mapping((), self.config_class, node, lambda part: f"{preset}, line {part.start_mark.line + 1}")
 
     def read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
@@ -300,9 +301,7 @@ class _Reader:
                 return
             model = group
 
-    def _take_override(
-        self, path: tuple[str, ...], field: FieldInfo, inner: tuple[str, ...], text: str
-    ) -> None:
+    def _take_override(self, path: tuple[str, ...], field: FieldInfo, inner: tuple[str, ...], text: str) -> None:
         if not inner:
             self._take(path, field, _override_node(text, field.annotation), lambda _: COMMAND_LINE)
             return
@@ -314,7 +313,11 @@ class _Reader:
         entry_type = get_args(mapping)[1]
         before = self.given[path].value if path in self.given else _plain(_default(field))
         entry = {".".join(inner): _read(_override_node(text, entry_type), entry_type)}
-        self.given[path] = _Given({**(before if isinstance(before, dict) else {}), **entry}, COMMAND_LINE)
+        self._give(path, {**(before if isinstance(before, dict) else {}), **entry}, COMMAND_LINE)
+
+    def _give(self, path: tuple[str, ...], value: Any, where: str) -> None:
+        self.given.pop(path, None)  # so that what is given last comes last
+        self.given[path] = _Given(value, where)
 
     def _take_mapping(
         self,
@@ -336,9 +339,10 @@ class _Reader:
         group = _group(field.annotation)
         is_null = isinstance(node, yaml.ScalarNode) and scalar_value(node) is None
         if group is not None and isinstance(node, yaml.MappingNode):
+            self._give(path, {}, where(node))  # the group is there, whatever it held before
             self._take_mapping(path, group, node, where)
         elif group is None or (is_null and NoneType in _members(field.annotation)):
-            self.given[path] = _Given(_read(node, field.annotation), where(node))
+            self._give(path, _read(node, field.annotation), where(node))
         elif not is_null:  # a group with nothing under it sets nothing
             key, example = ".".join(path), next(iter(group.model_fields))
             self.problems.append(
@@ -347,7 +351,8 @@ class _Reader:
 
     def _unknown(self, path: tuple[str, ...], where: str) -> None:
         key = ".".join(path)
-        self.problems.append(f"{key} ({where}): no such setting.{did_you_mean(key, self.settings)}")
+        hint = did_you_mean(key, self.settings) or " `leanft cat RECIPE` lists them."
+        self.problems.append(f"{key} ({where}): no such setting.{hint}")
 
     def config(self) -> Any:
         """The validated config; raises ValueError with all problems."""
@@ -375,7 +380,8 @@ class _Reader:
             for name in path[:-1]:
                 part[name] = part[name] if isinstance(part.get(name), dict) else {}
                 part = part[name]
-            part[path[-1]] = given.value
+            is_group = ".".join(path) not in self.settings and given.value is not None
+            part[path[-1]] = part.get(path[-1]) or {} if is_group else given.value
         try:
             # Through JSON, because pydantic's strict mode then still takes text for a path and a list for a tuple.
             return self.config_class.model_validate_json(json.dumps(tree), strict=True), []

@@ -44,9 +44,7 @@ for _name, _pattern, _starts in _CORE_SCHEMA:
 
 def to_yaml(value: Any, flow: bool = False) -> str:
     """A value as YAML, in the order it has; `flow` puts it on one line, as in `[0.9, 0.999]`."""
-    text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10_000
-    )
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
@@ -57,9 +55,7 @@ def read_yaml_file(path: Path) -> yaml.Node | None:
     with path.open("rb") as file:
         raw = file.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
-        raise ValueError(
-            f"{path} is larger than {MAX_BYTES // 1024} KiB, as no preset is. Is it the right file?"
-        )
+        raise ValueError(f"{path} is larger than {MAX_BYTES // 1024} KiB, as no preset is. Is it the right file?")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,8 +1,9 @@
-"""What ships inside the package, and the one rule by which a model path becomes a folder."""
+"""What ships inside the package, and the rules by which a path that a user gives becomes a folder or a file."""
 
 import re
-from importlib import resources
 from pathlib import Path
+
+_TINY = Path(__file__).parent / "tiny"
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -16,7 +17,7 @@ def resolve_model_path(path: str | Path) -> Path:
     if folder.is_file():
         raise ValueError(f"model path {str(path)!r} is a file; expected the folder that holds config.json.")
     if str(path) == "tiny":
-        embedded = Path(str(resources.files("lean_ft.assets"))) / "tiny" / "model"
+        embedded = _TINY / "model"
         if not embedded.is_dir():
             raise ValueError(f"the embedded model is missing from {embedded}: reinstall lean_ft.")
         return embedded
@@ -29,3 +30,15 @@ def resolve_model_path(path: str | Path) -> Path:
         f"model path {str(path)!r} does not exist; expected a folder that holds config.json, or `tiny` for the "
         "embedded model."
     )
+
+
+def resolve_data_path(path: str | Path) -> Path:
+    """Returns the file that `path` names, there or not: on disk, or `tiny/train.jsonl` and `tiny/validation.jsonl`, the
+    embedded model's data. A file on disk wins over an embedded one.
+    """
+    file = Path(path).expanduser()
+    if not file.exists() and file.parts[:1] == ("tiny",):
+        embedded = _TINY / "data" / Path(*file.parts[1:])
+        if embedded.is_file():
+            return embedded
+    return file

@@ -20,7 +20,7 @@ Preset = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Settings that overrule the preset: optimizer.lr=1e-5",
         show_default=False,
     ),

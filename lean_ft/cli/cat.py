@@ -13,9 +13,7 @@ from lean_ft.config import commented_yaml, config_schema
 def cat(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="CONFIG|RECIPE", help="A name from `leanft ls`, or a path.", show_default=False
-        ),
+        typer.Argument(metavar="CONFIG|RECIPE", help="A name from `leanft ls`, or a path.", show_default=False),
     ],
     schema: Annotated[
         bool, typer.Option("--schema", help="For a recipe: the JSON schema of its presets, for an editor.")

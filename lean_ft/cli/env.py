@@ -9,9 +9,7 @@ from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import stdout
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: Debug = False
-) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: Debug = False) -> None:
     """Print versions, devices and what they support."""
     from lean_ft.environment import describe_environment
 

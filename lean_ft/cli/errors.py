@@ -2,7 +2,7 @@
 
 The user's input is wrong (2) where lean_ft or the recipe itself raised a ValueError, since that is how both refuse
 input, or where a file could not be opened. The same ValueError from inside torch means that the run failed (1), as
-does everything else.
+does everything else. Ctrl-C is neither.
 """
 
 import traceback
@@ -15,14 +15,15 @@ from lean_ft.spelling import did_you_mean
 # click's UsageError, which some versions of typer import from click and others carry inside.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_OPENING_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+INTERRUPTED = 130  # as shells count it: 128 + SIGINT
+_OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def explain(error: BaseException) -> tuple[str, int]:
     """The message and the exit code for an error; a failed run's says how to see its traceback."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted.", 1
+        return "interrupted.", INTERRUPTED
     if isinstance(error, _UsageError):
         return _usage(error), 2
     if isinstance(error, _OPENING_A_FILE):

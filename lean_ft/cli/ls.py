@@ -14,9 +14,7 @@ from lean_ft.config import describe, preset_fits, preset_values
 def ls(
     recipe: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe's name, or the path of a .py file.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="A recipe's name, or the path of a .py file.", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -37,4 +35,9 @@ def ls(
 
 
 def _what_it_sets(preset: Path) -> str:
-    return " ".join(f"{key}={value}" for key, value in preset_values(preset).items())
+    try:
+        values = preset_values(preset)
+    except ValueError as error:  # a broken preset must not hide the others
+        return str(error)
+    settings = " ".join(f"{key}={value}" for key, value in values.items())
+    return "  ".join(filter(None, [catalog.summary(preset), settings]))

@@ -23,7 +23,9 @@ def checkpoint_layers(model: nn.Module, every: int = 1) -> int:
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ValueError(f"checkpoint_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}")
+        raise ValueError(
+            f"checkpoint_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}"
+        )
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
     chosen = layers[::every]

@@ -1,10 +1,11 @@
 """Models: one decoder for every dense family, and Hugging Face folders in and out."""
 
 from lean_ft.models.cache import KVCache
-from lean_ft.models.decoder import MLP, Block, Decoder, DecoderConfig, RMSNorm
+from lean_ft.models.decoder import Block, Decoder, DecoderConfig
 from lean_ft.models.families import decoder_config
-from lean_ft.models.generation import generate
+from lean_ft.models.generation import generate, generate_steps
 from lean_ft.models.hf_format import build_decoder, load_model, save_model
+from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.rope import RopeConfig
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "build_decoder",
     "decoder_config",
     "generate",
+    "generate_steps",
     "load_model",
     "save_model",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention
 from lean_ft.models.cache import KVCache, LayerCache
+from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 
 
@@ -40,31 +41,6 @@ class DecoderConfig:
     initializer_range: float
 
 
-class RMSNorm(nn.Module):
-    """Scales each vector to a root mean square of 1, then by a weight a feature (https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class MLP(nn.Module):
-    """The gated feed-forward layer: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """One layer: attention, then the feed-forward layer, each normed on its way in and added to the residual."""
 
@@ -80,7 +56,7 @@ class Block(nn.Module):
             output_bias=config.output_bias,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(
         self,
@@ -128,8 +104,8 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @property
-    def output_weight(self) -> nn.Parameter:
-        """The (V, D) weight of the output layer; the embedding's own where they are tied."""
+    def output_weight(self) -> Tensor:
+        """The parameter (V, D) of the output layer; the embedding's own where they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
@@ -144,26 +120,24 @@ class Decoder(nn.Module):
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
-        packed documents in the B * T tokens, row after row; a row's end is always one. With a cache the new tokens go
+        packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
         on from what it holds, and it is advanced.
 
-        Raises ValueError for a cache together with cu_seqlens or positions, and where the cache is full.
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, and where the cache is full.
         """
         num_rows, num_tokens = input_ids.shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
-                raise ValueError(
-                    "a cache goes with neither cu_seqlens nor positions: it knows its own positions."
-                )
+                raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
+            if torch.is_grad_enabled():
+                raise ValueError("a cache keeps no gradients: call the model inside torch.no_grad().")
             positions = cache.begin(num_tokens)
         elif cu_seqlens is not None:
-            lengths = cu_seqlens.diff()
-            # On a GPU this is checked there, without waiting for it.
-            torch._assert_async((lengths <= num_tokens).all(), "cu_seqlens: a document is longer than a row")
+            _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
-                indices = torch.arange(num_rows * num_tokens, device=input_ids.device)
-                starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=indices.numel())
-                positions = (indices - starts).view(num_rows, num_tokens)
+                indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+                document = torch.bucketize(indices, cu_seqlens, right=True) - 1
+                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
 
@@ -188,3 +162,19 @@ class Decoder(nn.Module):
             weight.dtype,
             weight.device,
         )
+
+
+def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
+    """Raises ValueError where documents do not end with the batch or one is longer than a row.
+
+    On a GPU the check runs there, so that nothing waits for it, and a failure is a device-side assertion.
+    """
+    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == num_rows * num_tokens)
+    message = (
+        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at "
+        f"{num_rows * num_tokens}."
+    )
+    if cu_seqlens.is_cuda:
+        torch.ops.aten._assert_async.msg(fits, message)
+    elif not fits:
+        raise ValueError(message)

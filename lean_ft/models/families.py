@@ -73,10 +73,23 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),
     "no_rope_layers": (),
+    "rope_interleave": (False,),
     "num_local_experts": (0, 1),
     "num_experts": (0, 1),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
+}
+
+# The rotary settings by their names in config.json, with ours.
+_ROPE_FIELDS = {
+    "rope_type": "scaling",
+    "type": "scaling",
+    "rope_theta": "theta",
+    "partial_rotary_factor": "",
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_positions",
 }
 
 
@@ -145,8 +158,8 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
         isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
     ):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model (a name that ends in ForCausalLM). "
-            "Bare, classification and multimodal models have other weights."
+            f"{where}: architectures is {architectures!r}; expected a language model, a name that ends "
+            "in ForCausalLM. Bare, classification and multimodal models have other weights."
         )
     if config.get("quantization_config") is not None:
         method = config["quantization_config"]
@@ -164,10 +177,10 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
                 f"expected {allowed}."
             )
     for name, value in config.items():
-        if re.search(r"(dropout|pdrop)$", name) and value not in (None, 0):
+        if re.search(r"(?<!classifier_)(dropout|pdrop)$", name) and value not in (None, 0):
             raise ValueError(
                 f"{where}: {name} is {value!r}; dropout is not supported. Set it to 0.0 in config.json to train "
-                "without."
+                "without it."
             )
     layer_types = config.get("layer_types")
     if layer_types is not None and set(layer_types) - {"full_attention"}:
@@ -177,40 +190,40 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
 
 def _rope_config(fields: Mapping[str, Any], where: str) -> RopeConfig:
     key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    where = f"{where}: {key}"
     settings = fields.get(key) or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"{where}: {key} is {settings!r}; expected an object with rope_type.")
+        raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
     scaling = settings.get("rope_type", settings.get("type", "default"))
     if scaling not in SCALINGS:
         raise ValueError(
-            f"{where}: {key} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}."
+            f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}."
             f"{_nearest(scaling, SCALINGS)}"
         )
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"{where}: {key}.partial_rotary_factor is {settings['partial_rotary_factor']!r}; only whole heads are "
-            "rotated here, expected 1.0 or absent."
+            f"{where}: partial_rotary_factor is {settings['partial_rotary_factor']!r}; expected 1.0 or absent: only "
+            "whole heads are rotated."
+        )
+    unknown = [name for name, value in settings.items() if name not in _ROPE_FIELDS and value is not None]
+    if unknown:
+        raise ValueError(
+            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
+            f"{_listed(_ROPE_FIELDS)}. Remove what changes nothing."
         )
     settings = {"rope_theta": fields["rope_theta"], **settings}
     if scaling == "llama3":
         # transformers' order: the top level wins, then the rope settings, then the longest context.
         original = settings.get("original_max_position_embeddings", fields["max_position_embeddings"])
-        settings["original_max_position_embeddings"] = fields.get(
-            "original_max_position_embeddings", original
-        )
-    names = {"original_max_positions": "original_max_position_embeddings"}
-    values: dict[str, float] = {}
-    for name in REQUIRED_FIELDS[scaling]:
-        spelled = names.get(name, name)
-        if spelled not in settings:
-            raise ValueError(f"{where}: {key} of rope type {scaling!r} lacks {spelled}.")
-        values[name] = _positive(settings, spelled, f"{where}: {key}")
+        settings["original_max_position_embeddings"] = fields.get("original_max_position_embeddings", original)
+    ours = {spelled: name for spelled, name in _ROPE_FIELDS.items() if name in REQUIRED_FIELDS[scaling]}
+    values = {name: _positive(settings, spelled, where) for spelled, name in ours.items()}
     if scaling == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
         raise ValueError(
-            f"{where}: {key}.high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
+            f"{where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
             f"({values['low_freq_factor']})."
         )
-    return RopeConfig(theta=_positive(settings, "rope_theta", where), scaling=scaling, **values)  # type: ignore[arg-type]
+    return RopeConfig(theta=_positive(settings, "rope_theta", where), scaling=scaling, **values)
 
 
 def _required(fields: Mapping[str, Any], name: str, where: str) -> Any:

@@ -6,15 +6,15 @@ and each row then goes on from its own end; so a row's tokens are those it would
 Shapes: B batch, T tokens of the longest prompt, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from lean_ft.models.cache import KVCache
 from lean_ft.models.decoder import Decoder
 
 
-@torch.no_grad()
 def generate(
     model: Decoder,
     prompt_ids: Tensor | Sequence[Sequence[int]],
@@ -32,38 +32,57 @@ def generate(
     and then among the fewest whose probabilities reach `top_p`. Raises ValueError for an empty prompt or settings out
     of range.
     """
+    generated: list[list[int]] = [[] for _ in prompt_ids]
+    steps = generate_steps(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, stop_ids, generator)
+    for tokens in steps:
+        for row, token in zip(generated, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return generated
+
+
+def generate_steps(
+    model: Decoder,
+    prompt_ids: Tensor | Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_ids: Collection[int] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[list[int | None]]:
+    """As `generate`, but yields each step as it is computed: a token for each row, None for rows that have ended."""
     prompts = [[int(token) for token in prompt] for prompt in prompt_ids]
     _check(prompts, max_new_tokens, temperature, top_k, top_p)
     if not prompts or max_new_tokens == 0:
-        return [[] for _ in prompts]
+        return
     device = model.output_weight.device
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    padded = torch.tensor(
-        [prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device
-    )  # (B, T)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = max(map(len, prompts))
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
 
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
-    hidden = model(padded, cache=cache, return_hidden=True)
-    ends = torch.tensor(lengths, device=device)
-    cache.truncate(ends)
-    hidden = hidden[
-        torch.arange(len(prompts), device=device), ends - 1
-    ]  # (B, D): logits only where they are used
+    hidden = _forward(model, padded, cache)
+    cache.truncate(lengths)
+    hidden = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (B, D): logits only where they are used
 
-    generated: list[list[int]] = [[] for _ in prompts]
-    running = set(range(len(prompts)))
-    while True:
-        logits = torch.nn.functional.linear(hidden, model.output_weight)  # (B, V)
+    running = [True] * len(prompts)
+    for _ in range(max_new_tokens):
+        logits = torch.nn.functional.linear(hidden, model.output_weight.detach())  # (B, V)
         tokens = _next_tokens(logits, temperature, top_k, top_p, generator)  # (B,)
-        for row, token in enumerate(tokens.tolist()):
-            if row in running:
-                generated[row].append(token)
-                if token in stop_ids or len(generated[row]) == max_new_tokens:
-                    running.remove(row)
-        if not running:
-            return generated
-        hidden = model(tokens[:, None], cache=cache, return_hidden=True)[:, 0]
+        step = [token if goes_on else None for token, goes_on in zip(tokens.tolist(), running, strict=True)]
+        yield step
+        running = [token is not None and token not in stop_ids for token in step]
+        if not any(running):
+            return
+        hidden = _forward(model, tokens[:, None], cache)[:, 0]
+
+
+# The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def _forward(model: Decoder, ids: Tensor, cache: KVCache) -> Tensor:
+    return model(ids, cache=cache, return_hidden=True)
 
 
 def _next_tokens(
@@ -93,9 +112,7 @@ def _check(
 ) -> None:
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(
-                f"prompt {row} is empty; expected at least one token, such as the tokenizer's bos_id."
-            )
+            raise ValueError(f"prompt {row} is empty; expected at least one token, such as the tokenizer's bos_id.")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 0 or more.")
     if temperature < 0:

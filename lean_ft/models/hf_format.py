@@ -21,7 +21,8 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (*_DTYPES, torch.float64)
 
 
 def load_model(
@@ -33,15 +34,13 @@ def load_model(
     """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 16 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     folder = resolve_model_path(path)
-    hf_config = _read_json(
-        folder / "config.json", "it says what the model computes; is this a model's folder?"
-    )
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if random_init:
         model = build_decoder(config, device, dtype)
@@ -82,9 +81,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
     weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json.
     """
     if not model.hf_config:
-        raise ValueError(
-            "the model was not loaded from a folder, so there is no config.json to save with it."
-        )
+        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(model.named_parameters())
@@ -168,8 +165,8 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
     if unexpected:
         first = min(unexpected)
         raise ValueError(
-            f"{stored[first].file}: config.json has no place for {_some(unexpected)}. The weights are of another model, "
-            "or config.json leaves out a field."
+            f"{stored[first].file}: config.json has no place for {_some(unexpected)}. The weights are of another "
+            "model, or config.json leaves out a field."
         )
     for name, tensor in stored.items():
         if tensor.shape != expected[name]:
@@ -177,7 +174,7 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
                 f"{tensor.file}: {name} has the shape {list(tensor.shape)}; config.json makes it "
                 f"{list(expected[name])}."
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _STORED_DTYPES:
             raise ValueError(
                 f"{tensor.file}: {name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64. Quantized "
                 "weights cannot be trained: take the model they were made from."
@@ -187,7 +184,7 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
 
 def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """Some folders store a tied output layer as well; it must then be the embedding itself."""
-    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _DTYPES
+    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED_DTYPES
     if same:
         with open(embedding.file, "rb") as a, open(head.file, "rb") as b:
             a.seek(embedding.offset)
@@ -214,9 +211,7 @@ def _no_weights(folder: Path) -> str:
             "save_pretrained(), which writes safetensors."
         )
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
-    found = (
-        f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
-    )
+    found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
     return (
         f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."

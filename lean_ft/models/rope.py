@@ -27,7 +27,7 @@ class RopeConfig:
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    original_max_positions: int | None = None
+    original_max_positions: float | None = None
 
 
 def _plain_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -47,13 +47,11 @@ def _linear(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 def _llama3(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Slow features are stretched by the factor, fast ones kept, those between blended (Llama 3.1)."""
-    assert rope.factor is not None and rope.original_max_positions is not None
-    assert rope.low_freq_factor is not None and rope.high_freq_factor is not None
+    factor, low, high, original = (getattr(rope, name) for name in REQUIRED_FIELDS["llama3"])
     frequencies = _plain_frequencies(rope, head_dim)
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the original context
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / rope.factor + kept * frequencies, 1.0
+    turns = original * frequencies / (2 * math.pi)  # over the original context
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies, 1.0
 
 
 # What each scaling computes: (frequencies of shape (D / 2,), the factor on cos and sin).
@@ -98,7 +96,8 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the features of x (B, T, H, D) by the angles of cos and sin (B, T, D)."""
+    """Turns the features of x (B, T, H, D) by the angles of cos and sin (B, T, D); the result has the dtype of x."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
+    # Under autocast the residual stream, and so cos and sin, is float32, and x is not.
+    return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)

@@ -31,7 +31,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
-_STAGING_BYTES = 16 * 2**20
+_STAGING_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class StoredTensor:
     def read_into(self, target: Tensor) -> None:
         """Fills `target`, contiguous and of this shape, on any device and in any floating dtype.
 
-        Takes no memory beyond 16 MiB; none at all where the dtype is the target's and the target is on the CPU.
+        Takes no memory beyond 1 MiB; none at all where the dtype is the target's and the target is on the CPU.
         """
-        assert self.dtype is not None and target.shape == self.shape and target.is_contiguous()
+        assert self.dtype is not None
+        assert target.shape == self.shape
+        assert target.is_contiguous()
         flat = target.detach().view(-1)
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset)
@@ -76,9 +78,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{file} is no safetensors file, or was cut short: its header does not fit into it."
-            )
+            raise ValueError(f"{file} is no safetensors file, or was cut short: its header does not fit into it.")
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
@@ -88,16 +88,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                     file, str(entry["dtype"]), tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
                 )
                 start, stop = entry["data_offsets"]
-                known = (
-                    tensor.dtype is None or stop - start == math.prod(tensor.shape) * tensor.dtype.itemsize
-                )
+                known = tensor.dtype is None or stop - start == math.prod(tensor.shape) * tensor.dtype.itemsize
                 if start != end or stop < start or not known:
                     raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
                 tensors[name], end = tensor, stop
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{file} is damaged: its safetensors header cannot be read ({error!r})."
-            ) from None
+            raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
     if end != size - 8 - length:
         raise ValueError(
             f"{file} is damaged: it should hold {end} bytes of tensors and holds {size - 8 - length}. Download or copy "
@@ -138,7 +134,7 @@ def _order(dtype: torch.dtype) -> int:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    return memoryview(flat.view(-1).view(torch.uint8).numpy())
+    return flat.view(-1).view(torch.uint8).numpy().data
 
 
 def _read_exactly(file, target: Tensor, name: Path) -> None:

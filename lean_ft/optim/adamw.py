@@ -62,9 +62,7 @@ class AdamW(Rule):
         for (device, _, decay), members in groups.items():
             self._update_fused(members, step, decay, torch.full((), float(step.number), device=device))
 
-    def _update_fused(
-        self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor
-    ) -> None:
+    def _update_fused(self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor) -> None:
         torch.ops.aten._fused_adamw_(
             [state.param.detach() for state in members],
             [state.grad for state in members],
@@ -87,9 +85,7 @@ class AdamW(Rule):
         correction2 = 1 - self.beta2**step.number
         lr: float | Tensor = step.lr
         if self.update_clipping:
-            ratios = self._sum_of_ratios(
-                [grad, exp_avg_sq], self.beta2, 1 - self.beta2, correction2, self.eps**2
-            )
+            ratios = self._sum_of_ratios([grad, exp_avg_sq], self.beta2, 1 - self.beta2, correction2, self.eps**2)
             lr = clipped_lr(step.lr, ratios, weight.numel())
         self._update(
             [weight, grad, exp_avg, exp_avg_sq],
@@ -106,9 +102,9 @@ class AdamW(Rule):
         )
 
 
-def clipped_lr(lr: float, ratios: list[Tensor], num_elements: int) -> Tensor:
-    """lr / max(1, RMS) on the tensor's device, from the sums of g^2 / max(v_hat, eps^2) over its slices."""
-    rms = (torch.stack(ratios).sum() / num_elements).sqrt()
+def clipped_lr(lr: float, sum_of_ratios: Tensor, num_elements: int) -> Tensor:
+    """lr / max(1, RMS) on the tensor's device, from the sum of g^2 / max(v_hat, eps^2) over its elements."""
+    rms = (sum_of_ratios / num_elements).sqrt()
     return lr / rms.clamp(min=1.0)
 
 
@@ -122,8 +118,8 @@ def _sum_of_ratios(
     eps_squared: float | Tensor,
 ) -> Tensor:
     square = grad.float().square()
-    v_hat = (beta2 * exp_avg_sq.float() + one_minus_beta2 * square) / correction2
-    return (square / v_hat.clamp(min=eps_squared)).sum()
+    v_hat = exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(square * one_minus_beta2).div_(correction2)
+    return square.div_(v_hat.clamp_(min=eps_squared)).sum()
 
 
 def _update(
@@ -142,11 +138,13 @@ def _update(
     eps: float | Tensor,
     weight_decay: float | Tensor,
 ) -> None:
-    gradient, value = grad.float(), weight.float()
-    m = beta1 * exp_avg.float() + one_minus_beta1 * gradient
-    v = beta2 * exp_avg_sq.float() + one_minus_beta2 * gradient.square()
+    # In place on intermediates: plain calls are bound by memory traffic.
+    gradient, value = grad.float(), weight.to(torch.float32, copy=True)
+    m = exp_avg.to(torch.float32, copy=True).mul_(beta1).add_(gradient * one_minus_beta1)
+    v = exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(gradient.square().mul_(one_minus_beta2))
     # The same bits round all three: each is right in the mean, and one draw costs a third of three.
     store(exp_avg, m, noise)
     store(exp_avg_sq, v, noise)
-    direction = (m / correction1) / (v.sqrt() / root_correction2 + eps)
-    store(weight, value - lr * (direction + weight_decay * value), noise)
+    direction = m.div_(correction1).div_(v.sqrt_().div_(root_correction2).add_(eps))
+    direction.add_(value * weight_decay)
+    store(weight, value.sub_(direction.mul_(lr)), noise)

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+from lean_ft.optim.adafactor import Adafactor
 from lean_ft.optim.adamw import AdamW
+from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
@@ -56,20 +58,24 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             stochastic_rounding=cfg.stochastic_rounding,
             compile=compile,
         )
-    raise NotImplementedError(cfg.name)
+    if cfg.name in ("adamw_8bit", "paged_adamw_8bit"):
+        return AdamW8bit(
+            betas=cfg.betas,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            update_clipping=cfg.update_clipping,
+            stochastic_rounding=cfg.stochastic_rounding,
+            compile=compile,
+            paged=cfg.name == "paged_adamw_8bit",
+        )
+    return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
 
 
-def _refuse_contradictions(
-    cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool
-) -> None:
+def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:
     is_adamw = cfg.name in ADAMW_RULES
     adamw_names = "optimizer.name=" + "|".join(ADAMW_RULES)
     if cfg.in_backward and clip_grad_norm is not None:
-        instead = (
-            " and optimizer.update_clipping=true, which limits each tensor's update by itself"
-            if is_adamw
-            else ""
-        )
+        instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if is_adamw else ""
         raise ValueError(
             f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but "
             "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "

@@ -34,17 +34,13 @@ class Optimizer:
     set by `set_lr` before each step. `notes` says what was adjusted for the device.
     """
 
-    def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool
-    ) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool) -> None:
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
                 trainable.setdefault(param, name)
         if not trainable:
-            raise ValueError(
-                "The optimizer got no parameter that requires a gradient: nothing would be trained."
-            )
+            raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
         self.rule = rule
         self.in_backward = in_backward
         self.notes = rule.notes
@@ -114,9 +110,7 @@ class Optimizer:
         if self.in_backward:
             self._check_all_updated()
         else:
-            self.rule.update(
-                [state for state in self._states if state.param.grad is not None], self._step_info()
-            )
+            self.rule.update([state for state in self._states if state.param.grad is not None], self._step_info())
         self.step_count += 1
         self._noise_seed = None
         self._norms.clear()
@@ -156,11 +150,7 @@ class Optimizer:
         if unknown or "step" not in tensors:
             raise ValueError(
                 "The saved optimizer state does not belong to this model: "
-                + (
-                    f"it has {sorted(unknown)[:3]}, which are not trained here."
-                    if unknown
-                    else "it has no `step`."
-                )
+                + (f"it has {sorted(unknown)[:3]}, which are not trained here." if unknown else "it has no `step`.")
                 + " Resume with the model and the settings that saved it."
             )
         for state in self._states:
@@ -194,8 +184,7 @@ class Optimizer:
     def _check_all_updated(self) -> None:
         left = [state.name for state in self._states if state.param.grad is not None]
         assert not left, (
-            f"{left[0]} still has its gradient after backward: update_in_backward(True) goes before the "
-            "last backward"
+            f"{left[0]} still has its gradient after backward: update_in_backward(True) goes before the last backward"
         )
 
     def _zero(self) -> Tensor:

@@ -16,9 +16,7 @@ from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
 class SGD(Rule):
     """weight -= lr * (gradient or momentum buffer + weight_decay * weight), in float32, rounded once."""
 
-    def __init__(
-        self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool
-    ) -> None:
+    def __init__(self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool) -> None:
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.draws_noise = stochastic_rounding
@@ -48,9 +46,11 @@ def _update(
     momentum: float | Tensor,
     weight_decay: float | Tensor,
 ) -> None:
-    direction = grad.float()
+    # In place on intermediates: plain calls are bound by memory traffic. Gradients of float32 are copied
+    # for that.
+    direction, value = grad.to(torch.float32, copy=True), weight.to(torch.float32, copy=True)
     if buffer is not None:
-        direction = direction + momentum * buffer.float()
+        direction.add_(buffer.float().mul(momentum))
         store(buffer, direction, noise)
-    value = weight.float()
-    store(weight, value - lr * (direction + weight_decay * value), noise)
+    direction.add_(value * weight_decay)
+    store(weight, value.sub_(direction.mul_(lr)), noise)

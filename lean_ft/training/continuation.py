@@ -29,8 +29,9 @@ from lean_ft.training.run_directory import (
 )
 
 FREE = {"max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
-SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr"}  # allowed, with a word
+SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "data.validation_source"}  # allowed, with a word
 SAID_GROUPS = ("memory.", "schedule.")
+CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
 QUICK_BYTES = 2**20  # before a model is loaded, only the checksums of files up to this size are verified
 UNKNOWN = object()
@@ -138,9 +139,9 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path, *, 
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
         # A setting known on one side only is another version's, or an edited recipe's: nothing to compare.
-        if old == new or UNKNOWN in (old, new) or key in FREE:
+        if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT:
             continue
-        change = f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
+        change = _change(key, old, new)
         (said if key in SAID or key.startswith(SAID_GROUPS) else refused).append(change)
     if refused:
         raise ValueError(_refusal(f"{folder} was written with other settings", refused))
@@ -152,7 +153,7 @@ def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     before: Settings = {"recipe": start["recipe"], **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
     changes = [
-        f"{key}: {json.dumps(before[key])} then, {json.dumps(now[key])} now"
+        _change(key, before[key], now[key])
         for key in ("recipe", *IDENTITY)
         if key in before and key in now and before[key] != now[key]
     ]
@@ -160,11 +161,18 @@ def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
         raise ValueError(_refusal(f"output_dir={cfg.output_dir} holds another run", changes))
 
 
-def compare_data(fingerprint: str, state: dict[str, Any], folder: Path) -> None:
-    """Refuse data that is not what the checkpoint was trained on, though the settings that name it are the same."""
-    if fingerprint != state["data_fingerprint"]:
-        change = f"data fingerprint: {state['data_fingerprint']} then, {fingerprint} now (rows or tokenizer changed)"
-        raise ValueError(_refusal(f"{folder} was trained on other data", [change]))
+def compare_data(cfg: RecipeConfig, fingerprint: str, state: dict[str, Any], folder: Path) -> None:
+    """Refuse data that is not what the checkpoint was trained on, whatever the settings that name it say."""
+    if fingerprint == state["data_fingerprint"]:
+        return
+    before, now = state["settings"], settings_of(cfg)
+    changes = [_change(key, before.get(key), now.get(key)) for key in CONTENT if before.get(key) != now.get(key)]
+    changes.append(_change("data fingerprint", state["data_fingerprint"], fingerprint))
+    raise ValueError(_refusal(f"{folder} was trained on other data", changes))
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
 
 
 def _refusal(what: str, changes: list[str]) -> str:

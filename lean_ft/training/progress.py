@@ -58,7 +58,7 @@ class ProgressBar:
         self._started = time.perf_counter()
         self._last_line = float("-inf")
         if console.is_terminal:
-            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+            columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))  # within 80
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self._task = self._bar.add_task(
                 "", total=self._total_steps, completed=self._start_step, state="first step ..."
@@ -80,13 +80,14 @@ class ProgressBar:
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
             self._last_line = now
-            say("step", f"{step}/{self._total_steps}  {self._state(row)}")
+            place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
+            say("step", f"{place}  {self._state(row)}")
 
     def _state(self, row: Row) -> str:
         step = row["step"]
         elapsed = time.perf_counter() - self._started
         left = elapsed / max(1, step - self._start_step) * (self._total_steps - step)
         return (
-            f"epoch {row['epoch']:.2f}  loss {number(row['loss'])}  lr {row['lr']:.2e}  "
-            f"{row['tokens_per_second']:,.0f} tok/s  peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
+            f"loss {number(row['loss'])}  {row['tokens_per_second']:,.0f} tok/s  "
+            f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
         )

@@ -149,7 +149,7 @@ class Run:
         )
 
     def _set_earlier_attempt_aside(self) -> None:
-        """A run that ended before its first checkpoint leaves only metrics; they are kept, under another name."""
+        """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""
         metrics = self._metrics.path
         if metrics.exists() and metrics.stat().st_size:
             aside = metrics.with_stem("metrics.previous")
@@ -160,7 +160,7 @@ class Run:
         state = read_training_state(folder)
         same_directory = folder.resolve().parent == self.directory.resolve()
         changes = compare_settings(self.cfg, state, folder, same_recipe=same_directory)
-        compare_data(self._batches.fingerprint, state, folder)
+        compare_data(self.cfg, self._batches.fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
         if self.start_step >= self.total_steps:
@@ -175,6 +175,8 @@ class Run:
         if same_directory:
             rows = trim_metrics(self._metrics.path, self.start_step)
             self._totals.first_loss = rows[0].get("loss") if rows else None
+        else:
+            self._set_earlier_attempt_aside()
         say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
         for change in changes:
             say("changed", f"{change}: from here on the numbers are not those of a run that had it all along")
@@ -239,9 +241,9 @@ class Run:
                         self._stop(128 + signals.received)
         finally:
             self._progress = None
-            self._lock.release()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
+            self._lock.release()
         say_end(
             self._totals,
             seconds=time.perf_counter() - started,
@@ -344,12 +346,7 @@ class Run:
         raise SystemExit(exit_code)
 
     def _say_complete(self) -> None:
-        say(
-            "complete",
-            f"{self.checkpoint} is step {self.start_step} of {self.total_steps}: nothing is left to do.",
-        )
-        limit = "max_steps" if self.cfg.max_steps == self.total_steps else "epochs"
-        say(
-            "",
-            f"To train on, give the same command a larger {limit}; to start another run, a new output_dir.",
-        )
+        say("complete", f"all {self.total_steps} steps are done, nothing is left to do: {self.checkpoint}")
+        bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
+        limits = " and ".join(name for name, bound in bounds.items() if bound == self.total_steps)
+        say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")

@@ -6,6 +6,7 @@ metrics.jsonl    see lean_ft.training.metrics
 step_00000100/   see lean_ft.training.checkpoint
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -23,11 +24,7 @@ import lean_ft
 from lean_ft.config import dump
 from lean_ft.settings import RecipeConfig
 from lean_ft.training.checkpoint import checkpoint_name, list_checkpoints, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing keeps two runs apart there
-    fcntl = None
+from lean_ft.training.progress import say
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -131,11 +128,9 @@ class DirectoryLock:
         """Make the directory where it is missing and lock it; ValueError where another process holds the lock."""
         directory.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = (directory / LOCK_FILE).open("a+", encoding="utf-8")
-        if fcntl is None:
-            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
             self.release()
@@ -143,6 +138,8 @@ class DirectoryLock:
                 f"output_dir={directory} is in use by {holder}: two runs cannot write to one directory. "
                 f"Wait for it, stop it, or set another output_dir."
             ) from None
+        except OSError as error:  # some network file systems have no locks
+            say("unlocked", f"{directory} cannot be locked ({error.strerror}): keep other runs out of it yourself")
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}\n")
         self._file.flush()

@@ -55,7 +55,8 @@ def say_start(
         say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
     if isinstance(memory, MemoryConfig):
         chunk = f"{memory.loss_chunk_tokens} tokens at a time" if memory.loss_chunk_tokens else "all tokens at once"
-        say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}")
+        compiled = "; compiled" if cfg.compile else ""
+        say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
     batch = f"{cfg.batch_size} sequences"
     if cfg.gradient_accumulation_steps > 1:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"

@@ -1,6 +1,7 @@
 """Batches hold the documents with labels that an independent reading of them gives, in an order that can be
 resumed."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any

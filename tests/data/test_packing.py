@@ -1,5 +1,6 @@
 """Packings hold every document once and waste little; best-fit decreasing is the textbook's."""
 
+import itertools
 import time
 
 import numpy as np

@@ -1,7 +1,4 @@
-import hashlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,26 +7,8 @@ from typing import Any
 import pytest
 
 from lean_ft.config import load_config
-
-RECIPE = Path(__file__).with_name("toy_recipe.py")
-QWEN = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "initializer_range": 0.02,
-    "torch_dtype": "float32",
-}
+from tests.training import toy_recipe
+from tests.training.toy_runs import QWEN
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +21,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("toy_recipe", RECIPE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["toy_recipe"] = module
-    spec.loader.exec_module(module)
-    return module
+    return toy_recipe
 
 
 @pytest.fixture
@@ -87,20 +60,3 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
         return output_dir
 
     return run
-
-
-TIMES = {"tokens_per_second", "target_tokens_per_second", "step_seconds", "peak_memory_bytes", "rss_bytes"}
-
-
-def metrics(directory: Path, *, timed: bool = True) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return rows if timed else [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
-
-
-def digests(checkpoint: Path) -> dict[str, str]:
-    """A checkpoint's files by name, each with its content's hash, except those that name their own run."""
-    return {
-        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in checkpoint.rglob("*")
-        if path.is_file() and path.name not in ("manifest.json", "training_state.json")
-    }

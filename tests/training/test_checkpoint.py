@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 import torch
-from conftest import digests
 from torch import nn
 
 from lean_ft.training.checkpoint import check_whole, list_checkpoints, restore_weights
+from tests.training.toy_runs import digests
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import digests, metrics
+
+from tests.training.toy_runs import digests, metrics
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypat
         self.fingerprint = "7 other rows"
 
     monkeypatch.setattr(recipe.Batches, "__init__", changed)
-    with pytest.raises(ValueError, match=r"other data.*\n.*7 rows then, 7 other rows now"):
+    with pytest.raises(ValueError, match=r'other data.*\n.*"7 rows" then, "7 other rows" now'):
         restart(train, run)
 
 
@@ -113,6 +114,16 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
     assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
     start = json.loads((branch / "run.json").read_text())["starts"][0]
     assert (start["start_step"], start["resumed_from"]) == (2, str(run / "step_00000002"))
+
+
+def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 3)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
+    branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
+    assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
+    assert (branch / "metrics.previous.jsonl").exists()
 
 
 def test_a_path_is_held_to_the_same_settings(run, train, tmp_path):

@@ -1,25 +1,30 @@
 """Real signals to a real process."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
-from conftest import RECIPE, digests, metrics
 
+from lean_ft.config import load_config
 from lean_ft.training.interrupts import StopSignals
+from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
 
 
 @pytest.fixture
 def launch(overrides):
-    """Start the toy recipe as a process of its own; returned once its third step has begun."""
+    """Start the toy recipe as a process of its own; returned once its third step has begun, which takes a while."""
     processes = []
 
-    def start(output_dir, **settings):
+    def start(output_dir, sleep_seconds=30.0, **settings):
+        environment = {**ENVIRONMENT, "TOY_SLEEP_SECONDS": str(sleep_seconds)}
         arguments = [sys.executable, str(RECIPE), *overrides(output_dir, **settings)]
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         processes.append(process)
         lines = []
         for line in process.stdout:
@@ -37,9 +42,9 @@ def launch(overrides):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, tmp_path):
+def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
     # log_every: what was not yet written when the signal came is written too.
-    process, _ = launch(tmp_path / "run", sleep_seconds=0.3, log_every=5)
+    process, _ = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -49,14 +54,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000003"]
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
 
-    argv = command.replace("python ", f"{sys.executable} ", 1)
-    subprocess.run(f"{argv} max_steps=4", shell=True, check=True, capture_output=True, timeout=60)
+    recipe.main(load_config(recipe.Config, None, [*shlex.split(command)[2:], "max_steps=4"]))
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
 
 
 def test_a_second_signal_ends_at_once(launch, tmp_path):
-    process, _ = launch(tmp_path / "run", sleep_seconds=0.5, save_every=1)
+    process, _ = launch(tmp_path / "run", save_every=1)
     process.send_signal(signal.SIGINT)
     assert "will save and stop" in "".join(process.stderr.readline() for _ in range(2))
     process.send_signal(signal.SIGINT)
@@ -66,19 +70,19 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
 
 
 def test_killed_while_training_the_run_goes_on_from_its_checkpoint(launch, train, tmp_path):
-    process, _ = launch(tmp_path / "run", sleep_seconds=0.3, save_every=2, max_steps=4)
+    process, _ = launch(tmp_path / "run", save_every=2, max_steps=4)
     process.kill()
     process.communicate()
-    train(tmp_path / "run", sleep_seconds=0.3, save_every=2, max_steps=4)
+    train(tmp_path / "run", save_every=2, max_steps=4)
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
 
 
 def test_two_runs_do_not_share_a_directory(launch, train, tmp_path):
-    process, _ = launch(tmp_path / "run", sleep_seconds=5)
+    process, _ = launch(tmp_path / "run")
     with pytest.raises(ValueError, match=rf"in use by process {process.pid} on "):
-        train(tmp_path / "run", sleep_seconds=5)
+        train(tmp_path / "run")
     process.kill()
     process.communicate()
     train(tmp_path / "run", max_steps=1)  # a dead process holds no lock

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TIMES, digests, metrics
 from safetensors.torch import load_file
+
+from tests.training.toy_runs import TIMES, digests, metrics
 
 FIELDS = {
     "step",
@@ -130,6 +131,14 @@ def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == {
         path: content for path, content in before.items() if path.name != ".lock"
     }
+
+
+def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys):
+    run = train(tmp_path / "run", max_steps=4, epochs=2)
+    train(run, max_steps=4, epochs=2)
+    assert "a larger max_steps and epochs;" in capsys.readouterr().out
+    train(run, max_steps=3)
+    assert "a larger max_steps;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("setting", ["max_steps", "epochs"])

@@ -5,6 +5,7 @@
 The loop draws from every random number generator, so that a resumed run is only right if all of them are restored.
 """
 
+import os
 import random
 import sys
 import time
@@ -19,6 +20,7 @@ from lean_ft.models import load_model
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 from lean_ft.training import Run, start
 
+SLEEP_SECONDS = float(os.environ.get("TOY_SLEEP_SECONDS", "0"))  # in step 2, for tests that interrupt it
 BAD_STEP = -1  # the step whose loss is infinite
 FAILING_STEP = -1  # the step whose body raises
 
@@ -29,7 +31,6 @@ class Config(RecipeConfig):
     schedule: ScheduleConfig = ScheduleConfig(name="constant")
     memory: MemoryConfig = MemoryConfig()
     num_rows: int = 7
-    sleep_seconds: float = 0.0
 
 
 class Batch:
@@ -101,7 +102,8 @@ def main(cfg: Config) -> None:
 
     for step in run.steps():
         print("began step", step, flush=True)
-        time.sleep(cfg.sleep_seconds)
+        if step == 2:
+            time.sleep(SLEEP_SECONDS)
         if step == FAILING_STEP:
             raise KeyError("the loop's body failed")
         micro_batches = batches.take(cfg.gradient_accumulation_steps)
