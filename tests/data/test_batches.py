@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lean_ft.data import Batch, Batches, EvalBatches, sft_batches
-import itertools
 
 Config = Callable[..., Any]
 BATCH_SIZE = 4

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack
 from lean_ft.data.sft import sft_batches
 from lean_ft.settings import SFTDataConfig
-import itertools
 
 CAPACITY = 40
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
