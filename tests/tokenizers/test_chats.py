@@ -17,6 +17,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+from tests.tokenizers.conftest import word_start_tokenizer
 
 MakeFolder = Callable[..., Path]
 
@@ -228,6 +229,8 @@ class TestMask:
             "<think>\n\n</think>\n\nf<|im_end|>",
         ]
         assert "hm" not in tokenizer.decode(ids)
+        only_thought = chat("a", "<think>\nhm\n</think>", "c", "d")
+        assert runs(tokenizer, tokenizer.render(only_thought))[0] == "<|im_end|>"
 
     def test_prompts_that_open_a_thought(self, tokenizer_with):
         tokenizer = tokenizer_with(PROMPTS_FOR_THOUGHTS)
@@ -388,17 +391,18 @@ class TestErrors:
 class TestPassages:
     """A plain prompt and completion are tokenised as one text and divided by characters."""
 
-    @pytest.fixture(params=["byte_level", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"])
+    @pytest.fixture(
+        params=["byte_level", "trimmed", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"]
+    )
     def tokenizer(self, request: pytest.FixtureRequest, make_folder: MakeFolder, byte_level) -> Tokenizer:
         if request.param.endswith(".model"):
             shared_data: Path = request.getfixturevalue("shared_data")
             return load_tokenizer(make_folder(shared_data / "tokenizers" / request.param))
-        if request.param == "byte_level":
-            return load_tokenizer(make_folder(byte_level, eos_token="<|endoftext|>"))
-        # Requested by hand, since only this case has its two variants.
-        from tests.tokenizers.conftest import word_start_tokenizer
-
-        return load_tokenizer(make_folder(word_start_tokenizer("first"), bos_token="<s>", eos_token="</s>"))
+        if request.param == "word_start":
+            return load_tokenizer(make_folder(word_start_tokenizer("first"), bos_token="<s>", eos_token="</s>"))
+        tokenizer = HFTokenizer.from_str(byte_level.to_str())
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=request.param == "trimmed")
+        return load_tokenizer(make_folder(tokenizer, eos_token="<|endoftext|>"))
 
     def test_division(self, tokenizer: Tokenizer, texts):
         for prompt in texts:
@@ -428,4 +432,4 @@ class TestPassages:
         written = tokenizer.decode(ids.tolist())
         [(again, _)] = tokenizer.tokenize([Passage(written, [(0, len(written))], add_bos=True, add_eos=True)])
         assert (again[0], again[-1]) == (ids[0], eos)
-        assert again.tolist().count(eos) == 1
+        assert [again.tolist().count(token_id) for token_id in (bos, eos)] == [int(bos is not None), 1]
