@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+
 _PACKAGES = (
     "torch",
     "bitsandbytes",
@@ -33,9 +35,8 @@ _CPU_FEATURES = (
     "sve",
 )
 _VARIABLES = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
+    *CUDA_ALLOCATOR_VARIABLES,
+    "THP_MEM_ALLOC_ENABLE",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
 )

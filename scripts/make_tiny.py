@@ -123,9 +123,7 @@ def make_model(folder: Path, num_threads: int) -> None:
         lr = PEAK_LR * min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

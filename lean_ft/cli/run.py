@@ -1,10 +1,10 @@
 """`leanft run`: trains."""
 
-import os
 from typing import Annotated, Any
 
 import typer
 
+from lean_ft.allocators import prepare_allocators
 from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.errors import is_out_of_memory
@@ -56,7 +56,7 @@ def run(
     """
     recipe_file = find_recipe(recipe)
     preset_file = find_preset(config) if config is not None else None
-    prefer_expandable_segments()
+    prepare_allocators()
     module = load_recipe(recipe_file)
     cfg = load_config(module.Config, preset_file, overrides or [])
     try:
@@ -67,16 +67,6 @@ def run(
         if is_out_of_memory(error):
             error.add_note(memory_advice(cfg))
         raise
-
-
-def prefer_expandable_segments() -> None:
-    """Has the CUDA allocator grow its segments, which fragment less; torch reads this once, when it starts CUDA.
-
-    Torch takes the first of the three names that is set, so a user's own choice under any of them stands.
-    """
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def memory_advice(cfg: Any) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lean_ft.assets import resolve_data_path
+
 
 class Digest(Protocol):
     """A hash of `hashlib` that is being fed."""
@@ -25,15 +27,15 @@ class Row:
 def read_rows(source: str | list[str], digest: Digest | None = None) -> Iterator[Row]:
     """Rows of the file or files `source`, in order; `digest` is fed every byte read.
 
-    A file that begins with `[` is one JSON array, any other is JSONL: one object a line, empty lines skipped;
-    the name's ending does not matter. Raises ValueError for a missing, empty or malformed file, with its
-    name, line and reason.
+    `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON
+    array, any other is JSONL: one object a line, empty lines skipped; the name's ending does not matter. Raises
+    ValueError for a missing, empty or malformed file, with its name, line and reason.
     """
     paths = [source] if isinstance(source, str) else source
     if not paths:
         raise ValueError("data.source is an empty list; expected one or more JSONL or JSON files.")
     for path in paths:
-        yield from _read_file(Path(path).expanduser(), digest)
+        yield from _read_file(resolve_data_path(path), digest)
 
 
 def _read_file(path: Path, digest: Digest | None) -> Iterator[Row]:

@@ -103,6 +103,8 @@ def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
 def _softmax(queries: Tensor, keys: Tensor, block: slice) -> Tensor:
     """The attention weights (K, R, C), float32, of a block's queries (K, G, block, D) to keys (K, D, T)."""
     num_queries, scale = queries.shape[2], queries.shape[-1] ** -0.5

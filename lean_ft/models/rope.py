@@ -96,7 +96,8 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the features of x (B, T, H, D) by the angles of cos and sin (B, T, D)."""
+    """Turns the features of x (B, T, H, D) by the angles of cos and sin (B, T, D); the result has the dtype of x."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
+    # Under autocast the residual stream, and so cos and sin, is float32, and x is not.
+    return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)

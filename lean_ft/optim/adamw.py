@@ -102,9 +102,9 @@ class AdamW(Rule):
         )
 
 
-def clipped_lr(lr: float, ratios: list[Tensor], num_elements: int) -> Tensor:
-    """lr / max(1, RMS) on the tensor's device, from the sums of g^2 / max(v_hat, eps^2) over its slices."""
-    rms = (torch.stack(ratios).sum() / num_elements).sqrt()
+def clipped_lr(lr: float, sum_of_ratios: Tensor, num_elements: int) -> Tensor:
+    """lr / max(1, RMS) on the tensor's device, from the sum of g^2 / max(v_hat, eps^2) over its elements."""
+    rms = (sum_of_ratios / num_elements).sqrt()
     return lr / rms.clamp(min=1.0)
 
 

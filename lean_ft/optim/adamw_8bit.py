@@ -22,6 +22,7 @@ from lean_ft.optim.dynamic_code import ZERO_CODE, ArithmeticCode, DynamicCode, T
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import (
     RoundingNoise,
+    SliceSum,
     as_scalar_tensor,
     compile_once,
     flat,
@@ -172,13 +173,13 @@ class AdamW8bit(Rule):
         scales: list[Tensor],
         scalars: tuple[float | Tensor, ...],
         noise: RoundingNoise | None = None,
-    ) -> list:
-        """Call on slices of whole blocks, and on the last, ragged block filled up with zeros; returns what
-        they returned."""
+    ) -> Tensor:
+        """Call on slices of whole blocks, and on the last, ragged block filled up with zeros; sums what
+        they return."""
         num_elements, device = elements[0].numel(), elements[0].device
         whole = num_elements // BLOCK * BLOCK
         scalar_tensors = tuple(as_scalar_tensor(scalar) for scalar in scalars) if compiled else ()
-        results = []
+        total = SliceSum(device)
         for part in slices(whole, slice_length(device, compiled is not None)):
             length = part.stop - part.start
             blocks = slice(part.start // BLOCK, part.stop // BLOCK)
@@ -188,17 +189,17 @@ class AdamW8bit(Rule):
                 noise.draw(length) if noise else None,
             )
             if compiled and length > BLOCK:  # a size of one would be compiled for separately
-                results.append(compiled(*arguments, *scalar_tensors))
+                total.add(compiled(*arguments, *scalar_tensors))
             else:
-                results.append(plain(*arguments, *scalars))
+                total.add(plain(*arguments, *scalars))
         if whole < num_elements:
             rest = num_elements - whole
             padded = [torch.nn.functional.pad(tensor[whole:], (0, BLOCK - rest)) for tensor in elements]
             last_scales = [tensor[whole // BLOCK :] for tensor in scales]
-            results.append(plain(*padded, *last_scales, noise.draw(BLOCK) if noise else None, *scalars))
+            total.add(plain(*padded, *last_scales, noise.draw(BLOCK) if noise else None, *scalars))
             for tensor, updated in zip(elements, padded, strict=True):
                 tensor[whole:].copy_(updated[:rest])
-        return results
+        return total.value
 
     def _tables_on(self, device: torch.device) -> tuple[TableCode, TableCode]:
         if device not in self._tables:

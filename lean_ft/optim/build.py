@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from lean_ft.optim.adafactor import Adafactor
 from lean_ft.optim.adamw import AdamW
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
@@ -67,7 +68,7 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             compile=compile,
             paged=cfg.name == "paged_adamw_8bit",
         )
-    raise NotImplementedError(cfg.name)
+    return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:

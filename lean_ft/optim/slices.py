@@ -35,20 +35,36 @@ class Sliced:
 
     def __call__(
         self, vectors: Sequence[Tensor | None], *scalars: float | Tensor, noise: "RoundingNoise | None" = None
-    ) -> list:
-        """Calls the function on every slice and returns what it returned."""
+    ) -> Tensor:
+        """Calls the function on every slice; the sum of what it returned, where it returns scalars."""
         first = vectors[0]
         assert first is not None
         if self._compile:
             scalars = tuple(as_scalar_tensor(scalar) for scalar in scalars)
-        return [
-            self._function(
-                *(None if vector is None else vector[part] for vector in vectors),
-                None if noise is None else noise.draw(part.stop - part.start),
-                *scalars,
+        total = SliceSum(first.device)
+        for part in slices(first.numel(), slice_length(first.device, self._compile)):
+            total.add(
+                self._function(
+                    *(None if vector is None else vector[part] for vector in vectors),
+                    None if noise is None else noise.draw(part.stop - part.start),
+                    *scalars,
+                )
             )
-            for part in slices(first.numel(), slice_length(first.device, self._compile))
-        ]
+        return total.value
+
+
+class SliceSum:
+    """Adds up one scalar a slice, at once: kept in a list, small tensors would come to lie in the memory
+    that slices free, the next slice would not fit between them, and the heap would grow to the size of the
+    whole tensor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.zeros((), device=device)
+
+    def add(self, term: Tensor | None) -> None:
+        if term is not None:
+            self.value += term
 
 
 def compile_once(function: Callable) -> Callable:

@@ -58,7 +58,12 @@ class Turns:
         as_last = self.full if is_whole else self.render(self.messages[: i + 1], False)
         if self.full.startswith(as_last) and len(as_last) >= start:
             closing = self._closing(as_last, start)
-            return start, closing[-1].end() if closing else len(as_last)
+            if closing:
+                return start, closing[-1].end()
+            # Nothing of its own ends the turn: the token of the next one does, as in GLM-4.
+            following = self.added.match(self.full, len(as_last))
+            ended_by_next = following is not None and following.group(1) in self.control
+            return start, following.end() if following is not None and ended_by_next else len(as_last)
 
         # As history the turn reads differently than as the last message: find what closed it there.
         as_last_start = self._start(as_last, i, prompt)
@@ -74,11 +79,18 @@ class Turns:
                     if not behind.startswith(match.group(1)):
                         break
                     end = len(self.full) - len(behind) + len(match.group(1))
-                return start, end
+                if self._adds_no_control_tokens(start, end, as_last[as_last_start:]):
+                    return start, end
         raise ValueError(
             f"cannot tell where the assistant's message {i} ends: the chat template writes it differently "
             f"once other messages follow. {REMEDY}"
         )
+
+    def _adds_no_control_tokens(self, start: int, end: int, as_last: str) -> bool:
+        """Whether full[start:end] can be the turn `as_last` as history, and does not run on into another turn."""
+        there = iter([m.group(1) for m in self._tokens(as_last, 0)])
+        here = [m.group(1) for m in self._tokens(self.full[start:end], 0) if m.group(1) in self.control]
+        return all(token in there for token in here)  # in this order: `in` advances the iterator
 
     def _start(self, text: str, i: int, prompt: str) -> int:
         """Where turn i begins in `text`: behind the generation prompt, or the part of it that is there."""
@@ -87,13 +99,16 @@ class Turns:
         before = self.render(self.messages[:i], False)
         if text.startswith(before) and prompt.startswith(before):
             position = len(before)
+            behind_token = False
             for piece, is_token in self._cut(prompt[len(before) :]):
                 if text.startswith(piece, position):
                     position += len(piece)
-                elif is_token and position > len(before):
-                    return position  # a recorded turn without, say, the `<think>` that the prompt opens
+                elif position > len(before) and (is_token or (behind_token and piece.isspace())):
+                    # A recorded turn without, say, the `<think>` or `<think>\n` that the prompt opens.
+                    return position
                 else:
                     break
+                behind_token = is_token
         raise ValueError(
             f"cannot tell where the assistant's message {i} begins: the chat template writes the messages "
             f"before it differently once it follows. {REMEDY}"

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 
+from lean_ft.allocators import prepare_allocators
 from lean_ft.settings import RecipeConfig
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
@@ -24,9 +25,7 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
-    if not torch.cuda.is_initialized() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Segments that grow in place leave fewer gaps between them. Read when CUDA comes up, so set it first.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    prepare_allocators()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     model = getattr(cfg, "model", None)
     notes = check_dtype(model.dtype, device) if model is not None else []
@@ -42,7 +41,10 @@ def start(cfg: RecipeConfig) -> torch.device:
         notes.append(f"{gibibytes(free)} of {gibibytes(total)} free")
         if (allocator := os.environ.get("PYTORCH_ALLOC_CONF")) is not None:
             notes.append(f"allocator {allocator}")
-    elif device.type == "cpu" and host_memory.return_freed_memory():
+    if device.type == "cpu":
+        # One layer is compiled at a time, and a pool of compiler processes would outweigh a small model.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if device.type == "cpu" and host_memory.return_freed_memory():
         notes.append("freed memory goes back to the system at once (glibc's malloc thresholds fixed)")
     say("device", f"{describe(device)}, seed {cfg.seed}" + "".join(f"; {note}" for note in notes))
     return device

@@ -61,6 +61,29 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
         assert own <= 1.1 * theirs
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_as_near_to_float32_as_transformers(make_checkpoint, dtype):
+    folder, reference = make_checkpoint("qwen2")
+    exact, ours, ids = load_model(folder), load_model(folder), token_ids(4, 60)
+    logits = [exact(ids)]
+    with torch.autocast("cpu", dtype):
+        logits += [ours(ids), reference(ids).logits]
+    for result in logits:
+        next_token_loss(result, ids).backward()
+    assert logits[1].dtype == dtype
+    named = [dict(model.named_parameters()) for model in (exact, ours, reference)]
+
+    def errors(which: int) -> tuple[float, float]:
+        grads = [
+            (named[which][n].grad - p.grad).norm() / p.grad.norm() for n, p in named[0].items() if "k_proj" not in n
+        ]
+        wrong = (logits[which].float() - logits[0]).norm() / logits[0].norm()
+        return wrong.item(), torch.stack(grads).mean().item()
+
+    for own, theirs in zip(errors(1), errors(2), strict=True):
+        assert own <= 1.1 * theirs
+
+
 def test_right_padding_changes_nothing_before_it(make_checkpoint):
     folder, reference = make_checkpoint("qwen2")
     model = load_model(folder)

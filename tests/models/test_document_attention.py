@@ -107,3 +107,10 @@ def test_boundaries_that_are_none_are_refused(bounds):
 def test_the_operator_keeps_the_compilers_rules():
     leaves, cu_seqlens, _ = inputs(torch.float32)
     torch.library.opcheck(document_attention, (*leaves, cu_seqlens))
+
+
+def test_autocast_does_not_narrow_the_scores():
+    leaves, cu_seqlens, _ = inputs(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = document_attention(*leaves, cu_seqlens)
+    assert torch.equal(inside, document_attention(*leaves, cu_seqlens))

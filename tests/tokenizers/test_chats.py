@@ -229,12 +229,34 @@ class TestMask:
         tokenizer = tokenizer_with(PROMPTS_FOR_THOUGHTS)
         messages = chat("a", "<think>\nhm\n</think>b", "c", "<b>d")
         assert runs(tokenizer, tokenizer.render(messages)) == ["b<|end|>", "<b>d<|end|>"]
+        empty_thoughts = PROMPTS_FOR_THOUGHTS.replace("'<|assistant|>' +", "'<|assistant|><think></think>' +")
+        tokenizer = tokenizer_with(empty_thoughts)
+        rendered = tokenizer.render(messages)
+        assert runs(tokenizer, rendered) == ["</think>b<|end|>", "</think><b>d<|end|>"]
 
     def test_a_token_that_ends_the_chat(self, tokenizer_with):
         tokenizer = tokenizer_with(ENDS_TWICE)
         first, last = runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d")))
         assert first == "b<|end|>"
         assert last == "d<|end|>\n<|endoftext|>"
+
+    def test_a_turn_that_the_next_ones_token_ends(self, tokenizer_with):
+        tokenizer = tokenizer_with(
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        )
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
+
+    def test_a_turn_that_another_token_ends_once_it_is_history_is_refused(self, tokenizer_with):
+        # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
+        tokenizer = tokenizer_with(
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        )
+        with pytest.raises(ValueError, match="message 1 ends.*data.train_on=last"):
+            tokenizer.render(chat("a", "b", "c", "d"))
+        assert runs(tokenizer, tokenizer.render(chat("a", "b"))) == ["b<|endoftext|>"]
 
     def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
         tokenizer = tokenizer_with(PLAIN_TEXT)
