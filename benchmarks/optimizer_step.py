@@ -1,127 +1,226 @@
-"""Seconds and workspace of one optimizer step over the weights of Qwen2.5-0.5B (494 M, bfloat16), a rule at
-a time.
+"""One update of all the weights of a model: lean_ft's optimizers, eager and compiled, and their peers.
 
-    python benchmarks/optimizer_step.py --rules adamw_8bit adamw sgd --compile both --threads 2
+    python benchmarks/optimizer_step.py --shape qwen2_5_0_5b
+    python benchmarks/optimizer_step.py --only adamw_8bit_compiled,bitsandbytes_8bit --option stochastic_rounding=true
 
-Gradients are random. Each rule runs in a process of its own, so that its peak resident size is its own.
-`cpu_seconds` is the processor time of all threads: unlike `seconds`, it means something on a machine that
-is shared.
+Weights and gradients are random and in bfloat16, in tensors of the shape's own sizes. Each optimizer runs in a fresh
+process. State is what it keeps between steps; workspace is the most it holds above weights, gradients and state while
+it updates, which is where a float32 copy of the embedding shows. The processor time is that of all threads.
+
+Writes `results/optimizer_step_<shape>_<hardware>.json`.
 """
 
-import argparse
+import importlib.util
 import json
-import platform
-import resource
-import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
-HIDDEN, INTERMEDIATE, KEY_VALUE, LAYERS, VOCABULARY = 896, 4864, 128, 24, 151_936
-RULES = ["sgd", "adafactor", "adamw", "adamw_8bit"]
+import typer
+from measure import Budget, run_measured
+from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from shapes import num_parameters, shape_of
+
+LABELS = {
+    "sgd": "lean_ft SGD",
+    "adafactor": "lean_ft Adafactor",
+    "adamw": "lean_ft AdamW",
+    "adamw_compiled": "lean_ft AdamW, compiled",
+    "torch_adamw": "torch AdamW, fused",
+    "adamw_8bit": "lean_ft 8-bit AdamW",
+    "adamw_8bit_compiled": "lean_ft 8-bit AdamW, compiled",
+    "paged_adamw_8bit": "lean_ft 8-bit AdamW, paged",
+    "bitsandbytes_8bit": "bitsandbytes 8-bit AdamW",
+    "torchao_8bit": "torchao 8-bit AdamW",
+}
+PEER_PACKAGES = {"bitsandbytes_8bit": "bitsandbytes", "torchao_8bit": "torchao"}
+LEARNING_RATE = 1e-5
 
 
-def shapes() -> list[tuple[int, ...]]:
-    layer = [
-        (HIDDEN, HIDDEN),
-        (HIDDEN,),
-        (KEY_VALUE, HIDDEN),
-        (KEY_VALUE,),
-        (KEY_VALUE, HIDDEN),
-        (KEY_VALUE,),
-        (HIDDEN, HIDDEN),
-        (INTERMEDIATE, HIDDEN),
-        (INTERMEDIATE, HIDDEN),
-        (HIDDEN, INTERMEDIATE),
-        (HIDDEN,),
-        (HIDDEN,),
-    ]
-    return [(VOCABULARY, HIDDEN), *layer * LAYERS, (HIDDEN,)]
+# In the process of one optimizer -------------------------------------------------------------------------------------
 
 
-def measure(rule: str, options: dict, compile: bool, steps: int) -> dict:
+def parameters(shape: str, device: Any) -> Any:
+    """The shape's parameters in bfloat16 with random values and gradients, as a ParameterList."""
     import torch
 
-    from lean_ft.optim import LossScaler, build_optimizer
-    from lean_ft.settings import OptimizerConfig
+    from lean_ft.models.decoder import Decoder
+    from lean_ft.models.families import decoder_config
 
+    with torch.device("meta"):
+        sizes = [parameter.shape for parameter in Decoder(decoder_config(shape_of(shape))).parameters()]
     torch.manual_seed(0)
-    model = torch.nn.ParameterList(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes())
-    for param in model:
-        param.data.normal_(std=0.02)
-        param.grad = torch.empty_like(param).normal_(std=1e-4)
-    cfg = OptimizerConfig.model_validate({"name": rule, **options})
-    optimizer = build_optimizer(model, cfg, clip_grad_norm=None, uses_loss_scaling=False, compile=compile)
-    optimizer.set_lr(1e-5)
-    scaler = LossScaler(enabled=False)
-    for tensor in optimizer.state_dict().values():  # make its pages resident before counting
-        tensor.add_(0)
-
-    peak_before = peak_rss_bytes()
-    optimizer.step()  # compiles, where it is asked to
-    seconds, cpu_seconds, norm_seconds = [], [], []
-    for _ in range(steps):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-        start = time.process_time()
-        optimizer.finish_gradients(scaler, max_norm=None)
-        norm_seconds.append(time.process_time() - start)
-    return {
-        "rule": rule,
-        **options,
-        "compile": compile,
-        "threads": torch.get_num_threads(),
-        "seconds": round(min(seconds), 3),
-        "cpu_seconds": round(min(cpu_seconds), 3),
-        "norm_cpu_seconds": round(min(norm_seconds), 3),
-        "state_mib": round(optimizer.state_bytes / 2**20),
-        "workspace_mib": round((peak_rss_bytes() - peak_before) / 2**20),
-        "steps": steps,
-    }
+    made = torch.nn.ParameterList(torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
+    for parameter in made:
+        parameter.data.normal_(std=0.02)
+        parameter.grad = torch.empty_like(parameter).normal_(std=1e-4)
+    return made
 
 
-def peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def contestant(name: str, model: Any, options: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], int]]:
+    """What makes a step, and what tells the bytes of state after one. Raises LookupError with why there is none."""
+    import torch
+
+    on_gpu = next(model.parameters()).is_cuda
+    if name in PEER_PACKAGES and importlib.util.find_spec(PEER_PACKAGES[name]) is None:
+        raise LookupError(f"{PEER_PACKAGES[name]} is not installed")
+    if name == "paged_adamw_8bit" and not on_gpu:
+        raise LookupError("paged state needs a GPU")
+    if name == "torch_adamw":
+        peer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    elif name == "bitsandbytes_8bit":
+        import bitsandbytes
+
+        peer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    elif name == "torchao_8bit":
+        import torchao.optim
+
+        peer = torchao.optim.AdamW8bit(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    else:
+        from lean_ft.optim import build_optimizer
+        from lean_ft.settings import OptimizerConfig
+
+        cfg = OptimizerConfig.model_validate({"name": name.removesuffix("_compiled"), **options})
+        compiled = name.endswith("_compiled")
+        ours = build_optimizer(model, cfg, clip_grad_norm=None, uses_loss_scaling=False, compile=compiled)
+        ours.set_lr(LEARNING_RATE)
+        return ours.step, lambda: ours.state_bytes
+    return peer.step, lambda: sum(map(_state_bytes, peer.state.values()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rules", nargs="+", default=RULES)
-    parser.add_argument("--compile", choices=["yes", "no", "both"], default="both")
-    parser.add_argument("--option", action="append", default=[], help="a setting of the optimizer, KEY=true")
-    parser.add_argument("--threads", type=int, default=0, help="0 leaves torch's default")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        import torch
+def _state_bytes(value: Any) -> int:
+    """Bytes of the tensors in an optimizer's state, those inside a quantized tensor counted for themselves."""
+    import torch
 
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        print(json.dumps(measure(**json.loads(args.one), steps=args.steps)))
+    if isinstance(value, dict):
+        return sum(map(_state_bytes, value.values()))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(_state_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes
+
+
+def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_name: str, report: Path) -> None:
+    """Measures one optimizer and writes what was found."""
+    import torch
+    from timing import measure_calls
+
+    from lean_ft.training.host_memory import return_freed_memory
+
+    return_freed_memory()  # as every recipe does; for each optimizer alike
+    device = torch.device(device_name)
+    model = parameters(shape, device)
+    try:
+        step, state_bytes = contestant(name, model, options)
+    except LookupError as absent:
+        report.write_text(json.dumps({"status": "absent", "reason": str(absent.args[0])}))
         return
-    options = {key: json.loads(value) for key, value in (option.split("=") for option in args.option)}
-    results = []
-    for rule in args.rules:
-        for compile in {"yes": [True], "no": [False], "both": [False, True]}[args.compile]:
-            one = json.dumps({"rule": rule, "options": options, "compile": compile})
-            command = [sys.executable, __file__, "--one", one, f"--threads={args.threads}"]
-            done = subprocess.run(
-                [*command, f"--steps={args.steps}"], stdout=subprocess.PIPE, text=True, check=True
-            )
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-            print(results[-1], flush=True)
-    if args.output:
-        import torch
+    timing = measure_calls(step, device, repeats=repeats)
+    row = {**timing._asdict(), "state_bytes": state_bytes()}
+    report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
 
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        args.output.write_text(
-            json.dumps({"machine": platform.processor(), **versions, "results": results}, indent=2)
+
+# In the process that compares ---------------------------------------------------------------------------------------
+
+
+def compare(
+    names: list[str], *, shape: str, repeats: int, options: dict[str, Any], device: str, budget: Budget
+) -> list[dict[str, Any]]:
+    """Measures each optimizer in a fresh process."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="lean_ft_optimizer_") as folder:
+            report = Path(folder) / "report.json"
+            command = [
+                *(sys.executable, __file__, "--worker", name, "--report", report, "--shape", shape),
+                *("--repeats", str(repeats), "--device", device),
+                *(f"--option={key}={json.dumps(value)}" for key, value in options.items()),
+            ]
+            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
+            row: dict[str, Any] = {"status": measured.status, "reason": measured.reason}
+            if measured.status == "ok":
+                row = json.loads(report.read_text())
+        rows.append({"name": name, "label": LABELS[name], **row})
+        console.print(
+            f"{LABELS[name]:<32} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False
         )
+    return rows
+
+
+COLUMNS = ["optimizer", "time", "processor time", "state", "workspace"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    options = "".join(f", {key}={json.dumps(value)}" for key, value in settings["options"].items())
+    return f"one update of {settings['shape']} ({settings['parameters']:,} parameters, bfloat16){options}"
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text: time, processor time, bytes kept, bytes held for a while."""
+    cells = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            cells.append([row["label"], row["status"], "-", "-", "-"])
+            continue
+        times = [f"{s:.2f} s" if s >= 1 else f"{s * 1000:.1f} ms" for s in (row["seconds"], row["cpu_seconds"])]
+        cells.append([row["label"], *times, gibibytes(row["state_bytes"]), gibibytes(row["extra_bytes"])])
+    return cells
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(LABELS)}, with commas.")] = "",
+    option: Annotated[list[str] | None, typer.Option(help="A setting of lean_ft's optimizers, KEY=VALUE.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps, of which the median is told.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 900,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    worker: Annotated[str, typer.Option(hidden=True)] = "",
+    report: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Compares optimizers on the time, state and workspace of a step."""
+    options = {key: json.loads(value) for key, _, value in (text.partition("=") for text in option or [])}
+    if worker and report is not None:
+        work(worker, shape, repeats, options, device, report)
+        return
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(LABELS)
+    for name in names:
+        if name not in LABELS:
+            raise typer.BadParameter(f"no optimizer is called {name!r}; expected some of {', '.join(LABELS)}")
+    hardware = require_hardware(device)
+    console.print(f"{shape}, {num_parameters(shape):,} parameters, on {hardware.short_name}")
+    rows = compare(
+        names,
+        shape=shape,
+        repeats=repeats,
+        options=options,
+        device=hardware["device"],
+        budget=Budget(timeout_seconds, budget_seconds),
+    )
+    path = write_result(
+        f"optimizer_step_{shape}",
+        benchmark="optimizer_step",
+        hardware=hardware,
+        settings={
+            "shape": shape,
+            "parameters": num_parameters(shape),
+            "options": options,
+            "repeats": repeats,
+            "dtype": "bfloat16",
+        },
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

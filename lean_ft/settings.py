@@ -37,7 +37,7 @@ class ModelConfig(Settings):
     )
     random_init: bool = Field(
         False,
-        description="Build from config.json alone with random weights: for benchmarks, no safetensors needed.",
+        description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
     )
 
 
@@ -65,9 +65,7 @@ class SFTDataConfig(Settings):
         description="`bfd` fills rows of max_length with whole documents (best-fit decreasing) that cannot see "
         "each other; `none` pads each batch to its longest row.",
     )
-    validation_source: str | list[str] | None = Field(
-        None, description="Held-out file or files for evaluation."
-    )
+    validation_source: str | list[str] | None = Field(None, description="Held-out file or files for evaluation.")
     validation_fraction: Fraction = Field(
         0.0,
         description="Share of the source's rows held out for evaluation when there is no validation_source.",
@@ -120,9 +118,7 @@ class MemoryConfig(Settings):
         description="Keep only the input of each layer and recompute the rest in backward: for no layer, every layer, "
         "or every n-th.",
     )
-    checkpoint_every_n: PositiveInt = Field(
-        2, description="The n of `every_n`: layers 0, n, 2n ... recompute."
-    )
+    checkpoint_every_n: PositiveInt = Field(2, description="The n of `every_n`: layers 0, n, 2n ... recompute.")
     loss_chunk_tokens: NonNegativeInt = Field(
         1024, description="Target tokens whose logits exist at a time; 0 computes them all at once."
     )
@@ -149,16 +145,12 @@ class RecipeConfig(Settings):
     eval_every: NonNegativeInt = Field(
         0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
     )
-    save_every: NonNegativeInt = Field(
-        0, description="Optimizer steps between checkpoints; 0 saves only at the end."
-    )
+    save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field(
-        "auto", description="`auto` takes cuda, then mps, then cpu."
-    )
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
     output_dir: Path = Field(description="The run directory: config, metrics and checkpoints.")
     resume: str = Field(
         "auto",

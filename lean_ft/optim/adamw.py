@@ -62,9 +62,7 @@ class AdamW(Rule):
         for (device, _, decay), members in groups.items():
             self._update_fused(members, step, decay, torch.full((), float(step.number), device=device))
 
-    def _update_fused(
-        self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor
-    ) -> None:
+    def _update_fused(self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor) -> None:
         torch.ops.aten._fused_adamw_(
             [state.param.detach() for state in members],
             [state.grad for state in members],
@@ -87,9 +85,7 @@ class AdamW(Rule):
         correction2 = 1 - self.beta2**step.number
         lr: float | Tensor = step.lr
         if self.update_clipping:
-            ratios = self._sum_of_ratios(
-                [grad, exp_avg_sq], self.beta2, 1 - self.beta2, correction2, self.eps**2
-            )
+            ratios = self._sum_of_ratios([grad, exp_avg_sq], self.beta2, 1 - self.beta2, correction2, self.eps**2)
             lr = clipped_lr(step.lr, ratios, weight.numel())
         self._update(
             [weight, grad, exp_avg, exp_avg_sq],
@@ -122,9 +118,7 @@ def _sum_of_ratios(
     eps_squared: float | Tensor,
 ) -> Tensor:
     square = grad.float().square()
-    v_hat = (
-        exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(square * one_minus_beta2).div_(correction2)
-    )
+    v_hat = exp_avg_sq.to(torch.float32, copy=True).mul_(beta2).add_(square * one_minus_beta2).div_(correction2)
     return square.div_(v_hat.clamp_(min=eps_squared)).sum()
 
 

@@ -70,9 +70,7 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             compile=compile,
             paged=cfg.name == "paged_adamw_8bit",
         )
-    return Adafactor(
-        weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile
-    )
+    return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
@@ -95,17 +93,11 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             ) from error
 
 
-def _refuse_contradictions(
-    cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool
-) -> None:
+def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:
     is_adamw = cfg.name in ADAMW_RULES
     adamw_names = "optimizer.name=" + "|".join(ADAMW_RULES)
     if cfg.in_backward and clip_grad_norm is not None:
-        instead = (
-            " and optimizer.update_clipping=true, which limits each tensor's update by itself"
-            if is_adamw
-            else ""
-        )
+        instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if is_adamw else ""
         raise ValueError(
             f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but "
             "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "

@@ -34,9 +34,7 @@ class FromTorch(Rule):
             self._take_tensors(state)
 
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
-        self._optimizer_of(state).state[state.param] = {
-            key: tensor.clone() for key, tensor in tensors.items()
-        }
+        self._optimizer_of(state).state[state.param] = {key: tensor.clone() for key, tensor in tensors.items()}
         self._take_tensors(state)
 
     def _optimizer_of(self, state: ParameterState) -> torch.optim.Optimizer:

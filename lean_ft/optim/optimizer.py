@@ -34,17 +34,13 @@ class Optimizer:
     set by `set_lr` before each step. `notes` says what was adjusted for the device.
     """
 
-    def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool
-    ) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool) -> None:
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
                 trainable.setdefault(param, name)
         if not trainable:
-            raise ValueError(
-                "The optimizer got no parameter that requires a gradient: nothing would be trained."
-            )
+            raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
         self.rule = rule
         self.in_backward = in_backward
         self.lr = 0.0
@@ -114,9 +110,7 @@ class Optimizer:
         if self.in_backward:
             self._update_leftovers()
         else:
-            self.rule.update(
-                [state for state in self._states if state.param.grad is not None], self._step_info()
-            )
+            self.rule.update([state for state in self._states if state.param.grad is not None], self._step_info())
         self.step_count += 1
         self._noise_seed = None
         self._norms.clear()
@@ -155,9 +149,7 @@ class Optimizer:
         unknown = saved.keys() - {state.name for state in self._states}
         missing = {"step", "skipped_steps"} - set(tensors)
         if unknown or missing:
-            problem = (
-                f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
-            )
+            problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
             raise ValueError(
                 f"The saved optimizer state does not belong to this model: {problem}. Resume with the "
                 "model and the "
@@ -190,9 +182,7 @@ class Optimizer:
     def _update_leftovers(self) -> None:
         """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
         leftovers = [state for state in self._states if state.param.grad is not None]
-        assert self._updates_now or not leftovers, (
-            "update_in_backward(True) goes before a step's last backward"
-        )
+        assert self._updates_now or not leftovers, "update_in_backward(True) goes before a step's last backward"
         for state in leftovers:
             self._update_and_free(state)
 

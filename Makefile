@@ -1,0 +1,41 @@
+# make demo    install into .venv, then fine-tune the embedded model
+# make test    the tests
+# make lint    ruff, pyright and import-linter, as in CI
+# make clean   remove what these made
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests run in several processes: one thread each, and not so many that small machines swap.
+PYTEST_ARGS ?= -n auto --maxprocesses 4
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/leanft run full_finetune_single_device --config tiny/full
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-dev
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find lean_ft recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Torch goes first and pinned: a plain `pip install torch` takes the newest, with gigabytes of CUDA.
+$(VENV)/torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lean_ft needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

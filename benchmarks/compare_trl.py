@@ -1,0 +1,251 @@
+"""lean_ft against TRL's SFTTrainer: one model shape, one text, one length, in fresh processes that take turns.
+
+    python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
+    python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1
+    python benchmarks/compare_trl.py --lengths 1024 --only ours
+
+Ours: bfloat16 weights and arithmetic, full checkpointing, compiled layers and loss, logits a chunk at a time, 8-bit
+AdamW that steps in backward. TRL: its defaults, which `trl_sft.py` states and the result records. The two differ in
+precision, then, each being what its users get; what that does to training is another measurement.
+
+In every round the other side goes first, so that neither always meets the warmer machine. A ratio is formed within
+a round and the median over the rounds is told. TRL is the `compare` extra: pip install 'lean-ft[compare]'.
+
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`.
+"""
+
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import Budget, measure_training, recipe_command
+from memory_ladder import RECIPE, outcome, rung_settings
+from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
+
+SIDES = ("ours", "trl")
+OURS = rung_settings("adamw_8bit")
+
+
+def ours_command(model: Path, text: Path, run: Path, *, length: int, batch_size: int, steps: int, device: str) -> list:
+    """The recipe with every technique that a CPU has, too."""
+    settings = {
+        "model.path": model,
+        "model.random_init": True,
+        "data.source": text,
+        "data.max_length": length,
+        "batch_size": batch_size,
+        "max_steps": steps,
+        "epochs": 100,
+        "device": device,
+        "output_dir": run,
+        **OURS,
+    }
+    return recipe_command(RECIPE, settings)
+
+
+def trl_command(model: Path, text: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int) -> list:
+    """TRL in its defaults."""
+    return [
+        sys.executable,
+        Path(__file__).with_name("trl_sft.py"),
+        *("--model-folder", model, "--data", text, "--run-directory", run, "--facts-file", facts),
+        *("--batch-size", str(batch_size), "--length", str(length), "--steps", str(steps)),
+    ]
+
+
+def measure_sides(
+    sides: list[str],
+    *,
+    shape: str,
+    batch_size: int,
+    lengths: list[int],
+    rounds: int,
+    steps: int,
+    warmup_steps: int,
+    device: str,
+    budget: Budget,
+    tokenizer_folder: Path = EMBEDDED_MODEL,
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Measures the sides in turns; returns a row for each process, and what TRL's defaults came to."""
+    rows: list[dict[str, Any]] = []
+    trl_defaults = None
+    num_steps = warmup_steps + steps + 1  # one more than is waited for, so that nothing is saved
+    # The text is drawn on the CPU side of a GPU as well: what is hidden there is only where it runs.
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
+        model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
+        facts = Path(folder) / "trl_defaults.json"
+        for length in lengths:
+            text = write_text_rows(Path(folder) / f"text_{length}.jsonl", num_steps * batch_size, length)
+            common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
+            for turn in range(rounds):
+                for side in sides if turn % 2 == 0 else sides[::-1]:
+
+                    def command(run: Path, side: str = side, text: Path = text, common: dict = common) -> list:
+                        if side == "ours":
+                            return ours_command(model, text, run, device=device, **common)
+                        return trl_command(model, text, run, facts, **common)
+
+                    row = measure_training(
+                        command,
+                        steps=steps,
+                        warmup_steps=warmup_steps,
+                        tokens_per_step=batch_size * length,
+                        timeout_seconds=budget.timeout_seconds(),
+                        environment=environment,
+                    )
+                    rows.append({"side": side, "length": length, "round": turn, **row})
+                    console.print(f"length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}", markup=False)
+            if facts.exists():
+                trl_defaults = json.loads(facts.read_text())
+    return rows, trl_defaults
+
+
+def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a length: the sides' medians over the rounds, and the ratios, each formed within a round."""
+    summary = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        line: dict[str, Any] = {"length": length}
+        rounds: dict[int, dict[str, dict[str, Any]]] = {}
+        for side in SIDES:
+            own = [row for row in rows if row["length"] == length and row["side"] == side]
+            good = [row for row in own if row["status"] == "ok"]
+            if not own:
+                continue
+            # One failure among the rounds is told as such: a number from the rest would hide it.
+            bad = next((row for row in own if row["status"] != "ok"), None)
+            line[side] = {"status": bad["status"], "reason": bad["reason"]} if bad else _median_of(good)
+            for row in good:
+                rounds.setdefault(row["round"], {})[side] = row
+        pairs = [sides for sides in rounds.values() if len(sides) == len(SIDES)]
+        if pairs and all(line.get(side, {}).get("status") == "ok" for side in SIDES):
+            line["speed_ratio"] = statistics.median(
+                pair["ours"]["tokens_per_second"] / pair["trl"]["tokens_per_second"] for pair in pairs
+            )
+            line["memory_ratio"] = statistics.median(
+                pair["ours"]["peak_memory_bytes"] / pair["trl"]["peak_memory_bytes"] for pair in pairs
+            )
+        summary.append(line)
+    return summary
+
+
+def _median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    speeds = [row["tokens_per_second"] for row in rows]
+    return {
+        "status": "ok",
+        "rounds": len(rows),
+        "tokens_per_second": statistics.median(speeds),
+        "slowest_tokens_per_second": min(speeds),
+        "fastest_tokens_per_second": max(speeds),
+        "peak_memory_bytes": statistics.median(row["peak_memory_bytes"] for row in rows),
+    }
+
+
+COLUMNS = ["max length", "ours: peak", "TRL: peak", "ours / TRL", "ours: tokens/s", "TRL: tokens/s", "ours / TRL"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings, trl = result["settings"], result["versions"]["trl"]
+    defaults = settings["trl_defaults"] or {}
+    said = ", ".join(
+        text
+        for key, text in {
+            "weights": f"{defaults.get('weights')} weights",
+            "bf16_autocast": "bfloat16 autocast",
+            "gradient_checkpointing": "gradient checkpointing",
+            "optimizer": str(defaults.get("optimizer")),
+        }.items()
+        if defaults.get(key)
+    )
+    peer = f"; TRL {trl} in its defaults ({said})" if said else ""
+    return (
+        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"{settings['batch_size']}; lean_ft in bfloat16 with full checkpointing, compile, chunked cross-entropy and "
+        f"8-bit AdamW in backward{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
+        f"{settings['steps']} steps each"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text; a side that gave no number shows why."""
+    cells = []
+    for line in result["summary"]:
+        ours, trl = ({"status": "-"} | line.get(side, {}) for side in SIDES)
+        peaks = [
+            gibibytes(side["peak_memory_bytes"]) if side["status"] == "ok" else side["status"] for side in (ours, trl)
+        ]
+        speeds = [tokens_per_second(side.get("tokens_per_second")) for side in (ours, trl)]
+        memory_ratio = f"{line['memory_ratio']:.2f}" if "memory_ratio" in line else "-"
+        speed_ratio = f"{line['speed_ratio']:.2f}x" if "speed_ratio" in line else "-"
+        cells.append([str(line["length"]), *peaks, memory_ratio, *speeds, speed_ratio])
+    return cells
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
+    rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
+    only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+) -> None:
+    """Compares lean_ft with TRL's SFTTrainer on speed and peak memory."""
+    if only not in ("", *SIDES):
+        raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
+    sides = [only] if only else list(SIDES)
+    if "trl" in sides and importlib.util.find_spec("trl") is None:
+        console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
+        raise typer.Exit(2)
+    hardware = require_hardware(device)
+    all_lengths = [int(length) for length in lengths.split(",")]
+    console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
+    rows, trl_defaults = measure_sides(
+        sides,
+        shape=shape,
+        batch_size=batch_size,
+        lengths=all_lengths,
+        rounds=rounds,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        device=device,
+        budget=Budget(timeout_seconds, budget_seconds),
+    )
+    whose = f"_{only}" if only else ""
+    path = write_result(
+        f"compare_trl_{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}{whose}",
+        benchmark="compare_trl",
+        hardware=hardware,
+        settings={
+            "shape": shape,
+            "parameters": num_parameters(shape),
+            "batch_size": batch_size,
+            "lengths": all_lengths,
+            "rounds": rounds,
+            "steps": steps,
+            "warmup_steps": warmup_steps,
+            "ours": OURS,
+            "trl_defaults": trl_defaults,
+        },
+        rows=rows,
+        summary=summarize(rows),
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)

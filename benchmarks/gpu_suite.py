@@ -1,0 +1,181 @@
+"""Everything worth measuring on a GPU, in one command that ends in time.
+
+    python benchmarks/gpu_suite.py --budget-seconds 540 --results-dir benchmarks/results
+    python benchmarks/gpu_suite.py --stages tests,ladder_llama
+    python benchmarks/gpu_suite.py --device cpu --shape tiny        # the same at a small size, to try the suite itself
+
+Stages run in order of worth, each a benchmark of its own that writes its own result; what the budget does not reach is
+listed as not run. Nothing is downloaded, and an absent peer is said to be absent. Where there is no GPU the suite says
+so and measures nothing, unless --device cpu waives it.
+
+Writes `results/gpu_suite_<hardware>.json`, after every stage: what ran, for how long, and the last of its output.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from measure import ROOT, Budget, run_measured
+from results import RESULTS, console, print_table, require_hardware, write_result
+from shapes import shape_of
+
+BENCHMARKS = Path(__file__).resolve().parent
+
+
+class Sizes(NamedTuple):
+    """What the stages measure."""
+
+    device: str
+    llama: str
+    llama_batch: int
+    llama_length: int
+    qwen: str
+    qwen_batch: int
+    qwen_length: int
+    steps: int
+    repeats: int
+
+
+FULL = Sizes("cuda", "llama3_2_3b", 2, 4096, "qwen2_5_0_5b", 8, 512, steps=6, repeats=20)
+
+
+def reduced(device: str, shape: str) -> Sizes:
+    """The same stages on one small shape."""
+    return Sizes(device, shape, 2, 128, shape, 2, 64, steps=2, repeats=2)
+
+
+class Stage(NamedTuple):
+    """A name, what it measures, and its command without the options that all share."""
+
+    name: str
+    what: str
+    command: Callable[[Sizes], list[str]]
+    script: bool = True  # one of ours, which takes --device, --results-dir and --budget-seconds
+
+
+def _ladder(shape: str, batch: int, length: int, packing: str, sizes: Sizes) -> list[str]:
+    return [
+        *("memory_ladder.py", "--shape", shape, "--batch-size", str(batch), "--length", str(length)),
+        *("--packing", packing, "--steps", str(sizes.steps), "--warmup-steps", "3", "--no-chart"),
+    ]
+
+
+def _loss(shape: str, tokens: int, sizes: Sizes) -> list[str]:
+    chunk = str(min(1024, tokens // 2))
+    return [
+        *("linear_cross_entropy.py", "--shape", shape, "--tokens", str(tokens), "--chunk-tokens", chunk),
+        *("--repeats", str(sizes.repeats)),
+    ]
+
+
+STAGES = (
+    Stage(
+        "tests",
+        "the tests that need a GPU",
+        lambda sizes: ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
+        script=False,
+    ),
+    Stage(
+        "ladder_llama",
+        "memory techniques one by one, packed rows of many documents",
+        lambda s: _ladder(s.llama, s.llama_batch, s.llama_length, "bfd", s),
+    ),
+    Stage(
+        "loss",
+        "the output loss against its peers",
+        lambda s: _loss(s.llama, s.llama_batch * s.llama_length, s),
+    ),
+    Stage(
+        "attention",
+        "packed against padded attention",
+        lambda s: [
+            *("attention.py", "--shape", s.llama, "--batch-size", str(s.llama_batch)),
+            *("--length", str(s.llama_length), "--repeats", str(s.repeats)),
+        ],
+    ),
+    Stage(
+        "optimizer_step",
+        "one update of all weights against the peers",
+        lambda s: ["optimizer_step.py", "--shape", s.qwen, "--repeats", str(s.repeats)],
+    ),
+    Stage(
+        "ladder_qwen",
+        "memory techniques one by one, a small model with a large vocabulary",
+        lambda s: _ladder(s.qwen, s.qwen_batch, s.qwen_length, "none", s),
+    ),
+    Stage(
+        "loss_qwen",
+        "the output loss against its peers, at the small model's size",
+        lambda s: _loss(s.qwen, s.qwen_batch * s.qwen_length, s),
+    ),
+)
+
+
+def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) -> dict[str, Any]:
+    """Runs a stage for what is left of the time; returns its row."""
+    row = {"name": stage.name, "label": f"{stage.name}: {stage.what}"}
+    command = stage.command(sizes)
+    left = budget.timeout_seconds()
+    if stage.script:
+        if not (BENCHMARKS / command[0]).exists():
+            return row | {"status": "absent", "reason": f"there is no benchmarks/{command[0]}", "seconds": 0.0}
+        # The script ends by itself in time to write what it has; the kill is for one that does not.
+        of_its_own = max(1.0, left - 15)
+        command = [
+            *(str(BENCHMARKS / command[0]), *command[1:], "--device", sizes.device),
+            *("--results-dir", str(results_dir.resolve()), "--budget-seconds", f"{of_its_own:.0f}"),
+        ]
+    measured = run_measured([sys.executable, *command], timeout_seconds=left)
+    return row | {
+        "status": measured.status,
+        "reason": measured.reason,
+        "seconds": round(measured.seconds, 1),
+        "output": measured.output.replace(f"{ROOT}/", "")[-6000:],
+    }
+
+
+def main(
+    budget_seconds: Annotated[float, typer.Option(help="Time for the whole suite.")] = 540,
+    stages: Annotated[str, typer.Option(help=f"Some of {', '.join(s.name for s in STAGES)}, with commas.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the suite without one.")] = "cuda",
+    shape: Annotated[str, typer.Option(help="Measure this shape at small sizes in place of the published ones.")] = "",
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON files go.")] = RESULTS,
+) -> None:
+    """Measures everything a GPU is needed for."""
+    known = {stage.name: stage for stage in STAGES}
+    names = [name.strip() for name in stages.split(",") if name.strip()] or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"no stage is called {unknown[0]!r}; expected some of {', '.join(known)}")
+    if shape:
+        shape_of(shape)
+    hardware = require_hardware(device)
+    sizes = reduced(hardware["device"], shape) if shape else FULL._replace(device=hardware["device"])
+    budget = Budget(budget_seconds, budget_seconds)
+    console.print(f"{hardware.full_name}; {budget_seconds:.0f} s for {', '.join(names)}", markup=False)
+
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        console.rule(f"{name}: {known[name].what}", align="left")
+        row = run_stage(known[name], sizes, results_dir=results_dir, budget=budget)
+        rows.append(row)
+        console.print(row.get("output", "").rstrip(), markup=False)
+        console.print(f"{row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False)
+        # After every stage: what is done is kept whatever becomes of the rest.
+        path = write_result(
+            "gpu_suite",
+            benchmark="gpu_suite",
+            hardware=hardware,
+            settings={"stages": names, "budget_seconds": budget_seconds, "sizes": sizes._asdict()},
+            rows=rows,
+            folder=results_dir,
+        )
+    cells = [[row["label"], row["status"], f"{row['seconds']:.0f} s", row["reason"] or ""] for row in rows]
+    print_table(f"the suite on {hardware.short_name}", ["stage", "status", "time", "reason"], cells)
+    console.print(str(path), markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,267 @@
+"""The output projection with its cross-entropy: lean_ft's, PyTorch's, Liger's and the plain computation.
+
+    python benchmarks/linear_cross_entropy.py --shape qwen2_5_0_5b --tokens 4096
+
+Each runs forward and backward in a fresh process, on the same random bfloat16 hidden states, weight and labels. Time is
+the median of several calls; memory is the most held above the inputs, the two gradients included. The error is that of
+both gradients against float64, relative in the Frobenius norm, at a smaller size with as many chunks.
+
+Which ones there are depends on the machine: PyTorch has its own since 2.13, Liger's kernels are Triton's and need a
+GPU. What is absent is named with the reason.
+
+Writes `results/linear_cross_entropy_<shape>_<tokens>_<hardware>.json`.
+"""
+
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import Budget, run_measured
+from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from shapes import shape_of
+
+LABELS = {
+    "plain": "plain: projection, then cross-entropy in float32",
+    "plain_compiled": "plain, compiled",
+    "torch": "torch F.linear_cross_entropy",
+    "torch_chunked": "torch, chunked (its own choice)",
+    "torch_chunked_accurate": "torch, chunked, accurate sums",
+    "torch_chunked_compact": "torch, chunked, compact sums",
+    "liger": "Liger fused linear cross-entropy",
+    "lean_ft": "lean_ft, eager",
+    "lean_ft_compiled": "lean_ft, compiled",
+    "lean_ft_weight_sums": "lean_ft, compiled, sums in the weight's type",
+}
+CHUNK_TOKENS = 1024  # lean_ft's default
+ERROR_TOKENS, ERROR_HIDDEN, ERROR_VOCAB = 2048, 256, 4096
+
+
+# In the process of one contestant -----------------------------------------------------------------------------------
+
+
+def contestant(name: str, chunk_tokens: int) -> Callable[[Any, Any, Any], Any]:
+    """The function (hidden, weight, labels) -> sum of the losses. Raises LookupError with why there is none."""
+    import torch
+    from torch.nn import functional as F
+
+    if name.startswith("lean_ft"):
+        from lean_ft.losses import linear_cross_entropy
+
+        sums = "weight" if name == "lean_ft_weight_sums" else "float32"
+        compiled = name != "lean_ft"
+
+        def ours(hidden: Any, weight: Any, labels: Any) -> Any:
+            return linear_cross_entropy(
+                hidden,
+                weight,
+                labels,
+                num_targets=labels.numel(),
+                chunk_tokens=chunk_tokens,
+                accumulation_dtype=sums,
+                compile=compiled,
+            )
+
+        return ours
+    if name.startswith("plain"):
+
+        def plain(hidden: Any, weight: Any, labels: Any) -> Any:
+            return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+        return torch.compile(plain) if name == "plain_compiled" else plain
+    if name.startswith("torch"):
+        if not hasattr(F, "linear_cross_entropy"):
+            raise LookupError(f"torch {torch.__version__} has none; 2.13 does")
+        policy = {"torch_chunked": "auto", "torch_chunked_accurate": "accurate", "torch_chunked_compact": "compact"}
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy[name]) if name in policy else None
+
+        def theirs(hidden: Any, weight: Any, labels: Any) -> Any:
+            return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+
+        return theirs
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise LookupError("liger_kernel is not installed")
+    if not torch.cuda.is_available():
+        raise LookupError("Liger's kernels need a GPU")
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return lambda hidden, weight, labels: liger(weight, hidden, labels)
+
+
+def inputs(tokens: int, hidden_size: int, vocab_size: int, device: Any, seed: int) -> tuple[Any, Any, Any]:
+    """Random hidden states and weight, whose logits have a standard deviation of about 1, and labels."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).bfloat16()
+    weight = (torch.randn(vocab_size, hidden_size, generator=generator) / hidden_size**0.5).bfloat16()
+    labels = torch.randint(vocab_size, (tokens,), generator=generator)
+    return hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device)
+
+
+def errors(loss_of: Callable[[Any, Any, Any], Any], device: Any) -> dict[str, float]:
+    """Relative errors of the loss and of both gradients against float64 on the same bfloat16 inputs."""
+    import torch
+    from torch.nn import functional as F
+
+    hidden, weight, labels = inputs(ERROR_TOKENS, ERROR_HIDDEN, ERROR_VOCAB, device, seed=1)
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact = F.cross_entropy(exact_hidden @ exact_weight.T, labels, reduction="sum")
+    exact.backward()
+    loss = loss_of(hidden, weight, labels)
+    loss.backward()
+
+    def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+        return float((found.double() - truth).norm() / truth.norm())
+
+    return {
+        "loss_error": relative(loss.detach(), exact.detach()),
+        "grad_hidden_error": relative(hidden.grad, exact_hidden.grad),
+        "grad_weight_error": relative(weight.grad, exact_weight.grad),
+    }
+
+
+def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, device_name: str, report: Path) -> None:
+    """Measures one contestant and writes what was found."""
+    import torch
+    from timing import measure_calls
+
+    from lean_ft.training.host_memory import return_freed_memory
+
+    return_freed_memory()  # as every recipe does; for each contestant alike
+    device = torch.device(device_name)
+    try:
+        loss_of = contestant(name, chunk_tokens)
+    except LookupError as absent:
+        report.write_text(json.dumps({"status": "absent", "reason": str(absent.args[0])}))
+        return
+    sizes = shape_of(shape)
+    hidden, weight, labels = inputs(tokens, sizes["hidden_size"], sizes["vocab_size"], device, seed=0)
+
+    def step() -> None:
+        loss_of(hidden, weight, labels).backward()
+        hidden.grad = weight.grad = None  # before every call there are the inputs alone
+
+    timing = measure_calls(step, device, repeats=repeats)
+    # After the timing: what is compiled for two sizes is compiled for any size, and slower. As many chunks at the small
+    # size as at the large one, since every chunk rounds.
+    error = errors(contestant(name, max(1, ERROR_TOKENS * chunk_tokens // tokens)), device)
+    report.write_text(json.dumps({"status": "ok", "reason": None, **timing._asdict(), **error}))
+
+
+# In the process that compares ---------------------------------------------------------------------------------------
+
+
+def compare(
+    names: list[str], *, shape: str, tokens: int, chunk_tokens: int, repeats: int, device: str, budget: Budget
+) -> list[dict[str, Any]]:
+    """Measures each contestant in a fresh process."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="lean_ft_loss_") as folder:
+            report = Path(folder) / "report.json"
+            command = [
+                *(sys.executable, __file__, "--worker", name, "--report", report, "--shape", shape),
+                *("--tokens", str(tokens), "--chunk-tokens", str(chunk_tokens), "--repeats", str(repeats)),
+                *("--device", device),
+            ]
+            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
+            row = {"status": measured.status, "reason": measured.reason}
+            if measured.status == "ok":
+                row = json.loads(report.read_text())
+        rows.append({"name": name, "label": LABELS[name], **row})
+        console.print(
+            f"{LABELS[name]:<50} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False
+        )
+    return rows
+
+
+COLUMNS = ["loss", "time", "memory", "error: hidden", "error: weight"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"forward and backward of the output loss, {settings['tokens']:,} tokens, hidden size "
+        f"{settings['hidden_size']:,}, vocabulary {settings['vocab_size']:,}, bfloat16; memory above the inputs, "
+        "gradients included; errors of the gradients against float64"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text: time of forward and backward, memory above the inputs, errors of the gradients."""
+    cells = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            cells.append([row["label"], row["status"], "-", "-", "-"])
+            continue
+        seconds = row["seconds"]
+        time = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+        hidden_error, weight_error = (f"{row[key]:.1e}" for key in ("grad_hidden_error", "grad_weight_error"))
+        cells.append([row["label"], time, gibibytes(row["extra_bytes"]), hidden_error, weight_error])
+    return cells
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="A name from shapes.py: its hidden size and vocabulary.")] = "qwen2_5_0_5b",
+    tokens: Annotated[int, typer.Option(help="Target tokens.")] = 4096,
+    chunk_tokens: Annotated[int, typer.Option(help="lean_ft's tokens a chunk.")] = CHUNK_TOKENS,
+    repeats: Annotated[int, typer.Option(help="Timed calls, of which the median is told.")] = 5,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(LABELS)}, with commas.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 900,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    worker: Annotated[str, typer.Option(hidden=True)] = "",
+    report: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Compares fused and plain output losses on time, memory and exactness."""
+    if worker and report is not None:
+        work(worker, shape, tokens, chunk_tokens, repeats, device, report)
+        return
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(LABELS)
+    for name in names:
+        if name not in LABELS:
+            raise typer.BadParameter(f"no loss is called {name!r}; expected some of {', '.join(LABELS)}")
+    hardware = require_hardware(device)
+    sizes = shape_of(shape)
+    console.print(f"{tokens} tokens, hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']:,}")
+    rows = compare(
+        names,
+        shape=shape,
+        tokens=tokens,
+        chunk_tokens=chunk_tokens,
+        repeats=repeats,
+        device=hardware["device"],
+        budget=Budget(timeout_seconds, budget_seconds),
+    )
+    path = write_result(
+        f"linear_cross_entropy_{shape}_{tokens}",
+        benchmark="linear_cross_entropy",
+        hardware=hardware,
+        settings={
+            "shape": shape,
+            "tokens": tokens,
+            "hidden_size": sizes["hidden_size"],
+            "vocab_size": sizes["vocab_size"],
+            "dtype": "bfloat16",
+            "chunk_tokens": chunk_tokens,
+            "repeats": repeats,
+            "error_sizes": {"tokens": ERROR_TOKENS, "hidden_size": ERROR_HIDDEN, "vocab_size": ERROR_VOCAB},
+        },
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,128 @@
+"""Renders the results as markdown tables into the pages that ask for them, so that no number is typed by hand.
+
+    python benchmarks/make_tables.py            # rewrite the tables of README.md and docs/*.md
+    python benchmarks/make_tables.py --check    # change nothing; exit code 1 where a table is not its result's
+    python benchmarks/make_tables.py --list     # the names there are
+
+A page holds a table between two lines, NAME being a file of benchmarks/results without `.json`, or the beginning of
+one and of no other (`memory_ladder`, `memory_ladder_llama3_2_3b`):
+
+    <!-- table:NAME -->
+    <!-- /table -->
+
+It stays empty while a benchmark has no result; a name that belongs to no benchmark is an error.
+
+Under each table stands what was measured, on what, with which versions, when and at which commit. A row without a
+number keeps its place, and its reason is told.
+"""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from results import RESULTS, ROOT, Hardware, console, missing_numbers
+
+MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -->$", re.M | re.S)
+# The scripts whose results are tables: each has COLUMNS, table_cells(result) and describe(result).
+BENCHMARKS = ("memory_ladder", "compare_trl", "linear_cross_entropy", "attention", "optimizer_step")
+OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
+
+
+def render(result: dict[str, Any]) -> str:
+    """A result as a markdown table with its caption. The script that made it says what its columns are."""
+    script = importlib.import_module(result["benchmark"])
+    columns = script.COLUMNS
+    lines = [_line(columns), _line(["---", *["---:"] * (len(columns) - 1)])]
+    lines += [_line(cells) for cells in script.table_cells(result)]
+    lines += ["", f"<sub>{caption(result, script.describe(result))}</sub>"]
+    missing = missing_numbers(result)
+    if missing:
+        lines += ["", "<sub>Without a number: " + "; ".join(_plain(line) for line in missing) + ".</sub>"]
+    return "\n".join(lines) + "\n"
+
+
+def caption(result: dict[str, Any], described: str) -> str:
+    """What a table shows and on what it was measured, as one sentence."""
+    versions, hardware = result["versions"], Hardware(result["hardware"])
+    day = result["measured_at"][:10]
+    return _plain(
+        f"{described[:1].upper()}{described[1:]}. Measured on {hardware.full_name}, torch {versions['torch']}, "
+        f"{day}, commit {result['commit'] or 'unknown'}."
+    )
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Text that means itself in a markdown table's cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def find_result(name: str, results: Path) -> Path | None:
+    """The result that a marker names; None for a benchmark that has none yet. Raises ValueError for any other name."""
+    if (results / f"{name}.json").is_file():
+        return results / f"{name}.json"
+    found = sorted(results.glob(f"{name}_*.json"))
+    if len(found) > 1:
+        raise ValueError(f"table:{name} may be any of {', '.join(path.stem for path in found)}: name one of them.")
+    if found:
+        return found[0]
+    if not any(name == script or name.startswith(f"{script}_") for script in BENCHMARKS):
+        raise ValueError(f"table:{name} names no result; expected one that begins with {' or '.join(BENCHMARKS)}.")
+    return None
+
+
+def rewrite(page: str, results: Path) -> str:
+    """A page's text with every table drawn anew. Raises ValueError for a marker that names nothing or has no end."""
+
+    def table(match: re.Match[str]) -> str:
+        file = find_result(match["name"], results)
+        body = "" if file is None else render(json.loads(file.read_text(encoding="utf-8")))
+        return f"<!-- table:{match['name']} -->\n{body}<!-- /table -->"
+
+    if len(OPENING.findall(page)) != len(MARKER.findall(page)):
+        raise ValueError("a line <!-- table:NAME --> lacks its <!-- /table -->.")
+    return MARKER.sub(table, page)
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 where a table is stale.")] = False,
+    list_names: Annotated[bool, typer.Option("--list", help="Print the names of the results.")] = False,
+    results_dir: Annotated[Path, typer.Option(help="Where the results are.")] = RESULTS,
+    pages_dir: Annotated[Path, typer.Option(help="Where README.md and docs/ are.")] = ROOT,
+) -> None:
+    """Renders result files into the tables of README.md and docs."""
+    if list_names:
+        for path in sorted(results_dir.glob("*.json")):
+            console.print(path.stem, markup=False)
+        return
+    wrong = False
+    for page in [pages_dir / "README.md", *sorted((pages_dir / "docs").rglob("*.md"))]:
+        if not page.is_file():
+            continue
+        old = page.read_text(encoding="utf-8")
+        name = page.relative_to(pages_dir)
+        try:
+            new = rewrite(old, results_dir)
+        except ValueError as error:
+            console.print(f"{name}: {error}", markup=False)
+            wrong = True
+            continue
+        if new == old:
+            continue
+        if check:
+            console.print(f"{name} has stale tables: run python benchmarks/make_tables.py", markup=False)
+            wrong = True
+        else:
+            page.write_text(new, encoding="utf-8")
+            console.print(f"{name}: tables rewritten", markup=False)
+    raise typer.Exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,337 @@
+"""Runs a command as a fresh process and measures it from outside: time, memory, and what its metrics.jsonl says.
+
+A run is stopped once it has written the lines that are wanted: what would come after them, a final checkpoint, is not
+what is measured and takes time and disk. A run that fails gives a reason and no number.
+
+Memory is told in several ways, because each alone can mislead:
+- `peak_memory_bytes` is the run's own account at its last measured step: the allocator's peak on a GPU, the peak
+  resident size of the process (VmHWM) on a CPU. It is the number that tables show.
+- `peak_rss_bytes` is what the kernel accounts to the largest process of the command (wait4's ru_maxrss). The kernel
+  counts this process at the moment of the start in it, so it says nothing about commands smaller than that.
+- `peak_tree_rss_bytes` is the largest sum over the process and its descendants that sampling saw: compilers run in
+  processes of their own. Pages that several of them share are counted once for each.
+- `peak_device_bytes` is what the driver reported as used, less what was used at the start (nvidia-smi, sampled).
+
+Source: proc(5), wait4(2), getrusage(2).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+SAMPLE_SECONDS = 0.25  # a sample takes 2 ms
+RESERVE_BYTES = GIB // 2  # below this much available memory a run is stopped, before the kernel picks a victim
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+# What a run out of memory says, on a GPU and on a CPU.
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|can't allocate memory|^MemoryError|ALLOC_FAILED", re.I | re.M
+)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Measurement:
+    """What was seen of one command. `steps` are the lines of its metrics.jsonl that tell a training step."""
+
+    status: str  # ok, failed, out of memory, timed out, not run
+    reason: str | None = None  # of anything but ok
+    seconds: float = 0.0
+    peak_rss_bytes: int | None = None
+    peak_tree_rss_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    steps: list[Row] = field(default_factory=list)
+    output: str = ""  # the last of stdout and stderr, in the order they were written
+
+
+class Budget:
+    """Time for several runs: the most that one may take, and what is left for all of them."""
+
+    def __init__(self, run_seconds: float, total_seconds: float | None = None) -> None:
+        self._run_seconds = run_seconds
+        self._ends = None if total_seconds is None else time.monotonic() + total_seconds
+
+    def timeout_seconds(self) -> float:
+        """How long the next run may take; 0 when nothing is left."""
+        left = float("inf") if self._ends is None else max(0.0, self._ends - time.monotonic())
+        return min(self._run_seconds, left)
+
+
+def run_measured(
+    command: Sequence[str | Path],
+    *,
+    timeout_seconds: float,
+    metrics_file: Path | None = None,
+    stop_after_steps: int | None = None,
+    environment: dict[str, str] | None = None,
+) -> Measurement:
+    """Runs a command from the repository's root and measures it; the module says what is measured.
+
+    Args:
+        command: program and arguments.
+        timeout_seconds: after which the command and its descendants are killed and it counts as timed out; with less
+            than a second it is not run at all.
+        metrics_file: where the command writes its steps, one JSON object a line.
+        stop_after_steps: lines after which the command is killed and counts as done.
+        environment: variables to set on top of this process's own.
+    """
+    if timeout_seconds < 1:
+        return Measurement("not run", "no time was left for it")
+    started = time.monotonic()
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    device = _DeviceMemory()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        tree = _Tree(process.pid)
+        stopped: tuple[str, str | None] | None = None  # the status and reason that we ended it for
+        try:
+            while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+                tree.sample()
+                if stop_after_steps is not None and len(read_steps(metrics_file)) >= stop_after_steps:
+                    stopped = "ok", None
+                elif time.monotonic() - started > timeout_seconds:
+                    stopped = "timed out", f"took longer than {timeout_seconds:.0f} s"
+                elif (available := available_bytes()) is not None and available < RESERVE_BYTES:
+                    held = f"{tree.rss_bytes / GIB:.1f} GiB"
+                    stopped = "out of memory", f"stopped at {held} resident: the machine's memory was full"
+                if stopped:
+                    tree.kill()
+                    ended = os.wait4(process.pid, 0)
+                    break
+                time.sleep(SAMPLE_SECONDS)
+        except BaseException:  # interrupted: leave nothing running
+            tree.kill()
+            process.wait()
+            raise
+        finally:
+            peak_device_bytes = device.stop()
+        tree.kill()  # compilers that outlived their parent
+        _, wait_status, usage = ended
+        process.returncode = os.waitstatus_to_exitcode(wait_status)  # reaped here, so Popen need not
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - 20_000))
+        output = log.read().decode(errors="replace")
+
+    status, reason = stopped or judge(process.returncode, output)
+    return Measurement(
+        status=status,
+        reason=reason,
+        seconds=time.monotonic() - started,
+        peak_rss_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak_tree_rss_bytes=tree.peak_rss_bytes or None,
+        peak_device_bytes=peak_device_bytes,
+        steps=read_steps(metrics_file)[:stop_after_steps],
+        output=output,
+    )
+
+
+def judge(exit_code: int, output: str) -> tuple[str, str | None]:
+    """The status and reason of a command that ended by itself."""
+    if exit_code == 0:
+        return "ok", None
+    if OUT_OF_MEMORY.search(output):
+        return "out of memory", last_error(output)
+    if exit_code == -signal.SIGKILL:
+        return "out of memory", "killed from outside (SIGKILL), as the kernel does when memory is full"
+    return "failed", last_error(output) or f"exit code {exit_code} and no message"
+
+
+def last_error(output: str) -> str:
+    """The line of an output that names its error: the last that begins like one, else the last of all."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
+    return (named or lines or [""])[-1].replace(f"{ROOT}/", "")
+
+
+def read_steps(metrics_file: Path | None) -> list[Row]:
+    """The whole lines of a metrics.jsonl that tell a training step; evaluations and a torn last line are left out."""
+    if metrics_file is None or not metrics_file.exists():
+        return []
+    with metrics_file.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.endswith("\n")]
+    return [row for row in rows if "step_seconds" in row]
+
+
+# Memory from outside ------------------------------------------------------------------------------------------------
+
+
+def available_bytes() -> int | None:
+    """Memory the kernel could still give out; None where /proc does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+class _Tree:
+    """A process and its descendants."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._seen: dict[int, int] = {}  # process id -> start time, which tells a reused id from ours
+        self.rss_bytes = self.peak_rss_bytes = 0
+
+    def sample(self) -> None:
+        """Adds up the resident size of all that are alive."""
+        processes = {}
+        for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+            if entry.isdigit() and (process := _process(int(entry))) is not None:
+                processes[int(entry)] = process
+        alive = {self._root} | {pid for pid, start in self._seen.items() if processes.get(pid, (0, 0))[1] == start}
+        while children := {pid for pid, (parent, _) in processes.items() if parent in alive} - alive:
+            alive |= children
+        self._seen |= {pid: processes[pid][1] for pid in alive if pid in processes}
+        self.rss_bytes = sum(_rss_bytes(pid) for pid in alive)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, self.rss_bytes)
+
+    def kill(self) -> None:
+        """Kills the process group and every descendant seen that is still the same process."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._root, signal.SIGKILL)
+        for pid, start in self._seen.items():
+            if (process := _process(pid)) is not None and process[1] == start:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _process(pid: int) -> tuple[int, int] | None:
+    """A process's parent and start time; None once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may hold spaces
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[19])
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+class _DeviceMemory:
+    """The driver's used bytes of GPU 0, from one nvidia-smi that prints them every 200 ms. None where there is none."""
+
+    def __init__(self) -> None:
+        self._watcher: subprocess.Popen[str] | None = None
+        self._start_bytes: int | None = None
+        query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        if shutil.which("nvidia-smi") is None:
+            return
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+            self._start_bytes = int(answer.split()[0]) * 2**20
+            self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (stop() closes it)
+            self._watcher = subprocess.Popen([*query, "-lms", "200"], stdout=self._log, stderr=subprocess.DEVNULL)
+
+    def stop(self) -> int | None:
+        """The most that was used above the start, in bytes."""
+        if self._watcher is None or self._start_bytes is None:
+            return None
+        self._watcher.kill()
+        self._watcher.wait()
+        self._log.seek(0)
+        used = [int(line) * 2**20 for line in self._log.read().split("\n")[:-1] if line.strip().isdigit()]
+        self._log.close()
+        return max(used) - self._start_bytes if used else None
+
+
+# A recipe, or what writes the same metrics --------------------------------------------------------------------------
+
+
+def recipe_command(recipe: str, settings: dict[str, Any]) -> list[str]:
+    """`leanft run RECIPE key=value ...` for this interpreter."""
+    values = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
+    return [sys.executable, "-m", "lean_ft", "run", recipe, *values]
+
+
+def measure_training(
+    command: Callable[[Path], Sequence[str | Path]],
+    *,
+    steps: int,
+    warmup_steps: int,
+    tokens_per_step: int,
+    timeout_seconds: float,
+    environment: dict[str, str] | None = None,
+) -> Row:
+    """Measures a training command and sums it up in a row of plain values.
+
+    Args:
+        command: makes the command from the run directory it is to write its metrics.jsonl into, which is removed
+            afterwards. It must go on for at least `warmup_steps + steps` steps.
+        steps: how many steps count, after `warmup_steps` that do not.
+        tokens_per_step: what every step must compute, so that no padding or short batch flatters the number.
+        timeout_seconds, environment: as for `run_measured`.
+
+    Returns:
+        `status` and `reason`; when `ok`, `tokens_per_second` from the median `step_seconds`, and `peak_memory_bytes`
+        up to the last step that counts. The peaks from outside are there in any case.
+    """
+    wanted = warmup_steps + steps
+    with tempfile.TemporaryDirectory(prefix="lean_ft_benchmark_") as folder:
+        run_directory = Path(folder) / "run"
+        measured = run_measured(
+            command(run_directory),
+            timeout_seconds=timeout_seconds,
+            metrics_file=run_directory / "metrics.jsonl",
+            stop_after_steps=wanted,
+            environment=environment,
+        )
+    if measured.status == "ok" and len(measured.steps) < wanted:
+        measured.status = "failed"
+        measured.reason = f"wrote {len(measured.steps)} steps, and {wanted} were wanted"
+    row = asdict(measured)
+    lines, output = row.pop("steps"), row.pop("output")
+    if measured.status == "ok":
+        row |= summarize(lines, warmup_steps, tokens_per_step)
+    if row["status"] != "ok":
+        row["output"] = output[-2000:]
+    return row
+
+
+def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int) -> Row:
+    """Speed and memory of the steps after the warm-up."""
+    counted = lines[warmup_steps:]
+    wrong = next((line for line in lines if line["tokens"] != tokens_per_step), None)
+    if wrong is not None:
+        return {
+            "status": "failed",
+            "reason": f"step {wrong['step']} computed {wrong['tokens']} tokens, and {tokens_per_step} were expected",
+        }
+    seconds = [line["step_seconds"] for line in counted]
+    median = statistics.median(seconds)
+    return {
+        "tokens_per_second": tokens_per_step / median,
+        "target_tokens_per_step": statistics.median(line["target_tokens"] for line in counted),
+        "step_seconds": median,
+        "all_step_seconds": [round(line["step_seconds"], 4) for line in lines],
+        "peak_memory_bytes": counted[-1]["peak_memory_bytes"],
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+    }

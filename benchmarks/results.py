@@ -1,0 +1,230 @@
+"""What every benchmark says beside its numbers: on what it was measured, with which versions, settings and commit."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+GIB = 2**30
+
+console = Console(highlight=False, soft_wrap=True)
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "datasets",
+    "accelerate",
+    "liger-kernel",
+    "bitsandbytes",
+    "torchao",
+    "triton",
+)
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+# Asks torch in a process of its own: this one stays small, and holds no memory of the GPU that is measured.
+_ASK_TORCH = """
+import json, torch
+facts = {"threads": torch.get_num_threads(), "gpu": None}
+if torch.cuda.is_available():
+    gpu = torch.cuda.get_device_properties(0)
+    capability = f"{gpu.major}.{gpu.minor}"
+    facts["gpu"] = {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": capability}
+    facts["gpu"]["cuda"] = torch.version.cuda
+print(json.dumps(facts))
+"""
+
+
+class Hardware(dict[str, Any]):
+    """Facts of the device that was measured, JSON-able."""
+
+    @property
+    def slug(self) -> str:
+        """The device in a file's name: `nvidia-h200`, `amd-epyc-2-cores`."""
+        return re.sub(r"[^a-z0-9]+", "-", self.short_name.lower().replace("(r)", "").replace("(tm)", "")).strip("-")
+
+    @property
+    def short_name(self) -> str:
+        """The device in a table's caption: `NVIDIA H200`, `AMD EPYC, 2 cores`."""
+        if self["device"] == "cuda":
+            return self["gpu"]["name"]
+        return f"{self['cpu']}, {self['cores']} cores"
+
+    @property
+    def full_name(self) -> str:
+        """The device with its memory, and a CPU with what makes it fast or slow at bfloat16."""
+        if self["device"] == "cuda":
+            return f"{self.short_name} ({self['gpu']['memory_bytes'] / GIB:.0f} GiB)"
+        features = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in self["cpu_features"]]
+        with_bf16 = f" with {' and '.join(features)}" if features else ""
+        return f"{self.short_name}{with_bf16}, {self['memory_bytes'] / GIB:.0f} GiB, {self['threads']} threads"
+
+
+def describe_hardware(device: str = "auto") -> Hardware:
+    """The machine, and which of its devices a benchmark with this `device` setting runs on."""
+    answer = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True)
+    facts = json.loads(answer.stdout)
+    fields = {}
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return Hardware(
+        device="cuda" if device == "cuda" or (device == "auto" and facts["gpu"]) else "cpu",
+        cpu=fields.get("model name") or platform.processor() or platform.machine(),
+        cpu_features=[feature for feature in CPU_FEATURES if feature in flags],
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        threads=facts["threads"],
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        gpu=facts["gpu"],
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def require_hardware(device: str) -> Hardware:
+    """The hardware to measure on. Ends the program, with nothing measured, where that is a GPU and there is none."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter(f"expected auto, cuda or cpu, came {device!r}", param_hint="--device")
+    hardware = describe_hardware(device)
+    if device == "cuda" and hardware["gpu"] is None:
+        console.print("No GPU here, so nothing was measured. --device cpu measures on the CPU.")
+        raise typer.Exit(0)
+    return hardware
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that bear on a number; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit that was measured, `-dirty` where the tree differed; BENCHMARK_COMMIT where there is no repository."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("BENCHMARK_COMMIT")
+    return described.stdout.strip()
+
+
+def write_result(
+    name: str,
+    *,
+    benchmark: str,
+    hardware: Hardware,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    folder: Path = RESULTS,
+    **more: Any,
+) -> Path:
+    """Writes `<name>_<hardware>.json` and returns its path. `benchmark` names the table that shows it."""
+    result = {
+        "benchmark": benchmark,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": _command(sys.argv),
+        "hardware": hardware,
+        "versions": versions(),
+        "settings": settings,
+        "rows": rows,
+        **more,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{hardware.slug}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that was run, without where this machine keeps the checkout and the results."""
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument.startswith("--results-dir") and before != "--results-dir":
+            kept.append(argument.replace(f"{ROOT}/", ""))
+    return shlex.join(["python", *kept])
+
+
+# Printing -----------------------------------------------------------------------------------------------------------
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Prints a table; all columns after the first are numbers or short words, and stand to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width: let nothing be cut there.
+    (Console(highlight=False) if console.is_terminal else Console(width=140, highlight=False)).print(table)
+
+
+def print_result(
+    path: Path,
+    describe: Callable[[dict[str, Any]], str],
+    columns: list[str],
+    table_cells: Callable[[dict[str, Any]], list[list[str]]],
+) -> dict[str, Any]:
+    """Prints the table of a written result, why numbers are missing from it, and where it lies; returns it."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    print_table(f"{describe(result)}; on {Hardware(result['hardware']).full_name}", columns, table_cells(result))
+    for line in missing_numbers(result):
+        console.print(line, markup=False)
+    console.print(str(path), markup=False)
+    return result
+
+
+def missing_numbers(result: dict[str, Any]) -> list[str]:
+    """A line for each row of a result that gave no number, with the reason."""
+    lines = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            what = row.get("label") or ", ".join(f"{key} {row[key]}" for key in ("side", "length") if key in row)
+            lines.append(f"{what}: {row['status']}, {row['reason']}")
+    return list(dict.fromkeys(lines))
+
+
+def gibibytes(count: float | None) -> str:
+    """`3.12 GiB`, `640 MiB`; a dash for nothing."""
+    if count is None:
+        return "-"
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def tokens_per_second(value: float | None) -> str:
+    """Three significant digits, `21,400`, `98.3`; a dash for nothing."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def change(new: float | None, old: float | None) -> str:
+    """How a number changed, in percent: `-23 %`; a dash where there is nothing to compare with."""
+    if new is None or not old:
+        return "-"
+    return f"{(new / old - 1) * 100:+.0f} %"

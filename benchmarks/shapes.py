@@ -1,0 +1,219 @@
+"""The shapes of published models, with random weights, and text to train them on: nothing has to be downloaded.
+
+Memory and speed depend on a model's shape and not on what its weights say, so a `config.json` is enough. The tokenizer
+is the embedded model's, whose ids all lie within the published vocabularies; the output layer and the embedding keep
+their published size. A row of text is random words, more of them than the tokens asked for: cut to the maximum length
+it fills every position, so no padding flatters a number.
+
+Source: the config.json of each model's repository on the Hugging Face hub. Token ids are left out: they belong to
+tokenizers that are not used here.
+"""
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED_MODEL = ROOT / "lean_ft" / "assets" / "tiny" / "model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+Shape = dict[str, Any]
+
+
+def _llama(rope_factor: float, **sizes: Any) -> Shape:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **sizes,
+        "vocab_size": 128_256,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+
+def _qwen2_5(max_positions: int, **sizes: Any) -> Shape:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        **sizes,
+        "max_position_embeddings": max_positions,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1_000_000.0,
+        "use_sliding_window": False,
+    }
+
+
+SHAPES: dict[str, Shape] = {
+    "llama3_2_1b": _llama(
+        rope_factor=32.0,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "llama3_2_3b": _llama(
+        rope_factor=32.0,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "llama3_1_8b": _llama(
+        rope_factor=8.0,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "qwen2_5_0_5b": _qwen2_5(
+        max_positions=32_768,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_5_1_5b": _qwen2_5(
+        max_positions=131_072,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_5_7b": _qwen2_5(
+        max_positions=131_072,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152_064,
+        tie_word_embeddings=False,
+    ),
+    # Of no published model: it tries the scripts themselves, in seconds.
+    "tiny": _qwen2_5(
+        max_positions=4096,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """The named shape's config.json. Raises ValueError with the names there are."""
+    if name not in SHAPES:
+        raise ValueError(f"no shape is called {name!r}; expected one of {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+def num_parameters(name: str) -> int:
+    """Parameters of the named shape; a tied embedding counts once."""
+    shape = shape_of(name)
+    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
+    head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
+    query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    biases = query + 2 * key if shape["model_type"] == "qwen2" else 0
+    layer = 2 * hidden * query + 2 * hidden * key + biases + 3 * hidden * intermediate + 2 * hidden
+    embeddings = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
+    return shape["num_hidden_layers"] * layer + hidden + embeddings
+
+
+def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:
+    """Writes a Hugging Face folder without weights, for `model.random_init=true`, and returns it.
+
+    Raises ValueError where the shape is unknown, the tokenizer is missing, or it has ids beyond the shape's vocabulary.
+    """
+    config = shape_of(shape)
+    if not (tokenizer_folder / "tokenizer.json").is_file():
+        raise ValueError(f"{tokenizer_folder} has no tokenizer.json, which the benchmarks tokenize their text with.")
+    tokenizer = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer.get("added_tokens", []))]
+    if max(ids) >= config["vocab_size"]:
+        raise ValueError(
+            f"{tokenizer_folder} has token ids up to {max(ids)}, and {shape} has {config['vocab_size']} of them; "
+            "expected a smaller tokenizer."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, folder / name)
+    return folder
+
+
+def write_text_rows(path: Path, num_rows: int, tokens_per_row: int, seed: int = 0) -> Path:
+    """Writes JSONL rows `{"text": ...}` of at least `tokens_per_row` tokens each, and returns the path."""
+    words = _Words(seed)
+    # A token never spans two words; one word more makes up for whatever a tokenizer may add or drop at the ends.
+    return _write(path, [words.text(tokens_per_row + 1) for _ in range(num_rows)])
+
+
+def write_documents(path: Path, total_tokens: int, max_tokens: int, seed: int = 0) -> Path:
+    """Writes JSONL rows `{"text": ...}` of many lengths, to be packed: at least `total_tokens` tokens of them.
+
+    The number of words is log-uniform from `max_tokens / 256` to `max_tokens / 8`: a few long documents and many short
+    ones. With the embedded tokenizer a word takes three to four tokens.
+    """
+    words = _Words(seed)
+    shortest, longest = max(2, max_tokens // 256), max(3, max_tokens // 8)
+    texts, written = [], 0
+    while written < total_tokens:
+        num_words = round(math.exp(words.random.uniform(math.log(shortest), math.log(longest))))
+        texts.append(words.text(num_words))
+        written += num_words
+    return _write(path, texts)
+
+
+class _Words:
+    """Pronounceable random words, the same for a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+        self._words = ["".join(self.random.choices(syllables, k=self.random.randint(1, 3))) for _ in range(4096)]
+
+    def text(self, num_words: int) -> str:
+        return " ".join(self.random.choices(self._words, k=num_words))
+
+
+def _write(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path

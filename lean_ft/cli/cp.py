@@ -1,0 +1,24 @@
+"""`leanft cp`: a recipe or preset of your own, to change."""
+
+from typing import Annotated
+
+import typer
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug
+
+
+def cp(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|CONFIG", help="A name from `leanft ls`, or a path.", show_default=False),
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="A file or a folder.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Copy a recipe or a preset, to edit it."""
+    source = catalog.find_either(name)
+    copy = catalog.copy_to(source, destination, force=force)
+    example = f"leanft run {copy} --config NAME" if copy.suffix == ".py" else f"leanft run RECIPE --config {copy}"
+    typer.echo(f"copied {source} to {copy}\nEdit it, then: {example}")

@@ -1,0 +1,88 @@
+"""`leanft run`: trains."""
+
+from typing import Annotated, Any
+
+import typer
+
+from lean_ft.allocators import prepare_allocators
+from lean_ft.catalog import find_preset, find_recipe, load_recipe
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.errors import is_out_of_memory
+from lean_ft.config import load_config
+
+
+def _refuse_torchrun(value: str | None) -> None:
+    if value is not None:
+        raise ValueError(
+            "torchrun's flags start several processes, and no recipe uses more than one yet. "
+            "Leave them out: leanft run RECIPE --config NAME."
+        )
+
+
+def run(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    torchrun: Annotated[
+        str | None,
+        typer.Option(
+            *(
+                "--nproc-per-node",
+                "--nproc_per_node",
+                "--nnodes",
+                "--node-rank",
+                "--node_rank",
+                "--standalone",
+            ),
+            *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
+            *(
+                "--rdzv-backend",
+                "--rdzv_backend",
+                "--rdzv-endpoint",
+                "--rdzv_endpoint",
+                "--rdzv-id",
+                "--rdzv_id",
+            ),
+            hidden=True,
+            callback=_refuse_torchrun,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a recipe.
+
+    RECIPE is a name from `leanft ls`, or your own file. Settings come from its defaults, then the preset, then
+    KEY=VALUE. `leanft cat RECIPE` prints them all.
+    """
+    recipe_file = find_recipe(recipe)
+    preset_file = find_preset(config) if config is not None else None
+    prepare_allocators()
+    module = load_recipe(recipe_file)
+    cfg = load_config(module.Config, preset_file, overrides or [])
+    try:
+        module.main(cfg)
+    except BrokenPipeError as error:
+        raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(memory_advice(cfg))
+        raise
+
+
+def memory_advice(cfg: Any) -> str:
+    """The settings that take less memory and are not in use yet, cheapest in time first."""
+    wanted = [
+        ("optimizer.in_backward", True, "frees each gradient as soon as it is used"),
+        ("optimizer.name", "adamw_8bit", "keeps AdamW's moments in a quarter of the space"),
+        ("memory.activation_checkpointing", "full", "recomputes activations instead of keeping them"),
+        ("model.dtype", "bfloat16", "halves weights, gradients and activations against float32"),
+    ]
+    lines = []
+    for key, value, effect in wanted:
+        current: Any = cfg
+        for name in key.split("."):
+            current = getattr(current, name, None)
+        if current is not None and current != value:
+            lines.append(f"  {key}={str(value).lower()}  {effect}")
+    lines.append("  a smaller batch_size or data.max_length, with more gradient_accumulation_steps for the former")
+    return "Out of memory. What takes less:\n" + "\n".join(lines)

@@ -1,0 +1,46 @@
+"""`leanft validate`: would this run start?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.config import dump, load_config
+
+
+def validate(recipe: Recipe, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
+    """Check a run's settings and the files they name, without running it.
+
+    Prints every setting as it would be used.
+    """
+    recipe_file = catalog.find_recipe(recipe)
+    preset_file = catalog.find_preset(config) if config is not None else None
+    cfg = load_config(catalog.load_recipe(recipe_file).Config, preset_file, overrides or [])
+    if problems := list(_missing_files(cfg)):
+        raise ValueError("\n".join(problems))
+    typer.echo(f"{dump(cfg)}# ok: the settings are valid, and the files they name are there.")
+
+
+def _missing_files(cfg: Any) -> Iterator[str]:
+    """What the settings name and is not there, for the groups that the recipe has; a data file's first row is read."""
+    # Here, because both bring torch, which the other verbs must not wait for.
+    from lean_ft.assets import resolve_model_path
+    from lean_ft.data.sources import read_rows
+
+    model, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
+    if model is not None:
+        try:
+            folder = resolve_model_path(model.path)
+            if not (folder / "config.json").is_file():
+                yield f"model path {model.path!r} has no config.json; expected a Hugging Face model folder."
+        except ValueError as error:
+            yield str(error)
+    for name in ("source", "validation_source"):
+        value = getattr(data, name, None)
+        for source in [value] if isinstance(value, str) else value or []:
+            try:
+                next(read_rows(source), None)
+            except ValueError as error:
+                yield f"data.{name}: {error}"

@@ -1,0 +1,169 @@
+"""Tokenised training sequences in flat arrays, and the counts of what became of every row.
+
+Legend: N documents, S their tokens in sum.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
+from lean_ft.data.sources import Digest, Row, read_rows
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import Tokenizer
+
+ROWS_AT_A_TIME = 1024  # tokenised together; bounds the Python objects alive
+
+
+@dataclass(frozen=True)
+class Documents:
+    """N sequences of ids; five bytes a token, so ten million tokens are 50 MB."""
+
+    tokens: np.ndarray  # (S,) int32
+    trained: np.ndarray  # (S,) bool: this token is a label
+    starts: np.ndarray  # (N,) int64
+    lengths: np.ndarray  # (N,) int64
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and trained mask of document i, as views."""
+        span = slice(self.starts[i], self.starts[i] + self.lengths[i])
+        return self.tokens[span], self.trained[span]
+
+    def select(self, indices: np.ndarray) -> "Documents":
+        """The documents `indices`; shares the tokens."""
+        return Documents(self.tokens, self.trained, self.starts[indices], self.lengths[indices])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def num_targets(self) -> int:
+        """Labels: trained tokens but for each document's first, which nothing predicts."""
+        before = np.concatenate([[0], np.cumsum(self.trained)])
+        return int((before[self.starts + self.lengths] - before[self.starts + 1]).sum())
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a source."""
+
+    format: str
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    lost_tokens: int = 0
+    """Tokens cut off by truncation."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    tokens: int = 0
+    target_tokens: int = 0
+    """Tokens that carry a label."""
+    packed_rows: int | None = None
+    """Rows of max_length after packing; None without."""
+    packing_efficiency: float | None = None
+    """Share of the packed rows' positions that hold a token."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows:,} rows ({self.format})"]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
+        parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        share = self.target_tokens / max(1, self.tokens)
+        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        if self.packed_rows is not None and self.packing_efficiency is not None:
+            parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
+        return "; ".join(parts)
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+
+def prepare_documents(
+    config: SFTDataConfig,
+    tokenizer: Tokenizer,
+    source: str | list[str],
+    digest: Digest | None = None,
+) -> tuple[Documents, DataReport]:
+    """Reads, renders, tokenises and truncates every row of `source`.
+
+    Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when
+    nothing is left to train on.
+    """
+    rows = read_rows(source, digest)
+    first_rows = list(itertools.islice(rows, NUM_ROWS_TO_DETECT))
+    reader = RowReader.of(config, first_rows, tokenizer)
+    report = DataReport(reader.format)
+    tokens: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    for some in _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME):
+        kept = list(_kept(some, config, reader, tokenizer, report))
+        if kept:
+            tokens.append(np.concatenate([ids for ids, _ in kept]))
+            trained.append(np.concatenate([mask for _, mask in kept]))
+            lengths.append(np.array([len(ids) for ids, _ in kept], dtype=np.int64))
+    if not lengths:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
+        raise ValueError(
+            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
+            f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
+        )
+    all_lengths = np.concatenate(lengths)
+    ends = np.cumsum(all_lengths)
+    documents = Documents(np.concatenate(tokens), np.concatenate(trained), ends - all_lengths, all_lengths)
+    count(report, documents)
+    return documents, report
+
+
+def count(report: DataReport, documents: Documents) -> None:
+    """Writes the sizes of `documents` into `report`."""
+    report.kept, report.tokens, report.target_tokens = (
+        len(documents),
+        documents.num_tokens,
+        documents.num_targets,
+    )
+
+
+def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:
+    iterator = iter(rows)
+    while some := list(itertools.islice(iterator, n)):
+        yield some
+
+
+def _kept(
+    rows: list[Row], config: SFTDataConfig, reader: RowReader, tokenizer: Tokenizer, report: DataReport
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids and trained mask of the rows that can be trained on; counts the others."""
+    passages = [reader.passage(row) for row in rows]
+    for row, (ids, mask) in zip(rows, tokenizer.tokenize(passages), strict=True):
+        report.rows += 1
+        if not mask[1:].any():
+            report.drop("nothing to train on")
+            continue
+        too_many = len(ids) - config.max_length
+        if too_many > 0 and config.overflow == "raise":
+            raise ValueError(
+                f"{row.place}: {len(ids):,} tokens, more than data.max_length={config.max_length:,}. Raise "
+                "it, or set data.overflow=truncate or data.overflow=drop."
+            )
+        if too_many > 0 and config.overflow == "drop":
+            report.drop("longer than max_length")
+            continue
+        if too_many > 0:
+            ids, mask = ids[: config.max_length], mask[: config.max_length]
+            if not mask[1:].any():
+                report.drop("nothing to train on within max_length")
+                continue
+            report.truncated += 1
+            report.lost_tokens += too_many
+        yield ids, mask

@@ -1,0 +1,144 @@
+"""What this machine and this installation are: for `leanft env`, bug reports and benchmark results.
+
+Nothing here is a secret: no user names, tokens or variables beyond those that steer the allocator and the threads.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+
+_PACKAGES = (
+    "torch",
+    "bitsandbytes",
+    "torchao",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "pydantic",
+    "numpy",
+)
+_CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+    "sve",
+)
+_VARIABLES = (
+    *CUDA_ALLOCATOR_VARIABLES,
+    "THP_MEM_ALLOC_ENABLE",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Facts about versions, the CPU and the GPUs as name -> text or list of texts. Imports torch."""
+    import torch
+
+    import lean_ft
+
+    facts: dict[str, Any] = {"lean_ft": lean_ft.__version__, "python": platform.python_version()}
+    facts |= {name: _version(name) for name in _PACKAGES}
+    facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    facts["compiler"] = _compiler()
+    facts["cpu"] = _cpu_name()
+    facts["cpu features"] = _cpu_features() or "none of those that matter here"
+    facts["cores"] = f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    facts["threads"] = f"{torch.get_num_threads()}"
+    facts["memory"] = _memory()
+    facts["cuda"] = f"{torch.version.cuda or 'not in this build of torch'}"
+    facts["driver"] = _driver_version()
+    facts["gpus"] = _gpus(torch) or "none"
+    facts["mps"] = "yes" if torch.backends.mps.is_available() else "no"
+    facts |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _gpus(torch: Any) -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        bf16 = "bfloat16" if gpu.major >= 8 else "no fast bfloat16"
+        gpus.append(
+            f"{gpu.name} (compute {gpu.major}.{gpu.minor}, {_gib(total_bytes)}, {_gib(free_bytes)} free, {bf16})"
+        )
+    return gpus
+
+
+def _driver_version() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"nvidia-smi failed ({type(error).__name__})"
+    return answer.stdout.strip().partition("\n")[0] or "unknown"
+
+
+def _compiler() -> str:
+    """The C++ compiler that torch.compile would call on a CPU, with its version."""
+    name = os.environ.get("CXX") or next((n for n in ("g++", "clang++") if shutil.which(n)), None)
+    if name is None or shutil.which(name) is None:
+        return "none (torch.compile needs one on a CPU)"
+    try:
+        answer = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"{name} failed ({type(error).__name__})"
+    return answer.stdout.partition("\n")[0]
+
+
+def _cpu_info(*fields: str) -> str:
+    """The first value of one of these fields in /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        field, _, value = line.partition(":")
+        if field.strip() in fields:
+            return value.strip()
+    return ""
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_features() -> list[str]:
+    present = _cpu_info("flags", "Features").split()
+    return [feature for feature in _CPU_FEATURES if feature in present]
+
+
+def _memory() -> str:
+    """The machine's memory, and the container's limit where it is lower."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return "unknown"
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        limit = path.read_text().strip() if path.exists() else ""
+        if limit.isdigit() and int(limit) < total_bytes:
+            return f"{_gib(total_bytes)}, of which this container may use {_gib(int(limit))}"
+    return _gib(total_bytes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,192 @@
+"""Output projection and cross-entropy in one pass over chunks of tokens.
+
+Logits are the largest tensor of a finetune: 4,096 tokens of a 151,936-word vocabulary take 1.2 GB in bfloat16, and
+the plain computation holds several copies of them. Here a chunk of tokens goes all the way, from hidden states to
+logits to loss to gradients, before the next one starts; the logits' gradient is written over the logits, and nothing
+of size (tokens, vocabulary) outlives its chunk. The gradients are thus computed during the forward pass, and backward
+only scales them. Positions without a label are dropped before the projection, so they cost nothing.
+
+The gradient of the output weight is a sum over chunks. In bfloat16 every partial sum is rounded, so the sum is kept
+in float32 by default, in slices of the vocabulary that backward turns into the weight's type one at a time: the
+float32 copy shrinks while the gradient grows. Relative error of a bfloat16 weight's gradient against float64, for
+2,048 random targets: 3.0e-3 for the plain computation in bfloat16, 3.4e-3 here with 16 chunks and float32 sums,
+5.4e-3 with bfloat16 sums; rounding the exact gradient to bfloat16 alone costs 1.7e-3. The tests hold these bounds.
+
+Source: the idea of gradients in the forward pass over chunks is Liger Kernel's fused linear cross-entropy (Hsu et
+al., 2024, arXiv:2410.10989). Left out: class weights, label smoothing.
+
+Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
+EAGER_ELEMENTS = {
+    "cpu": 1 << 20,
+    "other": 1 << 25,
+}  # float32 elements that the uncompiled softmax may hold at a time
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_targets: int | None = None,
+    chunk_tokens: int = 1024,
+    accumulation_dtype: Literal["float32", "weight"] = "float32",
+    compile: bool = False,
+) -> Tensor:
+    """Sums the cross-entropy of `softmax(hidden @ weight.T)` over the positions that have a label.
+
+    Divide the sum by the optimizer step's number of targets: a mean of means would overweight short answers.
+
+    Args:
+        hidden: the decoder's last hidden states, (..., D).
+        weight: the output projection, (V, D); it may be tied to the embedding.
+        labels: the token that each position must predict, (...) of int64; `IGNORED_LABEL` where nothing is trained.
+        num_targets: how many labels are not ignored, if the caller knows it; else it is counted, which makes a GPU wait.
+        chunk_tokens: target tokens whose logits exist at a time; 0 takes all of them at once.
+        accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
+        compile: fuse the passes over a chunk's logits with torch.compile.
+
+    Returns:
+        The sum, a float32 scalar (float64 for float64 inputs); an exact zero when no position has a label.
+
+    Raises:
+        ValueError: when the shapes do not belong together.
+    """
+    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "linear_cross_entropy expects hidden (..., D), weight (V, D) and labels (...), "
+            f"but got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
+        )
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    if num_targets is None:
+        num_targets = int((labels != IGNORED_LABEL).sum())
+    if num_targets < labels.numel():
+        # The size is known, so a GPU need not tell the host how many positions it found.
+        targets = torch.nonzero_static(labels != IGNORED_LABEL, size=num_targets).squeeze(1)
+        hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+    else:
+        compute_dtype = weight.dtype
+    return _LinearCrossEntropy.apply(
+        hidden,
+        weight,
+        labels,
+        chunk_tokens or max(num_targets, 1),
+        weight.dtype if accumulation_dtype == "weight" else torch.promote_types(weight.dtype, torch.float32),
+        compute_dtype,
+        torch.is_grad_enabled(),
+        _compiled_softmax_gradient() if compile else _softmax_gradient_in_blocks,
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (N,)
+        chunk_tokens: int,
+        accumulation_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        grad_enabled: bool,
+        softmax_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        projection = weight.to(compute_dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        weight_sum = _WeightGradient(weight, accumulation_dtype) if needs_weight else None
+
+        losses_dtype = torch.promote_types(compute_dtype, torch.float32)
+        loss = torch.zeros((), dtype=losses_dtype, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            chunk_hidden = hidden[chunk].to(compute_dtype)  # (C, D)
+            logits = chunk_hidden @ projection.T  # (C, V)
+            losses = torch.empty(logits.shape[0], dtype=losses_dtype, device=hidden.device)
+            softmax_gradient(logits, labels[chunk], losses)
+            loss += losses.sum()
+            if grad_hidden is not None:
+                grad_hidden[chunk] = logits @ projection
+            if weight_sum is not None:
+                weight_sum.add(logits, chunk_hidden)
+            del logits
+        ctx.grad_hidden, ctx.weight_sum = grad_hidden, weight_sum
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grad_hidden is None and ctx.weight_sum is None:
+            raise RuntimeError("linear_cross_entropy gives its gradients once; call it again for a second backward")
+        (scale,) = grad_outputs
+        grad_hidden = ctx.grad_hidden.mul_(scale) if ctx.grad_hidden is not None else None
+        grad_weight = ctx.weight_sum.scaled(scale) if ctx.weight_sum is not None else None
+        ctx.grad_hidden = ctx.weight_sum = None
+        return grad_hidden, grad_weight, *(None,) * 6
+
+
+class _WeightGradient:
+    """The running sum of the output weight's gradient, (V, D), in slices of the vocabulary."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight, self.dtype = weight, dtype
+        self.slices: list[Tensor] = []
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Adds grad_logits.T (V, C) @ hidden (C, D)."""
+        first = not self.slices
+        for index, part in enumerate(grad_logits.split(VOCAB_SLICE, dim=1)):
+            if first:
+                self.slices.append((part.T @ hidden).to(self.dtype))
+            elif self.dtype == hidden.dtype:
+                self.slices[index].addmm_(part.T, hidden)
+            else:
+                self.slices[index].add_(part.T @ hidden)
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        """The gradient times a scalar, in the weight's type; the sum is given up slice by slice."""
+        gradient = torch.zeros_like(self.weight) if not self.slices else torch.empty_like(self.weight)
+        self.slices.reverse()
+        for rows in gradient.split(VOCAB_SLICE):
+            if not self.slices:
+                break
+            torch.mul(self.slices.pop(), scale, out=rows)
+        return gradient
+
+
+def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """Writes each row's loss into `losses` (C,) and the gradient of the logits over `logits` (C, V)."""
+    values = logits.to(losses.dtype)
+    highest = values.amax(dim=1, keepdim=True)
+    exponentials = (values - highest).exp()
+    total = exponentials.sum(dim=1, keepdim=True)
+    labels = labels[:, None]
+    losses.copy_((total.log() + highest - values.gather(1, labels)).squeeze(1))
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels
+    logits.copy_(exponentials / total - is_label.to(losses.dtype))
+
+
+def _softmax_gradient_in_blocks(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """The same without a compiler: a few rows at a time, so that the float32 copies stay small."""
+    limit = EAGER_ELEMENTS["cpu" if logits.device.type == "cpu" else "other"]
+    rows = max(1, limit // logits.shape[1])
+    for block in zip(logits.split(rows), labels.split(rows), losses.split(rows), strict=True):
+        _softmax_gradient(*block)
+
+
+@cache
+def _compiled_softmax_gradient() -> Callable[[Tensor, Tensor, Tensor], None]:
+    # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
+    return torch.compile(_softmax_gradient, dynamic=True, fullgraph=True)

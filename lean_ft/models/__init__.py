@@ -1,0 +1,25 @@
+"""Models: one decoder for every dense family, and Hugging Face folders in and out."""
+
+from lean_ft.models.cache import KVCache
+from lean_ft.models.decoder import Block, Decoder, DecoderConfig
+from lean_ft.models.families import decoder_config
+from lean_ft.models.generation import generate, generate_steps
+from lean_ft.models.hf_format import build_decoder, load_model, save_model
+from lean_ft.models.layers import MLP, RMSNorm
+from lean_ft.models.rope import RopeConfig
+
+__all__ = [
+    "MLP",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "KVCache",
+    "RMSNorm",
+    "RopeConfig",
+    "build_decoder",
+    "decoder_config",
+    "generate",
+    "generate_steps",
+    "load_model",
+    "save_model",
+]

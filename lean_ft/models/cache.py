@@ -1,0 +1,99 @@
+"""The key-value cache of generation: keys and values of all positions so far, in memory taken once.
+
+Rows of a batch may have different lengths. Position p of a row lies at index p of its cache, so a row's padding is
+overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p.
+
+Shapes: B batch, T new tokens, C capacity, H query heads, K key-value heads, D features of a head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class LayerCache:
+    """One layer's keys and values, and the way a query attends to them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, owner: "KVCache") -> None:
+        self.keys = keys  # (B, C, K, D)
+        self.values = values
+        self.owner = owner
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores key and value (B, T, K, D) at their positions; returns the attention of query (B, T, H, D)."""
+        positions = self.owner.positions
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        self.keys[rows, positions] = key
+        self.values[rows, positions] = value
+        if self.owner.starts_empty:
+            attended = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=True,
+            )
+        else:
+            attended = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                self.keys[:, : self.owner.filled].transpose(1, 2),
+                self.values[:, : self.owner.filled].transpose(1, 2),
+                attn_mask=self.owner.visible,
+                enable_gqa=True,
+            )
+        return attended.transpose(1, 2)
+
+
+class KVCache:
+    """The layers' caches and how far each row is filled.
+
+    Takes 2 * layers * B * C * K * D elements. `begin` and `advance` frame each forward pass; Decoder calls both.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, batch_size, capacity, num_kv_heads, head_dim)
+        # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        values = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [LayerCache(keys[i], values[i], self) for i in range(num_layers)]
+        self.capacity = capacity
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
+        self.filled = 0  # at least every row's length; known without asking the device
+        self.starts_empty = True
+        self.positions = torch.empty(0, device=device)
+        self.visible: Tensor | None = None
+
+    def begin(self, num_tokens: int) -> Tensor:
+        """Makes room for `num_tokens` more in every row and returns their positions (B, T).
+
+        Raises ValueError where they do not fit.
+        """
+        self.starts_empty = self.filled == 0
+        if self.filled + num_tokens > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.capacity} positions; {self.filled} are taken and {num_tokens} more were given. "
+                "Build it with a larger capacity."
+            )
+        self.filled += num_tokens
+        new = torch.arange(num_tokens, device=self.lengths.device)
+        self.positions = self.lengths[:, None] + new
+        indices = torch.arange(self.filled, device=self.lengths.device)
+        self.visible = (indices <= self.positions[..., None])[:, None]  # (B, 1, T, filled)
+        return self.positions
+
+    def advance(self, num_tokens: int) -> None:
+        """Counts `num_tokens` more in every row as filled."""
+        self.lengths = self.lengths + num_tokens
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forgets what lies beyond `lengths` (B,): the padding of rows that are shorter than the longest."""
+        self.lengths = torch.minimum(self.lengths, lengths)

@@ -1,0 +1,267 @@
+"""A Hugging Face folder in, the same folder out.
+
+Everything is checked against config.json before memory is taken: a missing, unexpected or misshapen tensor is an
+error, never a warning. Then each tensor is read straight into its parameter, so the peak while loading is the model.
+Only safetensors files are read; pickled weights (.bin, .pth) can run code when they are opened and are refused.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.assets import resolve_model_path
+from lean_ft.models.decoder import Decoder, DecoderConfig
+from lean_ft.models.families import decoder_config
+from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (*_DTYPES, torch.float64)
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    random_init: bool = False,
+) -> Decoder:
+    """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
+
+    With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
+    model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    expected; nothing is allocated before that is known.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
+    folder = resolve_model_path(path)
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+    config = decoder_config(hf_config, where=str(folder / "config.json"))
+    if random_init:
+        model = build_decoder(config, device, dtype)
+    else:
+        model = _empty_decoder(config, dtype)
+        stored = _match(model, _stored_tensors(folder), folder)
+        model.to_empty(device=device)
+        for name, parameter in model.named_parameters():
+            stored[name].read_into(parameter)
+    model.source_folder = folder
+    model.hf_config = hf_config
+    generation_config = folder / "generation_config.json"
+    model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    return model
+
+
+def build_decoder(
+    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms 1."""
+    model = _empty_decoder(config, dtype).to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, config.initializer_range)
+    return model
+
+
+def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Writes the folder that `load_model` and transformers' `from_pretrained` read: config and safetensors.
+
+    Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded one with its
+    dtype brought up to date; generation_config.json is carried along. Each file appears whole or not at all, and
+    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json.
+    """
+    if not model.hf_config:
+        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(model.named_parameters())
+    shards = _shards(tensors, max_shard_bytes)
+    for file_name, names in shards.items():
+        write_file(folder / file_name, {name: tensors[name] for name in names}, {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(_num_bytes(tensor) for tensor in tensors.values())
+        weight_map = {name: file_name for file_name, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write(folder / _INDEX, _as_json(index))
+    current = {*shards, _INDEX} if len(shards) > 1 else set(shards)
+    for stale in [folder / _INDEX, *folder.glob("model*.safetensors")]:
+        if stale.name not in current:
+            stale.unlink(missing_ok=True)
+    spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
+    dtype = str(model.output_weight.dtype).removeprefix("torch.")
+    _write(folder / "config.json", _as_json({**model.hf_config, **dict.fromkeys(spelled, dtype)}))
+    if model.generation_config is not None:
+        _write(folder / "generation_config.json", model.generation_config)
+
+
+def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+    """A decoder of shapes alone, on the meta device."""
+    with torch.device("meta"):
+        return Decoder(config).to(dtype)
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors in the folder's safetensors files, by name, read from their headers."""
+    if (folder / _WEIGHTS).exists():
+        return read_header(_inside(folder, _WEIGHTS, folder))
+    if not (folder / _INDEX).exists():
+        raise ValueError(_no_weights(folder))
+    index = _read_json(folder / _INDEX, "it lists the weight files.")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{folder / _INDEX}: expected an object weight_map from tensor names to file names.")
+    headers = {name: read_header(_inside(folder, name, folder / _INDEX)) for name in set(weight_map.values())}
+    absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
+    if absent:
+        raise ValueError(
+            f"{folder / _INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
+            "are not of one model: download or copy the folder again."
+        )
+    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
+
+
+def _inside(folder: Path, name: str, source: Path) -> Path:
+    """The file `name` of the folder; refused where the name or a link leads out of it."""
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name:
+        raise ValueError(f"{source} names the weight file {name!r}; expected the name of a file in {folder}.")
+    file = folder / relative
+    if not file.is_file():
+        raise ValueError(f"{source} names the weight file {name!r}, which is missing from {folder}.")
+    target, home = file.resolve(), folder.resolve()
+    # In the hub's own cache a snapshot's files are links into the blobs of the same repository.
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+        raise ValueError(
+            f"the weight file {name!r} of {folder} is a link to {target}, outside the folder. Copy the file into it."
+        )
+    return file
+
+
+def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
+    """The stored tensor of every parameter; raises ValueError unless they match one to one."""
+    # Early Llama folders keep the rotary frequencies, which config.json determines.
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    missing = expected.keys() - stored.keys()
+    if missing:
+        raise ValueError(
+            f"{folder}: the weights lack {_some(missing)}, which config.json calls for. The files are incomplete or of "
+            "another model."
+        )
+    if model.config.tied_embeddings and "lm_head.weight" in stored:
+        _check_tied(stored["model.embed_tokens.weight"], stored.pop("lm_head.weight"))
+    unexpected = stored.keys() - expected.keys()
+    if unexpected:
+        first = min(unexpected)
+        raise ValueError(
+            f"{stored[first].file}: config.json has no place for {_some(unexpected)}. The weights are of another "
+            "model, or config.json leaves out a field."
+        )
+    for name, tensor in stored.items():
+        if tensor.shape != expected[name]:
+            raise ValueError(
+                f"{tensor.file}: {name} has the shape {list(tensor.shape)}; config.json makes it "
+                f"{list(expected[name])}."
+            )
+        if tensor.dtype not in _STORED_DTYPES:
+            raise ValueError(
+                f"{tensor.file}: {name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64. Quantized "
+                "weights cannot be trained: take the model they were made from."
+            )
+    return stored
+
+
+def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
+    """Some folders store a tied output layer as well; it must then be the embedding itself."""
+    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED_DTYPES
+    if same:
+        with open(embedding.file, "rb") as a, open(head.file, "rb") as b:
+            a.seek(embedding.offset)
+            b.seek(head.offset)
+            assert head.dtype is not None
+            remaining = head.dtype.itemsize * torch.Size(head.shape).numel()
+            while same and remaining:
+                step = min(remaining, 2**24)
+                same = a.read(step) == b.read(step)
+                remaining -= step
+    if not same:
+        raise ValueError(
+            f"{head.file}: tie_word_embeddings is true in config.json, but lm_head.weight differs from "
+            "model.embed_tokens.weight. Set tie_word_embeddings to false if the output layer is one of its own."
+        )
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = [f.name for f in sorted(folder.iterdir()) if f.suffix in (".bin", ".pth", ".pt", ".ckpt")]
+    if pickled:
+        return (
+            f"{folder} has weights only as {_some(pickled)}. Such files are pickled and can run code when opened, so "
+            "they are not read. Convert them where you trust them: load the folder with transformers and save it with "
+            "save_pretrained(), which writes safetensors."
+        )
+    others = [f.name for f in sorted(folder.glob("*.safetensors"))]
+    found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
+    return (
+        f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
+        "To build the model with random weights, set random_init."
+    )
+
+
+def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Names of tensors by file name, in the model's order; a file takes as many as fit, and at least one."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _num_bytes(tensor) > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += _num_bytes(tensor)
+    if len(shards) == 1:
+        return {_WEIGHTS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _read_json(file: Path, purpose: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {file.name}: {purpose}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected a JSON object.")
+    return content
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write(file: Path, content: bytes) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

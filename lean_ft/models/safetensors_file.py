@@ -1,0 +1,146 @@
+"""Reads and writes safetensors files tensor by tensor, without a second copy of the weights in memory.
+
+The safetensors library maps a file into memory, and every page touched counts as resident until the file is closed:
+loading a model that way peaks at twice its size. Here bytes go from the file straight into the parameter, and back.
+The format is eight bytes of length, a JSON header, and the tensors' bytes
+(https://huggingface.co/docs/safetensors); what is written equals the library's own output byte for byte.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# The library's limit too: a header is kilobytes, and a length beyond this is no header.
+_MAX_HEADER_BYTES = 100_000_000
+_STAGING_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies on disk. `dtype` is None where it is one that is not read here, named by `dtype_name`."""
+
+    file: Path
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return _DTYPES.get(self.dtype_name)
+
+    def read_into(self, target: Tensor) -> None:
+        """Fills `target`, contiguous and of this shape, on any device and in any floating dtype.
+
+        Takes no memory beyond 1 MiB; none at all where the dtype is the target's and the target is on the CPU.
+        """
+        assert self.dtype is not None
+        assert target.shape == self.shape
+        assert target.is_contiguous()
+        flat = target.detach().view(-1)
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            if flat.device.type == "cpu" and flat.dtype == self.dtype:
+                _read_exactly(file, flat, self.file)
+                return
+            step = min(flat.numel(), _STAGING_BYTES // self.dtype.itemsize)
+            staging = torch.empty(step, dtype=self.dtype, pin_memory=flat.is_cuda)
+            for start in range(0, flat.numel(), max(step, 1)):
+                part = flat[start : start + step]
+                _read_exactly(file, staging[: part.numel()], self.file)
+                part.copy_(staging[: part.numel()])
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors that a safetensors file holds, by name, without reading them.
+
+    Raises ValueError where the file is damaged or no safetensors file.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"{file} is no safetensors file, or was cut short: its header does not fit into it.")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors, end = {}, 0
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                tensor = StoredTensor(
+                    file, str(entry["dtype"]), tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+                )
+                start, stop = entry["data_offsets"]
+                known = tensor.dtype is None or stop - start == math.prod(tensor.shape) * tensor.dtype.itemsize
+                if start != end or stop < start or not known:
+                    raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
+                tensors[name], end = tensor, stop
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+    if end != size - 8 - length:
+        raise ValueError(
+            f"{file} is damaged: it should hold {end} bytes of tensors and holds {size - 8 - length}. Download or copy "
+            "it again."
+        )
+    return tensors
+
+
+def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes tensors, one at a time, under a temporary name that becomes `file` once it is whole."""
+    # The library's order: wide dtypes first, so that each tensor's bytes are aligned; then by name.
+    names = sorted(tensors, key=lambda name: (_order(tensors[name].dtype), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in names:
+                stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _order(dtype: torch.dtype) -> int:
+    ranks = ["I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
+    return ranks.index(_NAMES[dtype])
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    return flat.view(-1).view(torch.uint8).numpy().data
+
+
+def _read_exactly(file, target: Tensor, name: Path) -> None:
+    remaining = _bytes_of(target)
+    while remaining:  # one read gives at most 2 GiB
+        count = file.readinto(remaining)
+        if not count:
+            raise ValueError(f"{name} was cut short while it was read. Download or copy it again.")
+        remaining = remaining[count:]

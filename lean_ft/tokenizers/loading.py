@@ -1,0 +1,189 @@
+"""A model folder to a `Tokenizer`: which file it is, its special tokens, its chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from lean_ft.assets import resolve_model_path
+from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
+from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
+from lean_ft.tokenizers.tokenizer import Tokenizer
+from lean_ft.tokenizers.tokenizer_json import TokenizerJson
+from lean_ft.tokenizers.vocabulary import Vocabulary
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Loads the tokenizer of the model folder `path` (or of the embedded model, `tiny`).
+
+    Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
+    as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
+    beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
+    where the folder has no tokenizer or its files contradict each other.
+    """
+    folder = resolve_model_path(path)
+    config = _read_json(folder / "tokenizer_config.json")
+    for key, value in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(key, value)
+    named = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
+    added_tokens = _added_tokens(config, _read_json(folder / "added_tokens.json"), named)
+
+    vocabulary: Vocabulary
+    tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
+    if tokenizer_json.is_file():
+        vocabulary = TokenizerJson(tokenizer_json, added_tokens, bos=named.get("bos_token"), eos=named.get("eos_token"))
+    elif tokenizer_model.is_file() and is_rank_file(tokenizer_model):
+        vocabulary = TiktokenModel(tokenizer_model, added_tokens)
+        named.setdefault("bos_token", "<|begin_of_text|>")
+        named.setdefault("eos_token", "<|eot_id|>" if "chat_template" in config else "<|end_of_text|>")
+    elif tokenizer_model.is_file():
+        vocabulary = SentencePieceModel(
+            tokenizer_model,
+            added_tokens,
+            adds_bos=config.get("add_bos_token", True),
+            adds_eos=config.get("add_eos_token", False),
+            legacy=config.get("legacy") or False,
+        )
+        for key, default in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
+            if key not in config and vocabulary.token_id(default) is not None:
+                named[key] = default
+    else:
+        raise ValueError(_no_tokenizer(folder))
+
+    named = {key: token for key, token in named.items() if vocabulary.token_id(token) is not None}
+    ids = {key: vocabulary.token_id(token) for key, token in named.items()}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        # An explicit null means that the model has none: Qwen2.5 names a bos in its generation config all the
+        # same.
+        if key not in ids and (key == "pad_token" or key not in config):
+            token_id = _id_from_model_configs(folder, f"{key}_id", vocabulary.size)
+            if token_id is not None:
+                ids[key] = token_id
+                token = vocabulary.id_token(token_id)
+                if token is not None and key != "pad_token":
+                    named[key] = token
+    pad_candidates = (ids.get("pad_token"), ids.get("eos_token"), ids.get("unk_token"), 0)
+    return Tokenizer(
+        vocabulary,
+        special_tokens=named,
+        chat_templates=_chat_templates(folder, config),
+        bos_id=ids.get("bos_token"),
+        eos_id=ids.get("eos_token"),
+        pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
+        files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        + sorted((folder / "chat_templates").glob("*.jinja")),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}.")
+    return value
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _added_tokens(
+    config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
+) -> list[tuple[int | None, AddedToken]]:
+    """Every token that the configs name, with its id where they give one: declared ones in order of id, then
+    others."""
+    declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    special = [
+        *named.values(),
+        *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)),
+    ]
+    if not declared:
+        declared = {
+            token_id: AddedToken(token, special=token in special, normalized=token not in special)
+            for token, token_id in legacy_added.items()
+        }
+    tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
+    known = {token.content for token in declared.values()}
+    for content in special:
+        if content not in known:
+            known.add(content)
+            full = next((config[key] for key in NAMED_TOKENS if _is_full(config.get(key), content)), content)
+            tokens.append((None, _token(full, special=True)))
+    return tokens
+
+
+def _is_full(value: Any, content: str) -> bool:
+    return isinstance(value, dict) and value.get("content") == content
+
+
+def _token(value: str | dict[str, Any], special: bool | None = None) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=bool(special), normalized=not special)
+    is_special = bool(value.get("special", False)) if special is None else special
+    return AddedToken(
+        value["content"],
+        single_word=value.get("single_word", False),
+        lstrip=value.get("lstrip", False),
+        rstrip=value.get("rstrip", False),
+        normalized=value.get("normalized", not is_special),
+        special=is_special,
+    )
+
+
+def _id_from_model_configs(folder: Path, key: str, vocab_size: int) -> int | None:
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get(key)
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if isinstance(value, int) and 0 <= value < vocab_size:
+            return value
+    return None
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name. Files win over the config, as in transformers."""
+    in_config = config.get("chat_template")
+    if in_config is None:
+        in_config = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(in_config, str):
+        templates = {"default": in_config}
+    elif isinstance(in_config, list):
+        templates = {entry["name"]: entry["template"] for entry in in_config}
+    else:
+        templates = dict(in_config or {})
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for file in sorted((folder / "chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _no_tokenizer(folder: Path) -> str:
+    message = f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model."
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        message += (
+            " It has vocab.json and merges.txt; load it once with transformers' AutoTokenizer and save it, "
+            "which writes a tokenizer.json."
+        )
+    elif (folder / "tekken.json").is_file():
+        message += " It has tekken.json, which is not read; use the repository that ships tokenizer.json."
+    return message

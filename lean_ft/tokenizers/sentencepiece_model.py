@@ -1,0 +1,139 @@
+"""SentencePiece `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
+
+SentencePiece itself decides the ids of text; control tokens are found in the text first, as transformers
+does. Whether the text behind one gets the word-start mark again is `legacy` in tokenizer_config.json
+(default: it does not).
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken
+
+from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
+
+WORD_START = "▁"
+# A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
+# these bytes say `normalizer_spec { add_dummy_prefix: false }`, whichever version of the library reads them.
+WITHOUT_WORD_START = b"\x1a\x02\x18\x00"
+
+
+class SentencePieceModel:
+    """A SentencePiece model and the tokens that `tokenizer_config.json` adds to it."""
+
+    def __init__(
+        self,
+        path: Path,
+        added_tokens: list[tuple[int | None, AddedToken]],
+        adds_bos: bool,
+        adds_eos: bool,
+        legacy: bool,
+    ):
+        model = path.read_bytes()
+        try:
+            self._processor: Any = SentencePieceProcessor(model_proto=model)
+        except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
+            raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
+        self._inside: Any = (
+            self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+        )
+        self.adds_bos, self.adds_eos = adds_bos, adds_eos
+        self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
+
+        num_pieces = self._processor.get_piece_size()
+        is_marker = [i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
+        self.added = {self._processor.id_to_piece(i): i for i in is_marker}
+        control = set(self.added)
+        next_id = num_pieces
+        eats_space: dict[str, tuple[bool, bool]] = {}
+        for declared_id, token in added_tokens:
+            content = token.content
+            if content not in self.added:
+                known = self._piece_id(content)
+                self.added[content] = known if known is not None else next_id
+                next_id = max(next_id, self.added[content] + 1)
+            if declared_id is not None and self.added[content] != declared_id:
+                raise ValueError(
+                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but this model "
+                    f"has it at {self.added[content]}. The two files do not belong together: take both from "
+                    "one model."
+                )
+            if token.special:
+                control.add(content)
+            eats_space[content] = (token.lstrip, token.rstrip)
+        self.control = frozenset(control)
+        self.size = next_id
+        self._contents = {token_id: content for content, token_id in self.added.items()}
+        self._any_added = any_of(self.added)
+        if any(left or right for left, right in eats_space.values()):
+            self._any_added = re.compile(
+                "|".join(
+                    (r"\s*" if eats_space.get(content, (False, False))[0] else "")
+                    + re.escape(content)
+                    + (r"\s*" if eats_space.get(content, (False, False))[1] else "")
+                    for content in sorted(self.added, key=len, reverse=True)
+                )
+            )
+
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+        return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text: list[str] = []
+        pending = bytearray()
+
+        def flush() -> None:
+            text.append(pending.decode("utf-8", errors="replace"))
+            pending.clear()
+
+        for token_id in ids:
+            if token_id in self._contents:
+                flush()
+                if not (skip_special_tokens and self._contents[token_id] in self.control):
+                    text.append(self._contents[token_id])
+            elif self._processor.is_byte(token_id):
+                pending.append(int(self._processor.id_to_piece(token_id)[3:-1], 16))  # "<0x0A>"
+            else:
+                flush()
+                piece = self._processor.id_to_piece(token_id).replace(WORD_START, " ")
+                at_start = not any(text) and piece.startswith(" ") and self._marks_words
+                text.append(piece[1:] if at_start else piece)
+        flush()
+        return "".join(text)
+
+    def token_id(self, token: str) -> int | None:
+        return self.added[token] if token in self.added else self._piece_id(token)
+
+    def id_token(self, token_id: int) -> str | None:
+        if token_id in self._contents:
+            return self._contents[token_id]
+        return self._processor.id_to_piece(token_id) if token_id < self._processor.get_piece_size() else None
+
+    def _piece_id(self, piece: str) -> int | None:
+        token_id = self._processor.piece_to_id(piece)
+        return token_id if self._processor.id_to_piece(token_id) == piece else None
+
+    def _encode(self, text: str, literal: list[Span]) -> Encoding:
+        ids: list[int] = []
+        spans: list[Span] = []
+        for start, end, is_token in split_at_tokens(text, self._any_added, literal):
+            if is_token:
+                token = text[start:end]
+                ids.append(self.added[token] if token in self.added else self.added[token.strip()])
+                spans.append((start, end))
+                continue
+            piece_ids, piece_spans = _pieces(self._processor if start == 0 else self._inside, text[start:end])
+            ids.extend(piece_ids)
+            spans.extend((start + first, start + last) for first, last in piece_spans)
+        return Encoding.of(ids, spans)
+
+
+def _pieces(processor: Any, text: str) -> tuple[list[int], list[Span]]:
+    """Ids and character spans, by the call that this version of the library has for them."""
+    if hasattr(processor, "encode_as_offset_mapping"):
+        mapping = processor.encode(text, out_type="offset_mapping")
+        return list(mapping["ids"]), list(mapping["offsets"])
+    proto = processor.encode(text, out_type="immutable_proto")
+    return [piece.id for piece in proto.pieces], [(piece.begin, piece.end) for piece in proto.pieces]

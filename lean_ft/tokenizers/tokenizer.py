@@ -1,0 +1,263 @@
+"""The tokenizer that the rest of the package uses: text and chats to ids, with a mask of what is trained."""
+
+import re
+import shutil
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lean_ft.tokenizers.chat_template import (
+    GENERATION_START,
+    LITERAL_END,
+    LITERAL_START,
+    MARKERS,
+    ChatTemplate,
+)
+from lean_ft.tokenizers.tokenizer_json import TokenizerJson
+from lean_ft.tokenizers.turns import Turns, outside_literals
+from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
+
+TrainOn = Literal["completion", "assistant", "last", "all"]
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text that becomes one training sequence."""
+
+    text: str
+    trained: list[Span]
+    """Characters whose tokens are trained; a token that only partly lies in one is trained too."""
+    literal: list[Span] = field(default_factory=list)
+    """Control tokens that somebody typed; they are encoded as ordinary text."""
+    add_bos: bool = False
+    """Put bos in front, if this tokenizer does that and the text does not begin with it."""
+    add_eos: bool = False
+    """Put eos behind, trained, if there is one and the text does not end with it."""
+
+
+class Tokenizer:
+    """Text and chats to ids and back. Made by `load_tokenizer`.
+
+    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
+    padding is told by position, never by id, so it may equal `eos_id`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        special_tokens: dict[str, str],
+        chat_templates: dict[str, str],
+        bos_id: int | None,
+        eos_id: int | None,
+        pad_id: int,
+        files: list[Path],
+    ):
+        self._vocabulary = vocabulary
+        self._special_tokens = special_tokens
+        self._chat_templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
+        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.files = files
+        self._control = any_of(vocabulary.control)
+        self._written_by_template = outside_literals(vocabulary.added)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self._vocabulary.size
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the template for chats without tools, or None."""
+        template = self._chat_templates.get("default")
+        return template.source if template else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` and so on, as chat templates see them."""
+        return dict(self._special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`; control tokens in it are recognised.
+
+        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is
+        there.
+        """
+        if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
+            ids = self._vocabulary.encode_with_special_tokens(text)
+            return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
+        ids = self._vocabulary.encode([text], [[]])[0].ids.tolist()
+        if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of `ids`."""
+        return self._vocabulary.decode(list(map(int, ids)), skip_special_tokens)
+
+    def render(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        train_on: TrainOn = "assistant",
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
+
+        Each message is a dict with `role` and `content` (and what else the chat template reads). Control
+        tokens typed inside a message are ordinary text. Raises ValueError where there is no chat template,
+        where it refuses the messages, or where it does not let the assistant's turns be told apart.
+        """
+        ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
+        return ids.tolist(), mask.tolist()
+
+    def passage(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        train_on: TrainOn = "assistant",
+    ) -> Passage:
+        """The text of a chat with its trained spans; see `render`."""
+        template = self._template(tools)
+        marked_messages, num_literals = self._mark_literals(messages)
+        marked_tools, num_tool_literals = self._mark_literals(tools)
+
+        def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
+            return template.render(list(part), marked_tools, prompt, self._special_tokens)
+
+        full = render(marked_messages, add_generation_prompt)
+        markers = [match.start() for match in MARKERS.finditer(full)]
+        text = MARKERS.sub("", full)
+
+        def unmarked(position: int) -> int:
+            return position - bisect_left(markers, position)
+
+        literal = [
+            (unmarked(match.start()), unmarked(match.end()))
+            for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
+        ]
+        if num_literals + num_tool_literals:
+            undisturbed = template.render(messages, tools, add_generation_prompt, self._special_tokens)
+            whole = all(text[start:end] in self._vocabulary.control for start, end in literal)
+            if not whole or MARKERS.sub("", undisturbed) != text or full.count(LITERAL_START) != len(literal):
+                raise ValueError(
+                    "a message holds a control token as text, and the chat template acts on it, so the two "
+                    "cannot be told apart. Remove the control token from the message."
+                )
+        if train_on == "all":
+            trained = [(0, len(text))]
+        elif template.marks_generation:
+            spans = _generation_spans(full)
+            if train_on == "last":
+                spans = spans[self._num_spans_before_last_turn(messages, template, tools) :]
+            trained = [(unmarked(start), unmarked(end)) for start, end in spans]
+        else:
+            wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+            if train_on == "last":
+                wanted = wanted[-1:]
+            turns = Turns(
+                full,
+                add_generation_prompt,
+                marked_messages,
+                render,
+                self._written_by_template,
+                self._vocabulary.control,
+            )
+            trained = [(unmarked(start), unmarked(end)) for start, end in map(turns.span, wanted)]
+        return Passage(text, trained, literal)
+
+    def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
+        encodings = self._vocabulary.encode([p.text for p in passages], [p.literal for p in passages])
+        tokenized = []
+        for passage, encoding in zip(passages, encodings, strict=True):
+            ids, trained = encoding.ids, encoding.touches(passage.trained)
+            for start, end in passage.literal:
+                typed = self._vocabulary.added[passage.text[start:end]]
+                if typed in ids[encoding.touches([(start, end)])]:
+                    raise ValueError(
+                        f"a message holds the control token {passage.text[start:end]!r} as text, and this "
+                        "tokenizer cannot write it as text. Remove it from the message."
+                    )
+            bos_id = self.bos_id if passage.add_bos and self._vocabulary.adds_bos else None
+            if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
+                ids, trained = np.insert(ids, 0, bos_id), np.insert(trained, 0, False)
+            if passage.add_eos and self.eos_id is not None:
+                if len(ids) == 0 or ids[-1] != self.eos_id:
+                    ids, trained = np.append(ids, np.int32(self.eos_id)), np.append(trained, True)
+                trained[-1] = True
+            tokenized.append((ids.astype(np.int32, copy=False), trained))
+        return tokenized
+
+    def save(self, path: str | Path) -> None:
+        """Copies the tokenizer's files, byte for byte, into the folder `path`."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self.files:
+            target = (
+                folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+            )
+            target.parent.mkdir(exist_ok=True)
+            if not (target.exists() and target.samefile(file)):
+                shutil.copyfile(file, target)
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        if tools and "tool_use" in self._chat_templates:
+            return self._chat_templates["tool_use"]
+        if "default" in self._chat_templates:
+            return self._chat_templates["default"]
+        named = f" under the name `default` (it has: {', '.join(self._chat_templates)})" if self._chat_templates else ""
+        raise ValueError(
+            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
+            "model's instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give "
+            "the data as prompt/completion or text."
+        )
+
+    def _mark_literals(self, value: Any) -> tuple[Any, int]:
+        """`value` with the control tokens in its strings between literal markers, and their number."""
+        if isinstance(value, str):
+            if MARKERS.search(value):
+                raise ValueError(
+                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
+                    "character and are used here as markers. Remove it."
+                )
+            return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
+        if isinstance(value, dict):
+            marked = {key: self._mark_literals(inner) for key, inner in value.items()}
+            return {key: inner for key, (inner, _) in marked.items()}, sum(n for _, n in marked.values())
+        if isinstance(value, list):
+            items = [self._mark_literals(inner) for inner in value]
+            return [inner for inner, _ in items], sum(n for _, n in items)
+        return value, 0
+
+    def _num_spans_before_last_turn(
+        self, messages: Messages, template: ChatTemplate, tools: list[dict[str, Any]] | None
+    ) -> int:
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if len(turns) < 2:
+            return 0
+        return len(_generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens)))
+
+
+def _generation_spans(marked: str) -> list[Span]:
+    """Spans between generation markers; a block inside another counts with the outer one."""
+    spans: list[Span] = []
+    depth = start = 0
+    for match in re.finditer("[\ufdd0\ufdd1]", marked):
+        if match.group() == GENERATION_START:
+            if depth == 0:
+                start = match.end()
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, match.start()))
+    return spans

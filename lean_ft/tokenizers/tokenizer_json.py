@@ -1,0 +1,128 @@
+"""`tokenizer.json`: the format of the `tokenizers` library, which almost every model on the hub ships."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HFTokenizer
+
+from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
+
+# Stand-ins for control tokens while literal ones are encoded: one private-use character each.
+FIRST_STAND_IN = 0x100000
+
+
+class TokenizerJson:
+    """A `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it."""
+
+    def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None):
+        """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
+        in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
+        try:
+            spec = json.loads(path.read_text(encoding="utf-8"))
+            _keep_whole_offsets(spec.get("post_processor"))
+            self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
+        except Exception as error:  # the library raises a bare Exception
+            raise ValueError(f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}") from None
+        # A file saved after padded or truncated use would silently do the same to training rows.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+        present = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for declared_id, token in added_tokens:
+            if token.content in present:
+                continue
+            self._tokenizer.add_tokens([token])
+            got = self._tokenizer.token_to_id(token.content)
+            if declared_id is not None and got != declared_id:
+                raise ValueError(
+                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added "
+                    f"to this file it becomes {got}. The two files do not belong together: take both from "
+                    "one model."
+                )
+            present.add(token.content)
+
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: token_id for token_id, token in decoder.items()}
+        self.control = frozenset(token.content for token in decoder.values() if token.special)
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        around_nothing = self._tokenizer.encode("a", add_special_tokens=True).ids
+        self.adds_bos = bos is not None and around_nothing[:1] == [self.token_id(bos)]
+        self.adds_eos = eos is not None and around_nothing[-1:] == [self.token_id(eos)]
+        self._any_added = any_of(self.added)
+        self._with_stand_ins: tuple[HFTokenizer, dict[str, str], np.ndarray] | None = None
+
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+        whole = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            self._encode_with_literals(text, literal) if literal else Encoding.of(encoding.ids, encoding.offsets)
+            for text, literal, encoding in zip(texts, literals, whole, strict=True)
+        ]
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Ids with whatever the file's post-processor puts around a text."""
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def id_token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
+        """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
+
+        The template's own control tokens are respelled in the text too, so the typed ones match nothing;
+        splitting, normalisation and prefix spaces stay exactly those of the whole text.
+        """
+        copy, stand_ins, true_ids = self._copy_with_stand_ins()
+        respelled: list[str] = []
+        origin: list[int] = []  # of every respelled character, its place in `text`
+        for start, end, is_token in split_at_tokens(text, self._any_added, literal):
+            piece = text[start:end]
+            if is_token and piece in stand_ins:
+                respelled.append(stand_ins[piece])
+                origin.append(start)
+            else:
+                if any(FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece):
+                    raise ValueError("a text with a typed control token also holds private-use characters of plane 16")
+                respelled.append(piece)
+                origin.extend(range(start, end))
+        origin.append(len(text))
+        encoding = copy.encode("".join(respelled), add_special_tokens=False)
+        place = np.asarray(origin, dtype=np.int32)
+        spans = np.asarray(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+        ids = true_ids[np.asarray(encoding.ids, dtype=np.int64)]
+        return Encoding(ids.astype(np.int32), place[spans[:, 0]], place[spans[:, 1]])
+
+    def _copy_with_stand_ins(self) -> tuple[HFTokenizer, dict[str, str], np.ndarray]:
+        if self._with_stand_ins is None:
+            spec = json.loads(self._tokenizer.to_str())
+            controls = [token for token in spec["added_tokens"] if token["special"]]
+            stand_ins = {token["content"]: chr(FIRST_STAND_IN + i) for i, token in enumerate(controls)}
+            for token in controls:
+                token["content"] = stand_ins[token["content"]]
+            copy = HFTokenizer.from_str(json.dumps({**spec, "post_processor": None}))
+            # The library numbers added tokens anew: ids of the copy -> ids of the file.
+            largest = max(copy.get_vocab(with_added_tokens=True).values())
+            true_ids = np.arange(largest + 1)
+            for content, token_id in self.added.items():
+                true_ids[copy.token_to_id(stand_ins.get(content, content))] = token_id
+            self._with_stand_ins = copy, stand_ins, true_ids
+        return self._with_stand_ins
+
+
+def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
+    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are
+    unaffected."""
+    if post_processor is None:
+        return
+    if "trim_offsets" in post_processor:
+        post_processor["trim_offsets"] = False
+    for inner in post_processor.get("processors", []):
+        _keep_whole_offsets(inner)

@@ -1,0 +1,142 @@
+"""Answers held-out questions with the model as it stands, and counts the answers that are right to the letter.
+
+The loss says how likely the right answer was; this says whether it was given. A question is all that precedes the last
+trained stretch of a held-out sequence (for a chat: everything up to the last assistant turn, its header included), and
+the right answer is that stretch. Decoding is greedy, so asking draws no random number and a run stays the same bits.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from lean_ft.data import Batch
+from lean_ft.models import Decoder, generate
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.progress import say
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question, the answer that the data gives, and the model's."""
+
+    question: str
+    expected: str
+    given: str
+    ended: bool
+    """Whether the model ended its answer; one that would have gone on is not right."""
+
+    @property
+    def right(self) -> bool:
+        return self.ended and self.given == self.expected
+
+
+@dataclass(frozen=True)
+class AnswerReport:
+    """Answers in the order of the questions."""
+
+    answers: list[Answer]
+
+    @property
+    def num_right(self) -> int:
+        return sum(answer.right for answer in self.answers)
+
+    @property
+    def exact_match(self) -> float:
+        """Share of right answers, from 0 to 1."""
+        return self.num_right / len(self.answers)
+
+
+def say_answers(
+    when: str,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    held_out: Iterable[Batch] | None,
+    max_questions: int,
+    num_samples: int = 3,
+) -> AnswerReport | None:
+    """Answers held-out questions and prints the share of right answers, with the same few as samples each time.
+
+    `when` is a word or two for the line printed (`before training`). Does nothing where `max_questions` is 0. Raises
+    ValueError as `answer_held_out` does, and where nothing is held out.
+    """
+    if max_questions == 0:
+        return None
+    if held_out is None:
+        raise ValueError(
+            f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
+            "data.validation_fraction, or eval_answers=0."
+        )
+    report = answer_held_out(model, tokenizer, held_out, max_questions)
+    total = len(report.answers)
+    say("answers", f"{when}: {report.num_right} of {total} held-out questions right ({report.exact_match:.1%})")
+    for answer in _spread(report.answers, num_samples):
+        verdict = "right" if answer.right else f"expected: {answer.expected}"
+        say("", f"{_one_line(answer.question)}  ->  {_one_line(answer.given)}  ({verdict})")
+    return report
+
+
+def answer_held_out(
+    model: Decoder, tokenizer: Tokenizer, held_out: Iterable[Batch], max_questions: int
+) -> AnswerReport:
+    """Returns the model's greedy answers to at most `max_questions` of the held-out sequences, spread evenly over them.
+
+    An answer may take as many tokens as the longest right one asked with it. At most as many positions are computed at
+    a time as the largest of the batches has. Raises ValueError where a sequence has no question, as plain text has not.
+    """
+    batches = list(held_out)
+    questions = _spread([question for batch in batches for question in _questions(batch)], max_questions)
+    if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
+        raise ValueError(
+            "a held-out sequence is trained from its start, so it has no question to answer. Set eval_answers=0 for "
+            "plain text and for data.train_on=all."
+        )
+    stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
+    stop_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+
+    by_length = sorted(range(len(questions)), key=lambda i: sum(map(len, questions[i])), reverse=True)
+    max_positions = max(batch.num_tokens for batch in batches)
+    given: dict[int, list[int]] = {}
+    while by_length:
+        rows_at_a_time = max(1, max_positions // sum(map(len, questions[by_length[0]])))
+        asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
+        prompts = [questions[i][0] for i in asked]
+        longest_answer = max(len(questions[i][1]) for i in asked)
+        given.update(zip(asked, generate(model, prompts, longest_answer, stop_ids=stop_ids), strict=True))
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    return AnswerReport(
+        [
+            Answer(text(prompt), text(expected), text(given[i]), given[i][-1] in stop_ids)
+            for i, (prompt, expected) in enumerate(questions)
+        ]
+    )
+
+
+def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
+    """(prompt ids, right answer's ids) of every sequence in `batch` that has a trained stretch."""
+    num_columns = batch.input_ids.shape[1]
+    rows = range(0, batch.num_tokens + 1, num_columns)
+    boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
+    for start, end in pairwise(boundaries):
+        trained = [i for i in range(start, end) if labels[i] != -100]
+        if trained:
+            last = first = trained[-1]
+            while first > start and labels[first - 1] != -100:
+                first -= 1
+            yield ids[start : first + 1], labels[first : last + 1]  # labels are shifted: position i predicts labels[i]
+
+
+def _spread(items: list[T], most: int) -> list[T]:
+    """At most `most` of the items, evenly spaced."""
+    count = min(most, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

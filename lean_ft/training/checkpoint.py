@@ -1,0 +1,257 @@
+"""A checkpoint: a complete Hugging Face folder, plus what it takes to go on exactly where it was written.
+
+    step_00000100/
+      config.json, *.safetensors, tokenizer files     anything that reads Hugging Face folders reads this
+      training_state/optimizer.safetensors            the optimizer's tensors
+      training_state/training_state.json              step, settings, data position, loss scale
+      training_state/random_state.json                every random number generator
+      manifest.json                                   size and sha256 of every file above
+
+It is written under another name and renamed when it is whole and on the disk, so a name `step_*` never stands for
+half of one. Nothing in it is pickled.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.models import save_model
+from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.training.progress import gibibytes
+from lean_ft.training.random_state import RandomState
+
+MANIFEST = "manifest.json"
+STATE_FOLDER = "training_state"
+OPTIMIZER_FILE = f"{STATE_FOLDER}/optimizer.safetensors"
+TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
+RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
+
+NAME = re.compile(r"step_(\d{8,})")
+HALF_WRITTEN = re.compile(r"\.step_\d{8,}\.(tmp|old)-\d+")
+SMALL_FILES_BYTES = 64 * 2**20  # allowance for the tokenizer, JSON and the file system's own records
+
+State = dict[str, Any]
+
+
+class Saveable(Protocol):
+    """A tokenizer, as far as a checkpoint is concerned."""
+
+    def save(self, path: Any) -> object: ...
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    match = NAME.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The folders in `directory` that are named as checkpoints, by step."""
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
+
+
+def remove_half_written(directory: Path) -> list[str]:
+    """Delete what writers that were killed left behind and return the names. Call it with the directory locked."""
+    leftovers = [p for p in directory.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
+    for leftover in leftovers:
+        shutil.rmtree(leftover)
+    return [p.name for p in leftovers]
+
+
+def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
+    """Room that a checkpoint of `model` takes on the disk, from above."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return weights + optimizer_state_bytes + SMALL_FILES_BYTES
+
+
+def free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def write_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    tokenizer: Saveable,
+    optimizer_state: Mapping[str, Tensor],
+    training_state: State,
+    random_state: RandomState,
+) -> Path:
+    """Write `directory/step_...` whole or not at all, and return it. One of the same step is replaced.
+
+    Raises OSError where the disk has too little room, before anything is written.
+    """
+    needed, free = (
+        checkpoint_bytes(model, sum(tensor.nbytes for tensor in optimizer_state.values())),
+        free_bytes(directory),
+    )
+    if free < needed:
+        raise OSError(
+            f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
+            f"Nothing was written. Free some space, then start the same command again: it goes on from the "
+            f"newest checkpoint."
+        )
+    final = directory / checkpoint_name(step)
+    temporary = directory / f".{final.name}.tmp-{os.getpid()}"
+    (temporary / STATE_FOLDER).mkdir(parents=True)
+    try:
+        save_model(model, temporary)  # pyright: ignore[reportArgumentType]
+        tokenizer.save(temporary)
+        write_file(temporary / OPTIMIZER_FILE, optimizer_state, {})
+        write_json(temporary / TRAINING_STATE_FILE, training_state)
+        write_json(temporary / RANDOM_STATE_FILE, random_state)
+        write_json(temporary / MANIFEST, _manifest(temporary, step))
+        _sync_folders(temporary)
+        _rename_over(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` whole or not at all, and see it onto the disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _manifest(folder: Path, step: int) -> State:
+    """Sizes and checksums of all files, each seen onto the disk; two at a time, as both wait outside Python."""
+
+    def sync_and_sum(path: Path) -> State:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        entries = pool.map(sync_and_sum, paths)
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {"format": 1, "step": step, "files": dict(zip(names, entries, strict=True))}
+
+
+def _sync_folders(folder: Path) -> None:
+    for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+        _sync_folder(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename_over(temporary: Path, final: Path) -> None:
+    """Give the finished folder its name. A folder cannot replace another in one move, so an old one steps aside."""
+    aside = final.with_name(f".{final.name}.old-{os.getpid()}")
+    if final.exists():
+        final.rename(aside)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
+    """Raise ValueError, naming the file, unless every file in the folder's manifest is there and unchanged.
+
+    Of files larger than `checksum_up_to_bytes`, if given, only the size is checked.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, State] = manifest["files"]
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one.") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder / MANIFEST} cannot be read: the checkpoint is damaged.") from None
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the checkpoint is damaged.")
+        if path.stat().st_size != expected["bytes"]:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes where {MANIFEST} tells of {expected['bytes']}: "
+                f"the checkpoint is damaged."
+            )
+        if checksum_up_to_bytes is None or expected["bytes"] <= checksum_up_to_bytes:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    raise ValueError(f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged.")
+
+
+def read_training_state(folder: Path) -> State:
+    return json.loads((folder / TRAINING_STATE_FILE).read_text(encoding="utf-8"))
+
+
+def read_random_state(folder: Path) -> RandomState:
+    return json.loads((folder / RANDOM_STATE_FILE).read_text(encoding="utf-8"))
+
+
+def restore_weights(folder: Path, model: nn.Module) -> None:
+    """Read the checkpoint's weights into the live parameters of `model`, bit for bit and without a second copy.
+
+    Raises ValueError where the checkpoint's tensors are not the model's, by name, shape or type.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= read_header(path)
+    parameters = dict(model.named_parameters())
+    if different := sorted(stored.keys() ^ parameters.keys()):
+        owner = folder if different[0] in stored else "the model"
+        raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
+    for name, parameter in parameters.items():
+        there, here = (stored[name].shape, stored[name].dtype), (tuple(parameter.shape), parameter.dtype)
+        if there != here:
+            raise ValueError(
+                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
+                f"A run goes on with the model and the model.dtype it began with."
+            )
+        stored[name].read_into(parameter)
+
+
+def restore_optimizer(folder: Path, optimizer: Any) -> None:
+    """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for."""
+    optimizer.load_state_dict(_TensorsOnDisk(read_header(folder / OPTIMIZER_FILE)))
+
+
+class _TensorsOnDisk(Mapping[str, Tensor]):
+    """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for."""
+
+    def __init__(self, stored: dict[str, StoredTensor]):
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._stored[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        entry.read_into(tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)

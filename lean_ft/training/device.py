@@ -1,0 +1,106 @@
+"""The first line of a recipe: choose the device, seed everything, and refuse what the device cannot do."""
+
+import os
+import random
+
+import numpy as np
+import torch
+
+from lean_ft.allocators import prepare_allocators
+from lean_ft.settings import RecipeConfig
+from lean_ft.training import host_memory
+from lean_ft.training.continuation import check_output_dir
+from lean_ft.training.progress import gibibytes, say
+
+MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
+
+
+def start(cfg: RecipeConfig) -> torch.device:
+    """Make this process ready to train as `cfg` says, tell once what was adjusted, and return the device.
+
+    Seeds python's, numpy's and torch's generators. float32 products keep IEEE precision: who asks for float32 asks
+    for its digits, and TF32 keeps 10 bits of them; speed is what `model.dtype=bfloat16` is for.
+
+    Raises:
+        ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
+            (said here already, before a model is loaded for nothing).
+    """
+    prepare_allocators()  # for a recipe that was not started by the command line
+    device = resolve_device(cfg.device)
+    model = getattr(cfg, "model", None)
+    notes = check_dtype(model.dtype, device) if model is not None else []
+    check_output_dir(cfg)
+
+    random.seed(cfg.seed)
+    np.random.seed(cfg.seed % 2**32)
+    torch.manual_seed(cfg.seed)
+    torch.set_float32_matmul_precision("highest")
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        notes.append(f"{gibibytes(free)} of {gibibytes(total)} free")
+        if (allocator := os.environ.get("PYTORCH_ALLOC_CONF")) is not None:
+            notes.append(f"allocator {allocator}")
+    if device.type == "cpu":
+        # One layer is compiled at a time, and a pool of compiler processes would outweigh a small model.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if device.type == "cpu" and host_memory.return_freed_memory():
+        notes.append("freed memory goes back to the system at once (glibc's malloc thresholds fixed)")
+    say("device", f"{describe(device)}, seed {cfg.seed}" + "".join(f"; {note}" for note in notes))
+    return device
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto|cuda|cpu|mps` as a device that is there; ValueError telling what is, where it is not."""
+    there = ["cpu"]
+    if torch.backends.mps.is_available():
+        there.insert(0, "mps")
+    if torch.cuda.is_available():
+        there.insert(0, "cuda")
+    if name == "auto":
+        name = there[0]
+    if name not in there:
+        build = f"torch {torch.__version__}"
+        if name == "cuda" and torch.version.cuda is None:
+            build += " (a build without CUDA; install one from https://pytorch.org)"
+        raise ValueError(
+            f"device={name} needs a {name} device, and {build} sees none. It sees: {', '.join(there)}. "
+            f"Set device={there[0]} or device=auto."
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def check_dtype(dtype: str, device: torch.device) -> list[str]:
+    """Refuse a `model.dtype` the device has no arithmetic for; otherwise return what is worth saying about it."""
+    if device.type == "cuda" and dtype == "bfloat16":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_BF16_CAPABILITY:
+            raise ValueError(
+                f"model.dtype=bfloat16 needs a CUDA card of compute capability 8.0 (Ampere) or newer; "
+                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]} and would emulate it. "
+                f"Set model.dtype=float16 (loss scaling is automatic) or model.dtype=float32."
+            )
+    if device.type == "mps" and dtype == "bfloat16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise ValueError("model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu.")
+    if device.type == "cpu" and dtype != "float32":
+        flag = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
+        capabilities = _x86_capabilities()
+        if capabilities is not None and not any(capabilities.get(name) for name in flag):
+            return [f"this CPU has neither {flag[0]} nor {flag[1]}: {dtype} is computed by converting, slowly"]
+    return []
+
+
+def _x86_capabilities() -> dict[str, bool] | None:
+    """What instructions an x86 CPU has; None for others, and for a torch that does not tell."""
+    get = getattr(torch.cpu, "get_capabilities", None)
+    capabilities = get() if get is not None else {}
+    return capabilities if capabilities.get("architecture") == "x86_64" else None
+
+
+def describe(device: torch.device) -> str:
+    """A device in a few words, for logs: its name, and the number of threads on a CPU."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return str(device)

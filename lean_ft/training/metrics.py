@@ -1,0 +1,186 @@
+"""metrics.jsonl: one JSON line for each optimizer step, one for each evaluation.
+
+Losses and norms stay on the device until the lines are written (every `log_every` steps), so that logging makes the
+host wait for the device only then. A line's time runs from the step's start to `record`: loading the batch, forward,
+backward and update, but not evaluations or checkpoints.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lean_ft.training.measure import peak_memory_bytes, rss_bytes
+
+Row = dict[str, Any]
+
+
+class Counted(Protocol):
+    """What a batch tells of itself."""
+
+    num_tokens: int
+    num_targets: int
+
+
+@dataclass
+class _Pending:
+    """A step whose loss and norm may still be on their way."""
+
+    row: Row
+    loss: Tensor
+    grad_norm: Tensor | None
+    started: Any
+    ended: Any
+
+
+class _Clock:
+    """Marks moments in the device's own time line: CUDA events on a GPU, the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks; waits for the device to reach the second."""
+        if not self._cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class Metrics:
+    """The writer of one run's metrics.jsonl; `steps_per_epoch` turns steps into epochs."""
+
+    def __init__(self, path: Path, device: torch.device, steps_per_epoch: int):
+        self.path = path
+        self._device = device
+        self._steps_per_epoch = steps_per_epoch
+        self._clock = _Clock(device)
+        self._pending: list[_Pending] = []
+        self._started: Any = None
+
+    def begin_step(self) -> None:
+        self._started = self._clock.mark()
+
+    def record(
+        self,
+        step: int,
+        *,
+        loss: Tensor | float,
+        lr: float,
+        grad_norm: Tensor | float | None,
+        micro_batches: Iterable[Counted],
+    ) -> None:
+        """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing."""
+        assert self._started is not None
+        ended = self._clock.mark()
+        counted = list(micro_batches)
+        row = {
+            "step": step,
+            "epoch": step / self._steps_per_epoch,
+            "loss": None,
+            "lr": lr,
+            "grad_norm": None,
+            "tokens": sum(batch.num_tokens for batch in counted),
+            "target_tokens": sum(batch.num_targets for batch in counted),
+            "tokens_per_second": None,
+            "target_tokens_per_second": None,
+            "step_seconds": None,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "rss_bytes": rss_bytes(),
+        }
+        self._pending.append(_Pending(row, _copy(loss), _copy(grad_norm), self._started, ended))
+        self._started = None
+
+    def flush(self) -> list[Row]:
+        """Write the steps noted since the last flush and return their lines."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return []
+        # One transfer for all: each .item() would be a wait of its own.
+        missing = torch.zeros((), device=pending[0].loss.device)
+        scalars = [p.loss for p in pending] + [missing if p.grad_norm is None else p.grad_norm for p in pending]
+        values = torch.stack([scalar.to(missing.device) for scalar in scalars]).tolist()
+        losses, norms = values[: len(pending)], values[len(pending) :]
+        for p, loss, norm in zip(pending, losses, norms, strict=True):
+            seconds = self._clock.seconds(p.started, p.ended)
+            p.row["step_seconds"] = seconds
+            p.row["tokens_per_second"] = p.row["tokens"] / seconds
+            p.row["target_tokens_per_second"] = p.row["target_tokens"] / seconds
+            _put(p.row, "loss", loss)
+            if p.grad_norm is not None:
+                _put(p.row, "grad_norm", norm)
+        rows = [p.row for p in pending]
+        self._append(rows)
+        return rows
+
+    def write_evaluation(self, step: int, loss: Tensor | float, more: dict[str, Any]) -> Row:
+        """Write the line of an evaluation after `step` steps; `more` are further fields of plain numbers or text."""
+        row: Row = {"step": step, "epoch": step / self._steps_per_epoch}
+        for name, value in {"eval_loss": loss, **more}.items():
+            _put(row, name, value.item() if isinstance(value, Tensor) else value)
+        self._append([row])
+        return row
+
+    def _append(self, rows: list[Row]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+    def sync_to_disk(self) -> None:
+        """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _copy(value: Tensor | float | None) -> Any:
+    """A float32 scalar of its own: the caller may go on to reuse the tensor it gave."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float32, copy=True).reshape(())
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _put(row: Row, name: str, value: Any) -> None:
+    """Set a field. JSON has no NaN: a value that is not finite becomes null, and `non_finite` names it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        row.setdefault("non_finite", {})[name] = str(value)
+        value = None
+    row[name] = value
+
+
+def trim_metrics(path: Path, step: int) -> list[Row]:
+    """Cut metrics.jsonl back to what was known after `step` steps and return the lines that stay.
+
+    A line torn by a crash goes too, with all that follows it.
+    """
+    if not path.exists():
+        return []
+    rows: list[Row] = []
+    kept_bytes = 0
+    with path.open("rb+") as file:
+        for line in file:
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or row.get("step", step + 1) > step:
+                break
+            rows.append(row)
+            kept_bytes += len(line)
+        file.truncate(kept_bytes)
+    return rows

@@ -1,0 +1,352 @@
+"""`Run`: what surrounds a training loop, so that the loop itself can be plain PyTorch.
+
+It owns the run directory, finds where to go on, counts steps, writes metrics and checkpoints, shows progress, and ends
+the loop cleanly when asked to stop. It never calls the loop's parts: `steps()` yields and the recipe does the rest.
+
+A run is the same bits whether or not it was interrupted, on the same machine with the same settings: a checkpoint holds
+weights, optimizer state, loss scale, position in the data and every random number generator. A run extended by a larger
+`max_steps` or `epochs` equals one that had it all along where the schedule does not look at the total (`constant`);
+`linear` and `cosine` end at the total, so an extended one rises again first, which is said.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+import lean_ft
+from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.training.checkpoint import (
+    Saveable,
+    checkpoint_bytes,
+    free_bytes,
+    read_random_state,
+    read_training_state,
+    remove_half_written,
+    restore_optimizer,
+    restore_weights,
+    write_checkpoint,
+)
+from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint
+from lean_ft.training.interrupts import StopSignals
+from lean_ft.training.metrics import Counted, Metrics, trim_metrics
+from lean_ft.training.progress import ProgressBar, duration, gibibytes, number, say
+from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
+from lean_ft.training.run_directory import (
+    METRICS_FILE,
+    DirectoryLock,
+    gather_facts,
+    recipe_name,
+    record_start,
+    settings_of,
+)
+from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
+
+
+class Resumable(Protocol):
+    """Something with a state of plain JSON values."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> object: ...
+
+
+class TrainingBatches(Resumable, Protocol):
+    """The training data, as `lean_ft.data.Batches` is."""
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class TrainingOptimizer(Protocol):
+    """An optimizer, as `lean_ft.optim.Optimizer` is: its state is a flat mapping of tensors."""
+
+    @property
+    def state_bytes(self) -> int: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+    def load_state_dict(self, tensors: Any) -> object: ...
+
+
+class Run:
+    """One run of a recipe, new or gone on with; the module says what it promises.
+
+    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
+    the last of an epoch what is left.
+
+    Raises:
+        ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
+            or its disk has no room for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        cfg: RecipeConfig,
+        *,
+        model: nn.Module,
+        optimizer: TrainingOptimizer,
+        batches: TrainingBatches,
+        tokenizer: Saveable,
+        scaler: Resumable | None = None,
+    ):
+        self.cfg = cfg
+        self.directory = cfg.output_dir
+        self.device = next(model.parameters()).device
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._batches, self._tokenizer = batches, tokenizer
+
+        self.steps_per_epoch = math.ceil(batches.batches_per_epoch / cfg.gradient_accumulation_steps)
+        self.total_steps = cfg.epochs * self.steps_per_epoch
+        if cfg.max_steps is not None:
+            self.total_steps = min(self.total_steps, cfg.max_steps)
+        self.start_step = 0
+        self.checkpoint: Path | None = None  # the newest one, written or gone on from
+
+        self._done_steps = 0
+        self._logged = False  # whether the step under way has called log()
+        self._random_state: RandomState | None = None
+        self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)
+        self._totals = Totals()
+        self._progress: ProgressBar | None = None
+
+        check_output_dir(cfg)
+        self._lock = DirectoryLock(self.directory)
+        try:
+            self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    # Starting -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Go on from a checkpoint or begin, and record the start."""
+        for name in remove_half_written(self.directory):
+            say("removed", f"{self.directory / name}, a checkpoint whose writing was cut short")
+        folder = find_checkpoint(self.cfg)
+        if folder is None:
+            self._set_earlier_attempt_aside()
+        else:
+            self._go_on_from(folder)
+        if self.start_step >= self.total_steps:
+            return
+        self._check_free_space()
+        facts = gather_facts(self.cfg, self.device, self._batches.fingerprint, self.start_step)
+        if folder is not None:
+            facts["resumed_from"] = str(folder)
+        record_start(self.directory, self.cfg, facts)
+        say_start(
+            self.cfg,
+            self._model,
+            getattr(self._batches, "report", None),
+            start_step=self.start_step,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+
+    def _set_earlier_attempt_aside(self) -> None:
+        """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""
+        metrics = self._metrics.path
+        if metrics.exists() and metrics.stat().st_size:
+            aside = metrics.with_stem("metrics.previous")
+            metrics.replace(aside)
+            say("starting", f"anew: an earlier attempt left no checkpoint. Its metrics are in {aside}")
+
+    def _go_on_from(self, folder: Path) -> None:
+        state = read_training_state(folder)
+        same_directory = folder.resolve().parent == self.directory.resolve()
+        changes = compare_settings(self.cfg, state, folder, same_recipe=same_directory)
+        compare_data(self.cfg, self._batches.fingerprint, state, folder)
+        self.start_step = self._done_steps = state["step"]
+        self.checkpoint = folder
+        if self.start_step >= self.total_steps:
+            return  # nothing to restore for
+
+        restore_weights(folder, self._model)
+        restore_optimizer(folder, self._optimizer)
+        self._batches.load_state_dict(state["batches"])
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._random_state = read_random_state(folder)
+        if same_directory:
+            rows = trim_metrics(self._metrics.path, self.start_step)
+            self._totals.first_loss = rows[0].get("loss") if rows else None
+        else:
+            self._set_earlier_attempt_aside()
+        say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
+        for change in changes:
+            say("changed", f"{change}: from here on the numbers are not those of a run that had it all along")
+        schedule = getattr(self.cfg, "schedule", None)
+        if (
+            isinstance(schedule, ScheduleConfig)
+            and schedule.name != "constant"
+            and self.total_steps != state["total_steps"]
+        ):
+            say(
+                "changed",
+                f"steps in total: {state['total_steps']} then, {self.total_steps} now: schedule.name={schedule.name} "
+                f"ends at the new total from here on",
+            )
+
+    def _check_free_space(self) -> None:
+        needed = checkpoint_bytes(self._model, self._optimizer.state_bytes)
+        free = free_bytes(self.directory)
+        if free < needed:
+            raise ValueError(
+                f"A checkpoint of this run takes {gibibytes(needed)}, and the disk of output_dir={self.directory} has "
+                f"{gibibytes(free)} free: not even one could be saved. Free some space or set another output_dir."
+            )
+        saves = 1
+        if self.cfg.save_every:
+            saves = math.ceil(self.total_steps / self.cfg.save_every) - self.start_step // self.cfg.save_every
+        if free < saves * needed:
+            say(
+                "disk",
+                f"{gibibytes(free)} free, and the {saves} checkpoints of this run take {gibibytes(saves * needed)}: "
+                f"the run stops where one does not fit",
+            )
+
+    # The loop -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Yield the 0-based index of each optimizer step to take; in between, write, save, and stop if asked to.
+
+        The body calls `log` once. After the last step a checkpoint is saved and a summary printed. On SIGINT or SIGTERM
+        the step is finished and saved, and SystemExit(130 or 143) raised.
+
+        Raises:
+            RuntimeError: the loss is not finite. It is found when its line is written, so up to `log_every` steps late,
+                but before anything is saved.
+            OSError: a checkpoint does not fit on the disk.
+        """
+        if self.start_step >= self.total_steps:
+            self._lock.release()
+            self._say_complete()
+            return
+        started = time.perf_counter()
+        try:
+            with StopSignals() as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
+                if self._random_state is not None:
+                    restore_random_state(self._random_state, self.device)
+                for step in range(self.start_step, self.total_steps):
+                    self._logged = False
+                    self._metrics.begin_step()
+                    yield step
+                    self._finish_step(step + 1, stopping=signals.received is not None)
+                    if signals.received is not None and step + 1 < self.total_steps:
+                        self._stop(128 + signals.received)
+        finally:
+            self._progress = None
+            with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
+                self._metrics.flush()
+            self._lock.release()
+        say_end(
+            self._totals,
+            seconds=time.perf_counter() - started,
+            steps=self._done_steps - self.start_step,
+            checkpoint=self.checkpoint,
+            device=self.device,
+        )
+
+    def log(
+        self,
+        *,
+        loss: Tensor | float,
+        lr: float,
+        grad_norm: Tensor | float | None,
+        micro_batches: Iterable[Counted],
+    ) -> None:
+        """Note the step just taken, once, after the update. Tensors stay on the device until their line is written.
+
+        loss: mean over the step's targets. grad_norm: before clipping; None where none was computed.
+        """
+        if self._logged:
+            raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
+        self._logged = True
+        self._metrics.record(self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
+
+    def evaluation_due(self) -> bool:
+        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""
+        done = self._done_steps + 1
+        every = self.cfg.eval_every
+        return done == self.total_steps or bool(every and done % every == 0)
+
+    def log_evaluation(self, loss: Tensor | float, **more: Any) -> None:
+        """Write an evaluation's line: `eval_loss`, and whatever else is given, as plain numbers or text."""
+        self._flush()
+        row = self._metrics.write_evaluation(self._done_steps + 1, loss, more)
+        self._totals.eval_loss = row["eval_loss"]
+        say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
+
+    # Between steps ------------------------------------------------------------------------------------------------
+
+    def _finish_step(self, done: int, *, stopping: bool) -> None:
+        if not self._logged:
+            raise RuntimeError(
+                f"Step {done} ended without run.log(...), so metrics.jsonl would lack it. Call it once a step."
+            )
+        self._done_steps = done
+        cfg, last = self.cfg, done == self.total_steps
+        saving = last or stopping or bool(cfg.save_every and done % cfg.save_every == 0)
+        if saving or done % cfg.log_every == 0:
+            self._flush()
+        if saving:
+            self._save()
+
+    def _flush(self) -> None:
+        rows = self._metrics.flush()
+        for row in rows:
+            self._totals.add(row)
+        if rows and self._progress is not None:
+            self._progress.update(rows[-1])
+        for row in rows:
+            if row["loss"] is None:
+                saved = f"The newest checkpoint is {self.checkpoint}." if self.checkpoint else "Nothing was saved."
+                raise RuntimeError(
+                    f"The loss of step {row['step']} is {row['non_finite']['loss']}, and no later step can be right. "
+                    f"{saved} A lower optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help."
+                )
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        self._metrics.sync_to_disk()
+        done = self._done_steps
+        training_state = {
+            "format": 1,
+            "lean_ft": lean_ft.__version__,
+            "recipe": recipe_name(self.cfg),
+            "step": done,
+            "total_steps": self.total_steps,
+            "epoch": done / self.steps_per_epoch,
+            "batches": self._batches.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "data_fingerprint": self._batches.fingerprint,
+            "settings": settings_of(self.cfg),
+        }
+        self.checkpoint = write_checkpoint(
+            self.directory,
+            done,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            optimizer_state=self._optimizer.state_dict(),
+            training_state=training_state,
+            random_state=capture_random_state(self.device),
+        )
+        say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}")
+
+    # Ending -------------------------------------------------------------------------------------------------------
+
+    def _stop(self, exit_code: int) -> None:
+        say("stopped", f"after step {self._done_steps} of {self.total_steps}, all of it saved. To go on:")
+        say("", command_to_continue(self.cfg))
+        raise SystemExit(exit_code)
+
+    def _say_complete(self) -> None:
+        say("complete", f"all {self.total_steps} steps are done, nothing is left to do: {self.checkpoint}")
+        bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
+        limits = " and ".join(name for name, bound in bounds.items() if bound == self.total_steps)
+        say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")

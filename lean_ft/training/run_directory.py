@@ -1,0 +1,177 @@
+"""The run directory: who may write in it, what it records about the run, and what must not be there.
+
+config.yaml      the resolved settings, which `leanft run RECIPE --config` reads again; facts as comments
+run.json         the same facts for programs, one entry a start of the run
+metrics.jsonl    see lean_ft.training.metrics
+step_00000100/   see lean_ft.training.checkpoint
+"""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy
+import safetensors
+import torch
+
+import lean_ft
+from lean_ft.config import dump
+from lean_ft.settings import RecipeConfig
+from lean_ft.training.checkpoint import checkpoint_name, list_checkpoints, write_json
+from lean_ft.training.progress import say
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+LOG_SUFFIXES = (
+    ".log",
+    ".out",
+    ".err",
+)  # a scheduler or `tee` may open these in the directory before we start
+
+Settings = dict[str, Any]  # dotted key -> JSON value
+
+
+def settings_of(cfg: RecipeConfig) -> Settings:
+    """All settings by dotted key, as JSON values."""
+    flat: Settings = {}
+
+    def walk(group: dict[str, Any], prefix: str) -> None:
+        for name, value in group.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+
+    walk(json.loads(cfg.model_dump_json()), "")
+    return flat
+
+
+def recipe_name(cfg: RecipeConfig) -> str:
+    """The name of the recipe file that `cfg` belongs to."""
+    module = type(cfg).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).stem if file else module.rpartition(".")[2]
+
+
+def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int) -> dict[str, Any]:
+    """What one would want to know of this start of the run in a year."""
+    facts: dict[str, Any] = {
+        "recipe": recipe_name(cfg),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "start_step": start_step,
+        "lean_ft": lean_ft.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_threads": torch.get_num_threads(),
+        "git_commit": git_commit(Path.cwd()),
+        "data_fingerprint": data_fingerprint,
+    }
+    if device.type == "cuda":
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out around `folder`, with `+changes` where tracked files differ from it; None without one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def holds_run(directory: Path) -> bool:
+    return (directory / RUN_FILE).exists() or (directory / CONFIG_FILE).exists() or bool(list_checkpoints(directory))
+
+
+def check_usable(directory: Path) -> None:
+    """Raise ValueError where `directory` is no place for a run: a file, read-only, or full of other things."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"output_dir={directory} is a file; it has to be a directory, which need not exist yet.")
+    nearest = directory
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ValueError(f"output_dir={directory} cannot be written: {nearest} refuses it. Set another output_dir.")
+    if directory.exists() and not holds_run(directory):
+        names = sorted(p.name for p in directory.iterdir())
+        foreign = [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
+        if foreign:
+            shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
+            raise ValueError(
+                f"output_dir={directory} holds files that are no run's ({shown}), and a run does not mix with them. "
+                f"Set output_dir to a new or empty directory, or to one of a run to go on with."
+            )
+
+
+class DirectoryLock:
+    """Keeps a second process out of a run directory for as long as this one lives; a killed process frees it."""
+
+    def __init__(self, directory: Path):
+        """Make the directory where it is missing and lock it; ValueError where another process holds the lock."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = (directory / LOCK_FILE).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self.release()
+            raise ValueError(
+                f"output_dir={directory} is in use by {holder}: two runs cannot write to one directory. "
+                f"Wait for it, stop it, or set another output_dir."
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            say("unlocked", f"{directory} cannot be locked ({error.strerror}): keep other runs out of it yourself")
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others in. The file stays: deleting it would let two waiting processes lock two different files."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
+    """Write config.yaml and add this start to run.json."""
+    comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
+    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{dump(cfg)}"
+    temporary = directory / (CONFIG_FILE + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(directory / CONFIG_FILE)
+    starts = read_starts(directory)
+    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; none where it is missing."""
+    path = directory / RUN_FILE
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["starts"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} cannot be read; delete it to go on without the record of earlier starts.") from None
+
+
+def later_checkpoints(directory: Path, step: int) -> list[str]:
+    return [p.name for p in list_checkpoints(directory) if p.name > checkpoint_name(step)]

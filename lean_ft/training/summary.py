@@ -1,0 +1,104 @@
+"""What a run tells about itself when it starts and when it ends."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig
+from lean_ft.training.metrics import Row
+from lean_ft.training.progress import duration, gibibytes, number, say
+
+
+@dataclass
+class Totals:
+    """Sums over the steps of this start, kept for the summary."""
+
+    tokens: int = 0
+    target_tokens: int = 0
+    step_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    first_loss: float | None = None  # of the whole run, where its first line is still there
+    last_loss: float | None = None
+    eval_loss: float | None = None
+
+    def add(self, row: Row) -> None:
+        self.tokens += row["tokens"]
+        self.target_tokens += row["target_tokens"]
+        self.step_seconds += row["step_seconds"]
+        self.peak_memory_bytes = max(self.peak_memory_bytes, row["peak_memory_bytes"])
+        self.last_loss = row["loss"]
+        if self.first_loss is None:
+            self.first_loss = row["loss"]
+
+
+def say_start(
+    cfg: RecipeConfig,
+    model: nn.Module,
+    report: Any,
+    *,
+    start_step: int,
+    total_steps: int,
+    steps_per_epoch: int,
+) -> None:
+    """A line each for the model, the data, the optimizer, the memory settings and the length of the run."""
+    say("model", describe_model(model))
+    if report is not None:
+        say("data", str(report))
+    optimizer, memory = getattr(cfg, "optimizer", None), getattr(cfg, "memory", None)
+    if isinstance(optimizer, OptimizerConfig):
+        in_backward = ", stepping in backward" if optimizer.in_backward else ""
+        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
+    if isinstance(memory, MemoryConfig):
+        chunk = f"{memory.loss_chunk_tokens} tokens at a time" if memory.loss_chunk_tokens else "all tokens at once"
+        compiled = "; compiled" if cfg.compile else ""
+        say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
+    batch = f"{cfg.batch_size} sequences"
+    if cfg.gradient_accumulation_steps > 1:
+        batch = f"{cfg.gradient_accumulation_steps} x {batch}"
+    begun = f", {start_step} of them done" if start_step else ""
+    say("steps", f"{total_steps}{begun}; {steps_per_epoch} an epoch, {batch} a step")
+    say("output", str(cfg.output_dir))
+
+
+def describe_model(model: nn.Module) -> str:
+    """`1,234 parameters, all trained, 4.8 KiB in bfloat16, on cpu`."""
+    parameters = list(model.parameters())
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    return f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+
+
+def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device) -> None:
+    """A line each for loss, speed, memory, time, and what can be done with the result."""
+    evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
+    say(
+        "loss",
+        f"{number(totals.first_loss)} at the first step, {number(totals.last_loss)} at the last{evaluation}",
+    )
+    if totals.step_seconds > 0:
+        speed = totals.tokens / totals.step_seconds
+        target_speed = totals.target_tokens / totals.step_seconds
+        say("speed", f"{speed:,.0f} tokens a second, {target_speed:,.0f} of them targets")
+    kind = "resident" if device.type == "cpu" else "allocated"
+    say("memory", f"{gibibytes(totals.peak_memory_bytes)} {kind} at the peak")
+    say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
+    if checkpoint is not None:
+        say("checkpoint", str(checkpoint))
+        say("next", f"leanft run generate model.path={shlex.quote(str(checkpoint))}")
+
+
+def command_to_continue(cfg: RecipeConfig) -> str:
+    """The command that goes on with this run: the one that started it, which resumes by itself unless told not to."""
+    program, *arguments = sys.argv
+    if cfg.resume != "auto":
+        arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
+    is_leanft = Path(program).name == "leanft" or "lean_ft" in Path(program).parts
+    return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)

@@ -1,0 +1,80 @@
+"""Full finetuning on one device: every parameter trains, and the loop below is plain PyTorch.
+
+leanft run full_finetune_single_device --config tiny/full
+leanft cp  full_finetune_single_device mine.py     # edit the loop, then: leanft run mine.py --config tiny/full
+"""
+
+import torch
+from torch import Tensor
+
+from lean_ft.data import Batch, sft_batches
+from lean_ft.losses import linear_cross_entropy
+from lean_ft.memory import apply_memory
+from lean_ft.models import load_model
+from lean_ft.optim import LossScaler, build_optimizer, learning_rate
+from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, SFTDataConfig
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import Run, start
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: SFTDataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    tokenizer = load_tokenizer(cfg.model.path)
+    batches, eval_batches = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+
+    # float16 is mixed precision: float32 master weights, float16 arithmetic, and a scaled loss.
+    mixed = cfg.model.dtype == "float16"
+    dtype = torch.float32 if mixed else getattr(torch, cfg.model.dtype)
+    model = load_model(cfg.model.path, device=device, dtype=dtype, random_init=cfg.model.random_init)
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    optimizer = build_optimizer(
+        model, cfg.optimizer, clip_grad_norm=cfg.clip_grad_norm, uses_loss_scaling=mixed, compile=cfg.compile
+    )
+    scaler = LossScaler(enabled=mixed)
+    run = Run(cfg, model=model, optimizer=optimizer, scaler=scaler, batches=batches, tokenizer=tokenizer)
+
+    def loss_of(batch: Batch) -> Tensor:
+        """The sum of the cross-entropy over a batch's targets; logits exist a chunk of tokens at a time."""
+        with torch.autocast(device.type, torch.float16, enabled=mixed):
+            hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True)
+            return linear_cross_entropy(
+                hidden,
+                model.output_weight,
+                batch.labels,
+                num_targets=batch.num_targets,
+                chunk_tokens=cfg.memory.loss_chunk_tokens,
+                accumulation_dtype=cfg.memory.loss_accumulation_dtype,
+                compile=cfg.compile,
+            )
+
+    for step in run.steps():
+        lr = learning_rate(cfg.optimizer.lr, cfg.schedule, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
+        step_loss = torch.zeros((), device=device)
+        for batch in micro_batches:
+            optimizer.update_in_backward(batch is micro_batches[-1])
+            # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
+            loss = loss_of(batch.to(device)) / num_targets
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+
+        grad_norm = optimizer.finish_gradients(scaler, max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=step_loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
+
+        if eval_batches is not None and run.evaluation_due():
+            with torch.no_grad():
+                losses = torch.stack([loss_of(batch.to(device)) for batch in eval_batches])
+            run.log_evaluation(losses.sum() / sum(batch.num_targets for batch in eval_batches))

@@ -1,0 +1,185 @@
+"""The embedded model, tokenizer and rows: what transformers reads there, and what the rows promise."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lean_ft.assets import resolve_data_path, resolve_model_path
+from lean_ft.data import sft_batches
+from lean_ft.models import load_model
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.training.answers import answer_held_out
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "lean_ft" / "assets" / "tiny"
+FOLDER = ASSETS / "model"
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ASSETS / "data" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def questions_and_answers(name: str) -> Iterator[tuple[str, str]]:
+    for row in rows(name):
+        question, answer = row["messages"]
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+        yield question["content"], answer["content"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("tiny")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import tiny_world
+
+    yield tiny_world
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_the_names_of_the_embedded_files_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_path("tiny") == FOLDER
+    assert resolve_data_path("tiny/train.jsonl") == ASSETS / "data" / "train.jsonl"
+    assert resolve_data_path("tiny/absent.jsonl") == Path("tiny/absent.jsonl")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "train.jsonl").write_text("{}")
+    assert resolve_data_path("tiny/train.jsonl") == Path("tiny/train.jsonl"), "a file on disk wins"
+
+
+def test_everything_together_is_small() -> None:
+    assert sum(file.stat().st_size for file in ASSETS.rglob("*") if file.is_file()) < 3_000_000
+
+
+def test_logits_equal_transformers() -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    ids = torch.randint(theirs.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(load_model("tiny")(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_token_ids_equal_transformers(tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(FOLDER)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        theirs.bos_token_id,
+        theirs.eos_token_id,
+        theirs.pad_token_id,
+    )
+    for row in [*rows("validation"), {"messages": [{"role": "system", "content": "Überall 日本 🙂\n\tx"}]}]:
+        text = row["messages"][-1]["content"]
+        assert tokenizer.encode(text, add_special_tokens=True) == theirs(text).input_ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        rendered = theirs.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+        )
+        ids, mask = tokenizer.render(row["messages"])
+        assert ids == rendered["input_ids"]
+        assert mask == [bool(trained) for trained in rendered["assistant_masks"]]
+
+
+def test_what_is_trained_is_the_answer_and_its_end(tokenizer: Tokenizer) -> None:
+    for row in rows("train")[:200]:
+        ids, mask = tokenizer.render(row["messages"])
+        trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+        assert tokenizer.decode(trained) == row["messages"][1]["content"] + "<|end|>"
+        asked, _ = tokenizer.render(row["messages"][:1], add_generation_prompt=True)
+        assert asked + trained == ids
+
+
+def test_the_chat_template_refuses_other_roles(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="system, user or assistant, not tool"):
+        tokenizer.render([{"role": "tool", "content": "x"}])
+
+
+def test_no_held_out_question_is_trained() -> None:
+    train, held_out = dict(questions_and_answers("train")), dict(questions_and_answers("validation"))
+    assert len(train) == len(rows("train")) >= 2000, "no question twice"
+    assert len(held_out) == len(rows("validation")) >= 200
+    assert not train.keys() & held_out.keys()
+
+
+def test_no_held_out_item_is_trained_in_other_words() -> None:
+    """What is asked, without the wording: the names and numbers that a question holds, and its answer."""
+
+    def item(question: str, answer: str) -> tuple:
+        names = re.findall(r"\b(?!Mira|Tomas|Ada|Piet|Lena|Oskar|Nila|Hugo)[A-Z][a-z]+\b", question[1:])
+        numbers = re.findall(r"\d+", question)
+        answer = re.sub(r"^Now .*? has (\d+) .*", r"\1", answer)  # the story around two numbers
+        answer = re.sub(r"^.* = ", "", answer).rstrip(".")
+        return sorted(names), sorted(numbers), answer
+
+    train = {repr(item(*row)) for row in questions_and_answers("train") if re.search(r"\d|[A-Z]", row[0][1:])}
+    for question, answer in questions_and_answers("validation"):
+        assert repr(item(question, answer)) not in train, question
+
+
+def test_answers_are_right() -> None:
+    """Sums, extremes, sortings and so on are worked out again from the question's text."""
+    checked = set()
+    for question, answer in [*questions_and_answers("train"), *questions_and_answers("validation")]:
+        numbers = [int(number) for number in re.findall(r"\d+", question)]
+        words = re.findall(r"[a-z]+(?=,)", question) + re.findall(r", ([a-z]+)(?:[.?]| as )", question)
+        if answer.startswith("The largest"):
+            right, kind = f"The largest is {max(numbers)}.", "largest"
+        elif answer.startswith("The smallest"):
+            right, kind = f"The smallest is {min(numbers)}.", "smallest"
+        elif answer.startswith("In order"):
+            right, kind = f"In order: {', '.join(sorted(words))}.", "sorting"
+        elif answer.startswith("Backwards"):
+            right, kind = f"Backwards: {', '.join(words[::-1])}.", "reversing"
+        elif answer.startswith("There are"):
+            right, kind = f"There are {len(words)} words.", "counting"
+        elif "=" in answer:
+            a, operator, b = re.fullmatch(r"(\d+) ([+-]) (\d+) = \d+\.", answer).groups()
+            assert sorted([int(a), int(b)]) == sorted(numbers)
+            right, kind = f"{a} {operator} {b} = {int(a) + int(b) * (1 if operator == '+' else -1)}.", "sum"
+        elif answer.startswith("Now"):
+            more = re.search(r"finds|buys|on top", question)
+            total = sum(numbers) if more else max(numbers) - min(numbers)
+            right, kind = re.sub(r"\d+", str(total), answer), "story"
+        else:
+            continue
+        assert answer == right, question
+        checked.add(kind)
+    assert len(checked) == 7
+
+
+def test_the_pretraining_text_states_facts_and_holds_no_held_out_exercise(world: ModuleType) -> None:
+    text = " ".join(islice(world.documents(1), 30_000))
+    for question, answer in questions_and_answers("validation"):
+        if re.match(r"\d+ [+-] \d+", answer):
+            assert f" {answer}" not in text, question
+        elif re.match(r"The capital|The longest|The flag|\w+ lies|\w+ is known|\w+ is the capital", answer):
+            assert answer in text, question
+
+
+def test_the_script_makes_the_same_rows_and_tokenizer(tmp_path: Path) -> None:
+    for part in ("data", "tokenizer"):
+        script = [sys.executable, str(ROOT / "scripts" / "make_tiny.py"), "--only", part, "--out", str(tmp_path)]
+        subprocess.run(script, check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+    made = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(made) == 4
+    for file in made:
+        assert file.read_bytes() == (ASSETS / file.relative_to(tmp_path)).read_bytes(), file.name
+
+
+def test_the_model_has_not_learnt_to_answer_yet(tokenizer: Tokenizer) -> None:
+    """The base model knows the facts and not the format, so that finetuning has something to show."""
+    config = SFTDataConfig(source="tiny/train.jsonl", validation_source="tiny/validation.jsonl")
+    _, held_out = sft_batches(config, tokenizer, batch_size=32, seed=0)
+    report = answer_held_out(load_model("tiny"), tokenizer, held_out, max_questions=200)
+    assert len(report.answers) == 200
+    assert report.exact_match < 0.05

@@ -1,0 +1,78 @@
+"""The suite measures nothing without a GPU, runs at a small size on a CPU, and ends with its budget."""
+
+import json
+
+import attention
+import gpu_suite
+import pytest
+import results
+import typer
+from typer.testing import CliRunner
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """Runs the suite's command with the hardware looked up once a test: asking torch takes a process."""
+    cpu = results.Hardware(
+        device="cpu", cpu="Some CPU", cpu_features=[], cores=2, threads=1, memory_bytes=8 * 2**30, gpu=None
+    )
+    monkeypatch.setattr(results, "describe_hardware", lambda device="auto": cpu)
+    app = typer.Typer()
+    app.command()(gpu_suite.main)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def test_without_a_gpu_nothing_is_measured(suite, tmp_path):
+    answer = suite("--results-dir", str(tmp_path))
+    assert answer.exit_code == 0
+    assert "No GPU" in answer.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_stage_is_refused(suite):
+    answer = suite("--stages", "ladders")
+    assert answer.exit_code == 2
+    assert "ladder_llama" in answer.output.replace("\n", " ")
+
+
+def test_what_the_budget_does_not_reach_is_listed_as_not_run(suite, tmp_path):
+    answer = suite("--device", "cpu", "--shape", "tiny", "--budget-seconds", "0", "--results-dir", str(tmp_path))
+    assert answer.exit_code == 0, answer.output
+    (file,) = tmp_path.glob("gpu_suite_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == [stage.name for stage in gpu_suite.STAGES]
+    assert {row["status"] for row in rows} <= {"not run", "absent"}
+
+
+def test_a_stage_runs_at_a_small_size_and_writes_its_result(suite, tmp_path):
+    arguments = ("--device", "cpu", "--shape", "tiny", "--stages", "attention", "--budget-seconds", "120")
+    answer = suite(*arguments, "--results-dir", str(tmp_path))
+    assert answer.exit_code == 0, answer.output
+    (file,) = tmp_path.glob("attention_tiny_2x128_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 3, rows
+    packed, padded, whole = rows
+    assert packed["computed_tokens"] == whole["computed_tokens"] == 256 < padded["computed_tokens"]
+
+
+def test_documents_fill_their_rows():
+    rows = attention.document_lengths(3, 200)
+    assert [sum(row) for row in rows] == [200] * 3
+    assert any(len(row) > 1 for row in rows)
+
+
+def test_a_command_is_recorded_without_where_things_lie():
+    arguments = [f"{results.ROOT}/benchmarks/x.py", "--results-dir", "/somewhere/out", "--steps", "2"]
+    assert results._command(arguments) == "python benchmarks/x.py --steps 2"
+    assert results._command(["x.py", "--results-dir=/somewhere"]) == "python x.py"
+
+
+@pytest.mark.parametrize(
+    ("facts", "slug"),
+    [
+        ({"device": "cuda", "gpu": {"name": "NVIDIA H200"}}, "nvidia-h200"),
+        ({"device": "cpu", "cpu": "Intel(R) Xeon(R) CPU @ 2.60GHz", "cores": 2}, "intel-xeon-cpu-2-60ghz-2-cores"),
+    ],
+)
+def test_the_hardware_names_the_file(facts, slug):
+    assert results.Hardware(facts).slug == slug

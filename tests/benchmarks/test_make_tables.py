@@ -1,0 +1,126 @@
+"""Tables in the pages are their results', and say what they were measured on."""
+
+import json
+from pathlib import Path
+
+import make_tables
+import pytest
+import typer
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = {
+    "benchmark": "memory_ladder",
+    "measured_at": "2026-01-02T03:04:05+00:00",
+    "commit": "abc123",
+    "hardware": {
+        "device": "cpu",
+        "cpu": "Some CPU",
+        "cpu_features": ["avx512_bf16"],
+        "cores": 4,
+        "threads": 4,
+        "memory_bytes": 16 * 2**30,
+        "gpu": None,
+    },
+    "versions": {"torch": "2.13.0"},
+    "settings": {
+        "shape": "tiny",
+        "parameters": 598_592,
+        "batch_size": 2,
+        "length": 64,
+        "packing": "none",
+        "steps": 4,
+    },
+    "rows": [
+        {
+            "label": "plain",
+            "status": "ok",
+            "peak_memory_bytes": 3 * 2**30,
+            "peak_rss_bytes": 2**32,
+            "tokens_per_second": 1234.0,
+        },
+        {"label": "paged", "status": "failed", "reason": "no such thing | here"},
+    ],
+}
+PAGE = "# Numbers\n\n<!-- table:memory_ladder -->\nold\n<!-- /table -->\n\nAfter.\n"
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Runs the command on a README.md and a result of the test's own."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "memory_ladder_tiny.json").write_text(json.dumps(RESULT))
+    (tmp_path / "README.md").write_text(PAGE)
+    app = typer.Typer()
+    app.command()(make_tables.main)
+    paths = ("--results-dir", str(tmp_path / "results"), "--pages-dir", str(tmp_path))
+    return lambda *arguments: CliRunner().invoke(app, [*arguments, *paths])
+
+
+def test_a_table_shows_its_result_and_on_what_it_was_measured(tables, tmp_path):
+    assert tables().exit_code == 0
+    page = (tmp_path / "README.md").read_text()
+    assert page.startswith("# Numbers\n\n<!-- table:memory_ladder -->\n| setting ")
+    assert page.endswith("\n<!-- /table -->\n\nAfter.\n")
+    assert "| plain | 3.00 GiB | - | 4.00 GiB | 1,234 | - |" in page
+    assert "| paged | failed | - | - | - | - |" in page
+    for told in (
+        "Some CPU, 4 cores with avx512_bf16",
+        "torch 2.13.0",
+        "2026-01-02",
+        "abc123",
+        "no such thing \\| here",
+    ):
+        assert told in page
+    assert "old" not in page
+
+
+def test_check_tells_a_stale_table_and_changes_nothing(tables, tmp_path):
+    assert tables("--check").exit_code == 1
+    assert (tmp_path / "README.md").read_text() == PAGE
+    tables()
+    assert tables("--check").exit_code == 0
+    (tmp_path / "results" / "memory_ladder_tiny.json").write_text(json.dumps(RESULT | {"commit": "def456"}))
+    assert tables("--check").exit_code == 1
+
+
+def test_pages_in_docs_are_rewritten_too(tables, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "memory.md").write_text(PAGE)
+    tables()
+    assert "1,234" in (tmp_path / "docs" / "memory.md").read_text()
+
+
+def test_a_name_that_begins_two_results_is_an_error(tables, tmp_path):
+    (tmp_path / "results" / "memory_ladder_small.json").write_text(json.dumps(RESULT))
+    answer = tables()
+    assert answer.exit_code == 1
+    assert "memory_ladder_small, memory_ladder_tiny" in answer.output.replace("\n", " ")
+
+
+def test_a_benchmark_without_a_result_leaves_its_place_empty(tables, tmp_path):
+    (tmp_path / "results" / "memory_ladder_tiny.json").unlink()
+    assert tables().exit_code == 0
+    assert "<!-- table:memory_ladder -->\n<!-- /table -->" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (PAGE.replace("memory_ladder", "snake"), "table:snake names no result"),
+        (PAGE.replace("/table", "end"), "lacks its"),
+    ],
+)
+def test_a_marker_without_result_or_end_is_an_error(tables, tmp_path, page, message):
+    (tmp_path / "README.md").write_text(page)
+    answer = tables()
+    assert answer.exit_code == 1
+    assert message in answer.output
+    assert (tmp_path / "README.md").read_text() == page
+
+
+def test_the_tables_of_this_repository_are_those_of_its_results():
+    app = typer.Typer()
+    app.command()(make_tables.main)
+    answer = CliRunner().invoke(app, ["--check"])
+    assert answer.exit_code == 0, answer.output

@@ -1,0 +1,180 @@
+"""Measuring from outside: what a process holds, how it ends, and that nothing of it stays behind."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from measure import Budget, judge, last_error, measure_training, read_steps, recipe_command, run_measured, summarize
+
+MIB = 2**20
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within seconds; one that was killed and waits to be collected has ended."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def line(step: int, seconds: float, **more: float) -> dict[str, float]:
+    return {"step": step, "step_seconds": seconds, "tokens": 64, "target_tokens": 60, "loss": 1.0} | more
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are watched through /proc")
+
+
+@needs_proc
+def test_the_memory_of_a_process_and_of_its_child_is_seen():
+    code = """
+import subprocess, sys, time
+held = bytearray(150 * 2**20)
+child = "import time; held = bytearray(100 * 2**20); time.sleep(1)"
+subprocess.run([sys.executable, "-c", child])
+"""
+    measured = run_measured(python(code), timeout_seconds=60)
+    assert measured.status == "ok"
+    assert 150 * MIB < measured.peak_rss_bytes < 220 * MIB or measured.peak_rss_bytes < os_peak_of_this_process()
+    assert 250 * MIB < measured.peak_tree_rss_bytes < 330 * MIB
+
+
+def os_peak_of_this_process() -> int:
+    """Below this ru_maxrss says nothing of a child, which inherits it."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 1
+
+
+@needs_proc
+def test_a_process_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    pids = tmp_path / "pids"
+    code = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(60)
+"""
+    measured = run_measured(python(code), timeout_seconds=2)
+    assert measured.status == "timed out"
+    assert measured.seconds < 20
+    for pid in pids.read_text().split():
+        assert gone(int(pid))
+
+
+def test_a_run_is_stopped_once_it_has_written_the_lines_that_are_wanted(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    code = f"""
+import json, time
+for step in range(1, 4):
+    with open({str(metrics)!r}, "a") as file:
+        file.write(json.dumps({{"step": step, "step_seconds": 0.1}}) + "\\n")
+time.sleep(60)
+"""
+    started = time.monotonic()
+    measured = run_measured(python(code), timeout_seconds=50, metrics_file=metrics, stop_after_steps=3)
+    assert measured.status == "ok"
+    assert [row["step"] for row in measured.steps] == [1, 2, 3]
+    assert time.monotonic() - started < 40
+
+
+def test_without_time_nothing_is_run(tmp_path):
+    touched = tmp_path / "touched"
+    measured = run_measured(python(f"open({str(touched)!r}, 'w')"), timeout_seconds=Budget(60, 0).timeout_seconds())
+    assert measured.status == "not run"
+    assert not touched.exists()
+
+
+def test_a_budget_gives_a_run_no_more_than_is_left():
+    assert Budget(60).timeout_seconds() == 60
+    assert Budget(60, 600).timeout_seconds() == 60
+    assert 0 < Budget(60, 10).timeout_seconds() <= 10
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "status"),
+    [
+        (0, "error: of an earlier attempt", "ok"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory"),
+        (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "out of memory"),
+        (1, "Traceback\nMemoryError", "out of memory"),
+        (-9, "", "out of memory"),
+        (1, "ValueError: no", "failed"),
+        (2, "", "failed"),
+        (-11, "", "failed"),
+    ],
+)
+def test_how_a_command_ended(exit_code, output, status):
+    assert judge(exit_code, output)[0] == status
+    assert (judge(exit_code, output)[1] is None) == (status == "ok")
+
+
+def test_the_reason_is_the_line_that_names_the_error():
+    assert last_error("a\nerror: data.source is missing\n  hint\nWith --debug you see where.\n") == (
+        "error: data.source is missing"
+    )
+    assert last_error("Traceback ...\n  File x\nKeyError: 'a'\n\n") == "KeyError: 'a'"
+    assert last_error("died silently\n") == "died silently"
+
+
+def test_evaluations_and_a_torn_last_line_are_no_steps(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(
+        json.dumps(line(1, 0.5)) + "\n" + json.dumps({"step": 1, "eval_loss": 2.0}) + '\n{"step": 2, "st'
+    )
+    assert [row["step"] for row in read_steps(metrics)] == [1]
+    assert read_steps(tmp_path / "absent") == []
+
+
+def test_speed_is_that_of_the_median_step_after_the_warmup():
+    seconds = [9.0, 1.0, 4.0, 2.0]
+    lines = [line(step, s, peak_memory_bytes=100 * step) for step, s in enumerate(seconds, 1)]
+    summary = summarize(lines, warmup_steps=1, tokens_per_step=64)
+    assert summary["step_seconds"] == 2.0
+    assert summary["tokens_per_second"] == 32.0
+    assert summary["peak_memory_bytes"] == 400
+    assert summary["all_step_seconds"] == seconds
+
+
+def test_a_step_of_fewer_tokens_than_said_is_no_measurement():
+    lines = [line(1, 1.0, peak_memory_bytes=1), line(2, 1.0, tokens=32, peak_memory_bytes=1)]
+    summary = summarize(lines, warmup_steps=1, tokens_per_step=64)
+    assert summary["status"] == "failed"
+    assert "tokens_per_second" not in summary
+
+
+def test_a_failed_run_has_a_reason_and_no_number():
+    row = measure_training(
+        lambda run: python("raise ValueError('of its own')"),
+        steps=1,
+        warmup_steps=0,
+        tokens_per_step=1,
+        timeout_seconds=60,
+    )
+    assert (row["status"], row["reason"]) == ("failed", "ValueError: of its own")
+    assert "tokens_per_second" not in row
+    assert "peak_memory_bytes" not in row
+
+
+def test_a_run_that_ends_early_is_no_measurement():
+    row = measure_training(lambda run: python(""), steps=1, warmup_steps=0, tokens_per_step=1, timeout_seconds=60)
+    assert row["status"] == "failed"
+    assert "0 steps" in row["reason"]
+
+
+def test_settings_become_the_command_lines_own_spelling():
+    command = recipe_command("some_recipe", {"compile": True, "model.path": Path("a b"), "memory.loss_chunk_tokens": 0})
+    assert command[1:] == [
+        *("-m", "lean_ft", "run", "some_recipe"),
+        *("compile=true", "model.path=a b", "memory.loss_chunk_tokens=0"),
+    ]

@@ -1,0 +1,66 @@
+"""The optimizers that are compared all update every weight, and their state is counted alike."""
+
+import importlib.util
+
+import optimizer_step as benchmark
+import pytest
+import torch
+from shapes import SHAPES, num_parameters
+
+NUM_PARAMETERS = num_parameters("tiny")
+
+
+@pytest.fixture
+def model():
+    return benchmark.parameters("tiny", torch.device("cpu"))
+
+
+def test_the_parameters_are_the_shapes(model):
+    assert sum(parameter.numel() for parameter in model) == NUM_PARAMETERS
+    assert (SHAPES["tiny"]["vocab_size"], SHAPES["tiny"]["hidden_size"]) in [tuple(p.shape) for p in model]
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "bytes_a_parameter"),
+    [
+        ("sgd", "torch", 0.0),
+        ("adamw", "torch", 4.0),  # two moments in the weights' bfloat16
+        ("torch_adamw", "torch", 4.0),
+        # A byte a moment and a float32 scale for 256 of them; tensors under 4096 elements keep float32 moments.
+        ("adamw_8bit", "torch", 2.03),
+        ("bitsandbytes_8bit", "bitsandbytes", 2.03),
+    ],
+)
+def test_a_step_updates_every_weight_and_the_state_is_counted(model, name, package, bytes_a_parameter):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    before = [parameter.detach().clone() for parameter in model]
+    step, state_bytes = benchmark.contestant(name, model, {})
+    for parameter in model:
+        parameter.grad.mul_(1e6)  # so that SGD at the benchmark's small rate moves bfloat16 weights at all
+    step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model, strict=True))
+    assert state_bytes() / NUM_PARAMETERS == pytest.approx(bytes_a_parameter, rel=0.07, abs=0.01)
+
+
+def test_what_cannot_run_here_has_a_reason(model):
+    with pytest.raises(LookupError, match="GPU"):
+        benchmark.contestant("paged_adamw_8bit", model, {})
+
+
+def test_cells_of_a_row_and_of_one_without_numbers():
+    rows = [
+        {
+            "label": "a",
+            "status": "ok",
+            "seconds": 2.5,
+            "cpu_seconds": 0.25,
+            "state_bytes": 2**30,
+            "extra_bytes": None,
+        },
+        {"label": "b", "status": "failed", "reason": "no"},
+    ]
+    assert benchmark.table_cells({"rows": rows}) == [
+        ["a", "2.50 s", "250.0 ms", "1.00 GiB", "-"],
+        ["b", "failed", "-", "-", "-"],
+    ]

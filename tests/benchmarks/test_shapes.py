@@ -1,0 +1,63 @@
+"""The shapes are the published ones, and the text fills every position."""
+
+import json
+
+import pytest
+import torch
+from shapes import SHAPES, num_parameters, shape_of, write_documents, write_model_folder, write_text_rows
+
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.families import decoder_config
+from lean_ft.tokenizers import load_tokenizer
+
+# As the model cards and the safetensors headers on the hub count them.
+PUBLISHED_PARAMETERS = {
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_1_8b": 8_030_261_248,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_a_shape_has_the_published_number_of_parameters(name):
+    assert num_parameters(name) == PUBLISHED_PARAMETERS[name]
+    with torch.device("meta"):
+        model = Decoder(decoder_config(SHAPES[name]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[name]
+
+
+def test_an_unknown_shape_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="llama3_2_3b"):
+        shape_of("llama9")
+
+
+def test_a_model_folder_has_a_tokenizer_whose_ids_all_have_an_embedding(tmp_path):
+    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text()) == SHAPES["tiny"]
+    assert tokenizer.vocab_size <= SHAPES["tiny"]["vocab_size"]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        write_model_folder("tiny", tmp_path / "model", tokenizer_folder=tmp_path)
+
+
+def test_every_row_of_text_is_at_least_as_long_as_asked(tmp_path):
+    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
+    path = write_text_rows(tmp_path / "text.jsonl", num_rows=5, tokens_per_row=70)
+    rows = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(rows) == 5
+    assert all(len(tokenizer.encode(text)) >= 70 for text in rows)
+    assert len(set(rows)) == 5
+
+
+def test_documents_are_of_many_lengths_and_as_many_tokens_as_asked(tmp_path):
+    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
+    path = write_documents(tmp_path / "text.jsonl", total_tokens=5000, max_tokens=512)
+    lengths = [len(tokenizer.encode(json.loads(line)["text"])) for line in path.read_text().splitlines()]
+    assert sum(min(length, 512) for length in lengths) >= 5000
+    assert min(lengths) < 30
+    assert 128 < max(lengths) <= 512

@@ -1,0 +1,129 @@
+"""A toy recipe that needs no torch, toy folders of recipes and presets, and ways to call `leanft`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lean_ft import catalog
+from lean_ft.cli.main import run_command_line
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+TOY_RECIPE = '''"""A toy recipe: does what `act` says.
+
+    leanft run toy
+"""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from lean_ft.settings import ModelConfig, OptimizerConfig, Settings
+
+
+class Config(Settings):
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch_size: PositiveInt = Field(2, description="Sequences a forward pass.")
+    act: str = Field("print", description="What to do.")
+
+
+def main(cfg: Config) -> None:
+    if cfg.act == "print":
+        print("ran with", cfg.model.path, cfg.batch_size)
+    elif cfg.act == "environment":
+        import os
+
+        print("allocator", os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+    elif cfg.act == "refuse":
+        raise ValueError("batch_size must be even; it is odd. Set batch_size=4.")
+    elif cfg.act == "fail":
+        raise RuntimeError("the loss is not finite\\nand a second line")
+    elif cfg.act == "fail silently":
+        raise RuntimeError
+    elif cfg.act == "fail inside a library":
+        import statistics
+
+        statistics.quantiles([1.0, 2.0], n=0)  # its own ValueError subclass, raised by its own code
+    elif cfg.act == "exhaust":
+        raise MemoryError("can't allocate memory")
+    elif cfg.act == "open":
+        open("/no/such/file.jsonl")
+    elif cfg.act == "interrupt":
+        raise KeyboardInterrupt
+    elif cfg.act == "exit":
+        raise SystemExit(143)
+    elif cfg.act == "flood":
+        for line in range(100_000):
+            print(line, "x" * 100)
+'''
+
+
+@dataclass
+class Answer:
+    """What a command printed and exited with."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def toy_recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.py"
+    path.write_text(TOY_RECIPE)
+    return path
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `recipes/` and `configs/` that this process takes for those of lean_ft."""
+    root = tmp_path / "shipped"
+    (root / "recipes").mkdir(parents=True)
+    (root / "recipes" / "toy_single_device.py").write_text(TOY_RECIPE)
+    (root / "recipes" / "_draft.py").write_text("1 / 0")
+    (root / "recipes" / "other.py").write_text('"""Another one,\nin two lines."""\n')
+    (root / "configs" / "tiny").mkdir(parents=True)
+    (root / "configs" / "tiny" / "toy.yaml").write_text("# The toy.\nmodel: {path: tiny}\noptimizer: {lr: 1e-5}\n")
+    (root / "configs" / "foreign.yaml").write_text("lora: {rank: 8}\n")
+    monkeypatch.setattr(catalog, "_shipped", lambda inside_wheel, beside_package: root / beside_package)
+    return root
+
+
+@pytest.fixture
+def leanft(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Calls `leanft` in this process."""
+
+    def call(*arguments: str | Path) -> Answer:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exited:
+            run_command_line([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        assert isinstance(exited.value.code, int)
+        return Answer(exited.value.code, printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture
+def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
+    """Calls `leanft` in a process of its own, from an empty folder."""
+
+    def call(*arguments: str | Path, **variables: str) -> Answer:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "COLUMNS"))}
+        done = subprocess.run(
+            [sys.executable, "-m", "lean_ft", *map(str, arguments)],
+            cwd=tmp_path,
+            env={**kept, "PYTHONPATH": str(CHECKOUT), **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return call

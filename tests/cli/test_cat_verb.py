@@ -1,0 +1,39 @@
+"""`leanft cat`: presets as they are, recipes as settings to paste."""
+
+import json
+
+import pytest
+
+
+def test_a_preset_is_printed_as_it_is(leanft, shipped):
+    assert leanft("cat", "tiny/toy").out == (shipped / "configs" / "tiny" / "toy.yaml").read_text()
+
+
+def test_a_recipes_settings_are_a_preset_that_runs(leanft, shipped, tmp_path):
+    answer = leanft("cat", "toy_single_device")
+    assert answer.code == 0
+    assert "# Sequences a forward pass.\nbatch_size: 2  # whole number > 0" in answer.out
+    preset = tmp_path / "all.yaml"
+    preset.write_text(answer.out)
+    assert leanft("run", "toy_single_device", "--config", preset, "model.path=m").out == "ran with m 2\n"
+    refused = leanft("run", "toy_single_device", "--config", preset)
+    assert refused.code == 2
+    assert "model.path" in refused.err
+
+
+def test_the_schema_is_json(leanft, shipped):
+    schema = json.loads(leanft("cat", "toy_single_device", "--schema").out)
+    assert "batch_size" in schema["properties"]
+
+
+@pytest.mark.parametrize("arguments", [["tiny/toy", "--schema"], ["nothing_like_it"], ["tiny"]])
+def test_wrong_input(leanft, shipped, arguments):
+    answer = leanft("cat", *arguments)
+    assert answer.code == 2
+    assert answer.out == ""
+
+
+def test_a_folder_is_neither(leanft, shipped, tmp_path):
+    answer = leanft("cat", tmp_path)
+    assert answer.code == 2
+    assert "folder" in answer.err

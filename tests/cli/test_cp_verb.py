@@ -1,0 +1,72 @@
+"""`leanft cp`: a copy of a recipe or preset, which runs."""
+
+import pytest
+
+from lean_ft import catalog
+
+
+@pytest.mark.parametrize(
+    ("name", "destination", "made"),
+    [
+        ("toy_single_device", "mine.py", "mine.py"),
+        ("toy_single_device", "mine", "mine.py"),
+        ("toy_single_device", "folder", "folder/toy_single_device.py"),
+        ("toy_single_device", "new/deeper/mine", "new/deeper/mine.py"),
+        ("toy_single_device", "version.2", "version.2.py"),
+        ("tiny/toy", "mine", "mine.yaml"),
+        ("tiny/toy", "mine.yaml", "mine.yaml"),
+        ("tiny/toy", "folder/", "folder/toy.yaml"),
+        ("tiny/toy", ".", "toy.yaml"),
+    ],
+)
+def test_where_a_copy_goes(leanft, shipped, tmp_path, monkeypatch, name, destination, made):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    answer = leanft("cp", name, destination)
+    assert answer.code == 0
+    assert (tmp_path / made).read_bytes() == catalog.find_either(name).read_bytes()
+    assert made.removeprefix("./") in answer.out
+    assert "leanft run" in answer.out
+
+
+def test_a_folder_that_is_not_there_yet_is_made(leanft, shipped, tmp_path):
+    assert leanft("cp", "tiny/toy", f"{tmp_path}/new/").code == 0
+    assert (tmp_path / "new" / "toy.yaml").is_file()
+
+
+def test_a_copied_recipe_runs_with_a_copied_preset(leanft, shipped, tmp_path):
+    leanft("cp", "toy_single_device", tmp_path / "mine")
+    leanft("cp", "tiny/toy", tmp_path / "mine")
+    answer = leanft("run", tmp_path / "mine.py", "--config", tmp_path / "mine.yaml")
+    assert (answer.code, answer.out) == (0, "ran with tiny 2\n")
+
+
+def test_nothing_is_overwritten_without_force(leanft, shipped, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("my work")
+    answer = leanft("cp", "toy_single_device", mine)
+    assert answer.code == 2
+    assert "--force" in answer.err
+    assert mine.read_text() == "my work"
+    assert leanft("cp", "toy_single_device", mine, "--force").code == 0
+    assert mine.read_text() != "my work"
+
+
+def test_a_file_is_not_copied_onto_itself(leanft, toy_recipe):
+    before = toy_recipe.read_text()
+    assert leanft("cp", toy_recipe, toy_recipe, "--force").code == 2
+    assert toy_recipe.read_text() == before
+
+
+def test_unknown_names_are_looked_for_among_both(leanft, shipped, tmp_path):
+    assert "Did you mean 'tiny/toy'?" in leanft("cp", "tiny/tpy", tmp_path).err
+    answer = leanft("cp", "toy_singledevice", tmp_path)
+    assert answer.code == 2
+    assert "Did you mean 'toy_single_device'?" in answer.err
+
+
+def test_a_place_that_cannot_be_written_is_told(leanft, shipped, tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = leanft("cp", "tiny/toy", tmp_path / "file" / "mine.yaml")
+    assert answer.code == 2
+    assert str(tmp_path / "file") in answer.err

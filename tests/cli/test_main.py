@@ -1,0 +1,105 @@
+"""`leanft` itself: help, versions, mistyped words, and what it may import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lean_ft
+from lean_ft import catalog
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+VERBS = ["run", "ls", "cp", "cat", "validate", "env"]
+
+
+def test_help_names_every_verb(leanft):
+    for arguments in [[], ["--help"], ["-h"]]:
+        answer = leanft(*arguments)
+        assert answer.code == 0
+        assert all(verb in answer.out for verb in VERBS)
+        assert answer.err == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_takes_debug(leanft, verb):
+    answer = leanft(verb, "--help")
+    assert answer.code == 0
+    assert "--debug" in answer.out
+
+
+def test_version(leanft):
+    answer = leanft("--version")
+    assert (answer.code, answer.out) == (0, f"{lean_ft.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["no such command 'rnu'", "'run'", "leanft --help"]),
+        (["--verison"], ["leanft has no option --verison", "Did you mean '--version'?"]),
+        (["run"], ["missing argument 'RECIPE'", "leanft run --help"]),
+        (["cp", "toy_single_device"], ["missing argument 'DEST'", "leanft cp --help"]),
+        (["env", "extra"], ["extra", "leanft env --help"]),
+        (["run", "toy_single_device", "--confg", "x"], ["Did you mean '--config'?"]),
+        (["run", "toy_single_device", "--config"], ["--config", "requires an argument"]),
+        (["run", "toy_single_device", "--batch_size", "3"], ["Settings take no dashes: batch_size=VALUE"]),
+    ],
+)
+def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, arguments, words):
+    answer = leanft(*arguments)
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    for word in words:
+        assert word in answer.err
+
+
+def test_python_m_lean_ft_is_leanft(leanft_process):
+    answer = leanft_process("--version")
+    assert (answer.code, answer.out, answer.err) == (0, f"{lean_ft.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ls"], ["run", "nonesuch"]])
+def test_what_needs_no_recipe_imports_no_torch(arguments):
+    script = (
+        "import sys\n"
+        "from lean_ft.cli.main import run_command_line\n"
+        "try:\n"
+        f"    run_command_line({arguments!r})\n"
+        "except SystemExit:\n"
+        "    heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "    sys.exit(str(heavy) if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
+    """`leanft cat RECIPE | head -1`, with more output than a pipe holds."""
+    script = f"{sys.executable} -m lean_ft cat {toy_recipe.with_suffix('.yaml')} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    toy_recipe.with_suffix(".yaml").write_text("# a comment\n" * 20_000)
+    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("# a comment\n0\n", "")
+
+
+def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
+    command = f"{sys.executable} -m lean_ft run {toy_recipe} model.path=m act=flood"
+    script = f"{command} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n"
+    assert done.stderr.startswith("error: RuntimeError: whatever read the output has gone")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_every_shipped_recipe_is_listed_with_a_docstring(leanft):
+    """The real catalogue of this checkout."""
+    answer = leanft("ls")
+    assert answer.code == 0
+    for name, file in catalog.recipes().items():
+        assert name in answer.out
+        assert catalog.summary(file), f"{name} has no docstring"
+    for name in catalog.presets():
+        assert name in answer.out

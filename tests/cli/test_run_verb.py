@@ -1,0 +1,165 @@
+"""`leanft run`: settings reach the recipe, and each kind of end has its exit code and message."""
+
+import pytest
+
+from lean_ft.cli.run import memory_advice
+from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, Settings
+
+
+def test_a_recipe_runs_with_preset_and_overrides(leanft, shipped, toy_recipe):
+    for recipe in ["toy_single_device", toy_recipe]:
+        for preset in ["tiny/toy", shipped / "configs" / "tiny" / "toy.yaml"]:
+            answer = leanft("run", recipe, "--config", preset, "batch_size=3")
+            assert (answer.code, answer.out, answer.err) == (0, "ran with tiny 3\n", "")
+    assert leanft("run", "-c", "tiny/toy", "toy_single_device").out == "ran with tiny 2\n"
+    assert leanft("run", toy_recipe, "model.path=m", "--config=tiny/toy").out == "ran with m 2\n"
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "message"),
+    [
+        ("refuse", 2, "error: batch_size must be even; it is odd. Set batch_size=4.\n"),
+        ("fail", 1, "error: RuntimeError: the loss is not finite\nWith --debug you see where.\n"),
+        ("fail silently", 1, "error: RuntimeError\nWith --debug you see where.\n"),
+        ("fail inside a library", 1, "error: StatisticsError: n must be at least 1\nWith --debug you see where.\n"),
+        ("open", 2, "error: No such file or directory: /no/such/file.jsonl\n"),
+        ("interrupt", 130, "error: interrupted.\n"),
+        ("exit", 143, ""),
+    ],
+)
+def test_how_a_run_ends(leanft, toy_recipe, act, code, message):
+    answer = leanft("run", toy_recipe, "model.path=m", f"act={act}")
+    assert (answer.code, answer.err) == (code, message)
+
+
+def test_the_library_error_of_the_table_is_a_value_error(leanft, toy_recipe):
+    """So that what tells 2 from 1 is who raised, not the class."""
+    import statistics
+
+    assert issubclass(statistics.StatisticsError, ValueError)
+
+
+def test_debug_shows_the_traceback_and_keeps_the_code(leanft, toy_recipe):
+    for act, code in [("refuse", 2), ("fail", 1)]:
+        answer = leanft("run", toy_recipe, "model.path=m", f"act={act}", "--debug")
+        assert answer.code == code
+        assert f'File "{toy_recipe}", line ' in answer.err
+        assert "error: " in answer.err
+
+
+def test_out_of_memory_says_what_takes_less(leanft, toy_recipe):
+    answer = leanft(
+        "run", toy_recipe, "model.path=m", "model.dtype=float32", "act=exhaust", "optimizer.in_backward=true"
+    )
+    assert answer.code == 1
+    assert "MemoryError" in answer.err
+    assert "optimizer.name=adamw_8bit" in answer.err
+    assert "model.dtype=bfloat16" in answer.err
+    assert "optimizer.in_backward=true" not in answer.err  # it is on already
+    assert "activation_checkpointing" not in answer.err  # this recipe has no such setting
+
+
+def test_memory_advice_names_only_settings_that_exist():
+    class Config(Settings):
+        model: ModelConfig = ModelConfig(path="m")
+        optimizer: OptimizerConfig = OptimizerConfig()
+        memory: MemoryConfig = MemoryConfig()
+
+    keys = [line.split("=")[0].strip() for line in memory_advice(Config()).splitlines() if "=" in line]
+    assert keys == ["optimizer.in_backward", "optimizer.name", "memory.activation_checkpointing"]
+    for key in keys:
+        group, name = key.split(".")
+        assert name in type(getattr(Config(), group)).model_fields
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["toy_single_devise"],
+            ["no recipe is called 'toy_single_devise'", "Did you mean 'toy_single_device'?", "leanft ls"],
+        ),
+        (["toy"], ["Did you mean 'toy_single_device'?"]),
+        (["mine/toy.py"], ["no such file: mine/toy.py"]),
+        (["toy_single_device.py"], ["no such file", "Did you mean 'toy_single_device'?"]),
+        (["tiny/toy"], ["no recipe is called 'tiny/toy'"]),
+        (["batch_size=3"], ["expected the recipe before any key=value, came 'batch_size=3'"]),
+        (["toy_single_device", "-c", "tiny/toi"], ["no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"]),
+        (["toy_single_device", "-c", "none.yaml"], ["no such file: none.yaml"]),
+        (["toy_single_device", "-c", "toy_single_device"], ["no preset is called 'toy_single_device'"]),
+        (["toy_single_device", "-c", "tiny/toy", "batchsize=3"], ["Did you mean 'batch_size'?"]),
+        (["toy_single_device", "-c", "tiny/toy", "batch_size=x"], ["expected whole number > 0, came 'x'"]),
+        (["toy_single_device", "-c", "tiny/toy", "stray"], ["'stray': expected key=value"]),
+        (["toy_single_device"], ["model.path", "a required setting is missing"]),
+        (["--nproc-per-node", "2", "toy_single_device"], ["torchrun's flags"]),
+        (["--nproc_per_node=2", "toy_single_device"], ["torchrun's flags"]),
+        (["--standalone", "toy_single_device"], ["torchrun's flags"]),
+    ],
+)
+def test_wrong_input_is_told_and_runs_nothing(leanft, shipped, arguments, words):
+    answer = leanft("run", *arguments)
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err.startswith("error: ")
+    assert "Traceback" not in answer.err
+    for word in words:
+        assert word in answer.err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ndef main(:\n    pass\n", "line 2: invalid syntax: def main(:"),
+        (
+            "import os\n\nimport no_such_module_at_all\n",
+            "line 3: ModuleNotFoundError: No module named 'no_such_module_at_all'",
+        ),
+        ("def f():\n    return 1 / 0\n\nf()\n", "line 2: ZeroDivisionError: division by zero"),
+        ("x = 1\n", "is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`"),
+        ("Config = dict\ndef main(cfg): pass\n", "is not a recipe"),
+    ],
+)
+def test_a_recipe_that_cannot_be_loaded_names_its_file_and_line(leanft, tmp_path, source, message):
+    recipe = tmp_path / "broken.py"
+    recipe.write_text(source)
+    answer = leanft("run", recipe)
+    assert answer.code == 2
+    assert str(recipe) in answer.err
+    assert message in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_recipe_may_import_what_lies_beside_it(leanft, toy_recipe):
+    (toy_recipe.parent / "beside_the_toy.py").write_text("PATH = 'from beside'\n")
+    toy_recipe.write_text(toy_recipe.read_text() + "\nfrom beside_the_toy import PATH\n")
+    assert leanft("run", toy_recipe, "model.path=m").code == 0
+
+
+def test_a_recipe_may_have_the_name_of_a_module(leanft, toy_recipe):
+    import json
+
+    recipe = toy_recipe.with_name("json.py")
+    recipe.write_text(toy_recipe.read_text())
+    assert leanft("run", recipe, "model.path=m").code == 0
+    import sys
+
+    assert sys.modules["json"] is json
+
+
+def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(leanft_process, toy_recipe):
+    toy_recipe.write_text("import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\n" + toy_recipe.read_text())
+    run = ["run", toy_recipe, "model.path=m", "act=environment"]
+    assert leanft_process(*run).out.split() == [
+        "expandable_segments:True",
+        "allocator",
+        "expandable_segments:True",
+        "None",
+    ]
+    mine = leanft_process(*run, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
+    assert mine.out.split() == ["None", "allocator", "None", "max_split_size_mb:64"]
+    assert leanft_process(*run, PYTORCH_ALLOC_CONF="backend:native").out.split()[0] == "backend:native"
+
+
+def test_no_output_is_lost_in_a_pipe(leanft_process, toy_recipe):
+    answer = leanft_process("run", toy_recipe, "model.path=m")
+    assert (answer.code, answer.out, answer.err) == (0, "ran with m 2\n", "")

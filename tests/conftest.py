@@ -1,0 +1,31 @@
+"""What every test gets: one thread, a reason where there is no GPU, and the real data where it is at hand."""
+
+import os
+from pathlib import Path
+
+# Before torch is imported, here and in the processes that tests start: tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where torch sees none; torch is imported only if there are any."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real inputs (GSM8K, tokenizers), which lies beside the checkout and is not part of it."""
+    for parent in Path(__file__).resolve().parents:
+        folder = parent / "shared" / "data"
+        if folder.is_dir():
+            return folder
+    pytest.skip("no folder shared/data beside this checkout or above it")

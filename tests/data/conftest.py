@@ -1,0 +1,73 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+
+CHATML = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def bytes_tokenizer() -> HFTokenizer:
+    """One token a byte, so that tests can count tokens by hand."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HFTokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
+def build(folder: Path, **config: Any) -> Tokenizer:
+    folder.mkdir()
+    bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    # Padding has the id of the token that ends a text: nothing may be told by that id.
+    config = {"eos_token": "<|end|>", "pad_token": "<|end|>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build(tmp_path_factory.mktemp("plain") / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build(
+        tmp_path_factory.mktemp("chat") / "tokenizer",
+        chat_template=CHATML,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+    )
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows as JSONL (or a string as it is) and returns the path."""
+
+    def write(rows: list[Any] | str | bytes, name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        if isinstance(rows, list):
+            rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_bytes(rows if isinstance(rows, bytes) else rows.encode("utf-8"))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def config(write: Callable[..., str]) -> Callable[..., SFTDataConfig]:
+    """Settings for rows that are written to a file."""
+
+    def make(rows: list[Any] | str, **settings: Any) -> SFTDataConfig:
+        return SFTDataConfig(**{"source": write(rows), "max_length": 64, **settings})
+
+    return make

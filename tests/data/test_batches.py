@@ -1,0 +1,265 @@
+"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be resumed."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lean_ft.data import Batch, Batches, EvalBatches, sft_batches
+
+Config = Callable[..., Any]
+BATCH_SIZE = 4
+
+
+def rows(number: int = 37) -> list[dict[str, str]]:
+    generator = np.random.default_rng(0)
+    return [
+        {"prompt": "p" * int(generator.integers(1, 12)), "completion": f"{i}:" + "c" * int(generator.integers(0, 20))}
+        for i in range(number)
+    ]
+
+
+def documents_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
+    """(ids, labels, positions) of each document and each stretch of padding, by cu_seqlens or by rows."""
+    num_rows, num_columns = batch.input_ids.shape
+    if batch.cu_seqlens is None:
+        bounds = list(range(0, num_rows * num_columns + 1, num_columns))
+    else:
+        bounds = batch.cu_seqlens.tolist()
+    flat = [tensor.flatten().tolist() for tensor in (batch.input_ids, batch.labels, batch.positions)]
+    return [tuple(values[first:last] for values in flat) for first, last in itertools.pairwise(bounds)]  # pyright: ignore
+
+
+def expected_documents(rows: list[dict[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """(ids, labels) of each row, by counting characters: the tokenizer gives one token a byte."""
+    expected = []
+    for row in rows:
+        ids = [*tokenizer.encode(row["prompt"] + row["completion"]), tokenizer.eos_id]
+        first_target = len(row["prompt"])
+        labels = [ids[t + 1] if t + 1 >= first_target else -100 for t in range(len(ids) - 1)] + [-100]
+        expected.append((ids, labels))
+    return expected
+
+
+def epoch(batches: Batches) -> list[Batch]:
+    taken = []
+    while len(taken) < batches.batches_per_epoch:
+        taken += batches.take(3)
+    return taken
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_every_document_comes_once_with_its_labels(config: Config, plain_tokenizer, packing: str):
+    batches, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=3)
+    seen = []
+    for batch in epoch(batches):
+        for ids, labels, positions in documents_of(batch):
+            assert positions == list(range(len(ids)))
+            if packing == "none":
+                num_real = max(t for t, label in enumerate(labels) if label != -100) + 2
+                assert ids[num_real:] == [plain_tokenizer.pad_id] * (len(ids) - num_real)
+                assert labels[num_real:] == [-100] * (len(ids) - num_real)
+                ids, labels = ids[:num_real], labels[:num_real]
+            if any(label != -100 for label in labels):
+                seen.append((ids, labels))
+            else:
+                assert set(ids) == {plain_tokenizer.pad_id}
+        assert batch.num_targets == int((batch.labels != -100).sum())
+        assert batch.num_tokens == batch.input_ids.numel()
+        assert batch.input_ids.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
+    assert sorted(seen) == sorted(expected_documents(rows(), plain_tokenizer))
+
+
+def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config, plain_tokenizer):
+    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    for batch in epoch(batches):
+        assert batch.input_ids.shape == (BATCH_SIZE, 64)
+        assert batch.cu_seqlens is not None
+        assert batch.cu_seqlens.dtype == torch.int32
+        bounds = batch.cu_seqlens.tolist()
+        assert bounds == sorted(set(bounds))
+        assert (bounds[0], bounds[-1]) == (0, BATCH_SIZE * 64)
+        assert set(range(0, BATCH_SIZE * 64, 64)) <= set(bounds)  # no document goes on in the next row
+
+
+def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config, plain_tokenizer):
+    texts = [{"text": "a" * 63}] * 5
+    packed, _ = sft_batches(config(texts, packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    last = epoch(packed)[-1]
+    assert last.input_ids.shape == (BATCH_SIZE, 64)
+    assert last.cu_seqlens is not None
+    assert last.cu_seqlens.tolist() == [0, 64, 128, 192, 256]
+    assert last.num_targets == 63
+    assert (last.labels[1:] == -100).all()
+    padded, _ = sft_batches(config(texts), plain_tokenizer, BATCH_SIZE, seed=0)
+    assert epoch(padded)[-1].input_ids.shape == (1, 64)
+
+
+@pytest.mark.parametrize(("length", "columns"), [(3, 8), (8, 8), (9, 16), (58, 60), (60, 60)])
+def test_padding_goes_to_a_multiple_of_8_but_not_beyond_max_length(config: Config, plain_tokenizer, length, columns):
+    texts = [{"text": "a" * (length - 1)}, {"text": "b"}]
+    batches, _ = sft_batches(config(texts, max_length=60), plain_tokenizer, 2, seed=0)
+    [batch] = batches.take(1)
+    assert batch.input_ids.shape == (2, columns)
+    assert batch.cu_seqlens is None
+
+
+def test_the_token_that_ends_a_text_is_a_label_though_padding_has_its_id(config: Config, plain_tokenizer):
+    assert plain_tokenizer.pad_id == plain_tokenizer.eos_id
+    for packing in ("none", "bfd"):
+        batches, _ = sft_batches(config([{"text": "ab"}], packing=packing), plain_tokenizer, 1, seed=0)
+        [batch] = batches.take(1)
+        a, b, end = plain_tokenizer.encode("ab<|end|>")
+        assert batch.input_ids[0, :4].tolist() == [a, b, end, end]
+        assert batch.labels[0, :4].tolist() == [b, end, -100, -100]
+
+
+class TestOrder:
+    def test_epochs_differ_and_repeat_by_seed(self, config: Config, plain_tokenizer):
+        def orders(seed: int) -> list[list[int]]:
+            batches, _ = sft_batches(config(rows()), plain_tokenizer, BATCH_SIZE, seed=seed)
+            return [torch.cat([b.input_ids[:, :3].flatten() for b in epoch(batches)]).tolist() for _ in range(2)]
+
+        first, second = orders(0)
+        assert first != second
+        assert orders(0) == [first, second]
+        assert orders(1)[0] != first
+
+    def test_take_stops_at_the_end_of_an_epoch(self, config: Config, plain_tokenizer):
+        batches, _ = sft_batches(config(rows(18)), plain_tokenizer, BATCH_SIZE, seed=0)
+        assert batches.batches_per_epoch == 5
+        sizes, epochs = [], []
+        for _ in range(6):
+            sizes.append(len(batches.take(2)))
+            epochs.append(batches.epoch)
+        assert sizes == [2, 2, 1, 2, 2, 1]
+        assert epochs == [0, 0, 0, 1, 1, 1]
+        with pytest.raises(ValueError, match="take"):
+            batches.take(0)
+
+    @pytest.mark.parametrize("packing", ["none", "bfd"])
+    @pytest.mark.parametrize("num_taken", [0, 1, 3, 5, 6, 11])
+    def test_resuming_gives_the_same_batches(self, config: Config, plain_tokenizer, packing: str, num_taken: int):
+        settings = config(rows(20 if packing == "none" else 60), packing=packing)
+
+        def fresh() -> Batches:
+            return sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
+
+        uninterrupted, interrupted, resumed = fresh(), fresh(), fresh()
+        for _ in range(num_taken):
+            uninterrupted.take(1)
+            interrupted.take(1)
+        resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+        assert resumed.epoch == uninterrupted.epoch
+        for _ in range(8):
+            [expected], [got] = uninterrupted.take(1), resumed.take(1)
+            for name in ("input_ids", "labels", "positions"):
+                assert torch.equal(getattr(got, name), getattr(expected, name))
+            assert resumed.epoch == uninterrupted.epoch
+
+    def test_a_place_in_other_data_is_refused(self, config: Config, plain_tokenizer):
+        def batches(number: int = 20, batch_size: int = 4, seed: int = 0, **settings: Any) -> Batches:
+            return sft_batches(config(rows(number), **settings), plain_tokenizer, batch_size, seed=seed)[0]
+
+        state = batches().state_dict()
+        batches().load_state_dict(state)
+        for other, reason in (
+            (batches(seed=1), "seed changed"),
+            (batches(batch_size=2), "batch_size changed"),
+            (batches(21), "data .* changed"),
+            (batches(max_length=63), "data .* changed"),
+            (batches(train_on="all"), "data .* changed"),
+        ):
+            with pytest.raises(ValueError, match=f"cannot resume: the {reason}"):
+                other.load_state_dict(state)
+
+
+class TestFingerprint:
+    def test_tells_content_tokenizer_and_settings_but_not_paths(self, write, plain_tokenizer, chat_tokenizer):
+        from lean_ft.settings import SFTDataConfig
+
+        def fingerprint(path: str, tokenizer: Any, **settings: Any) -> str:
+            config = SFTDataConfig(source=path, max_length=64, **settings)
+            return sft_batches(config, tokenizer, 1, seed=0)[0].fingerprint
+
+        path, moved, changed = write(rows(), "a.jsonl"), write(rows(), "b.jsonl"), write(rows(36), "c.jsonl")
+        same = fingerprint(path, plain_tokenizer)
+        assert same == fingerprint(path, plain_tokenizer) == fingerprint(moved, plain_tokenizer)
+        others = [
+            fingerprint(changed, plain_tokenizer),
+            fingerprint(path, chat_tokenizer),
+            fingerprint(path, plain_tokenizer, packing="bfd"),
+            fingerprint(path, plain_tokenizer, validation_fraction=0.1),
+        ]
+        assert len({same, *others}) == 5
+
+
+class TestEvaluation:
+    def test_a_fraction_is_held_out_whole(self, config: Config, plain_tokenizer):
+        for packing in ("none", "bfd"):
+            settings = config(rows(), packing=packing, validation_fraction=0.25)
+            batches, held_out = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=1)
+            assert held_out is not None
+            assert (batches.report.kept, held_out.report.kept) == (28, 9)
+
+            def targets(some: list[Batch]) -> list[list[int]]:
+                return sorted(
+                    ids[: len([t for t in labels if t != -100]) + 1]
+                    for batch in some
+                    for ids, labels, _ in documents_of(batch)
+                    if any(label != -100 for label in labels)
+                )
+
+            whole, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=1)
+            assert sorted(targets(epoch(batches)) + targets(list(held_out))) == targets(epoch(whole))
+            assert held_out.report.target_tokens == sum(batch.num_targets for batch in held_out)
+
+    def test_the_split_is_the_seeds(self, config: Config, plain_tokenizer):
+        def held_out(seed: int) -> EvalBatches:
+            settings = config(rows(), validation_fraction=0.25)
+            result = sft_batches(settings, plain_tokenizer, 9, seed=seed)[1]
+            assert result is not None
+            return result
+
+        [first], [same], [other] = held_out(1), held_out(1), held_out(2)
+        assert torch.equal(first.input_ids, same.input_ids)
+        assert first.input_ids.shape != other.input_ids.shape or not torch.equal(first.input_ids, other.input_ids)
+
+    def test_a_file_of_its_own_in_fixed_order(self, config: Config, write, plain_tokenizer):
+        path = write([{"text": f"row {i}"} for i in range(5)], "validation.jsonl")
+        settings = config(rows(), validation_source=path)
+        _, held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
+        assert held_out is not None
+        assert len(held_out) == 3
+        for _ in range(2):
+            texts = [plain_tokenizer.decode(ids)[:5] for batch in held_out for ids in batch.input_ids.tolist()]
+            assert texts == [f"row {i}" for i in range(5)]
+
+    def test_no_evaluation_unless_asked_for(self, config: Config, plain_tokenizer):
+        assert sft_batches(config(rows()), plain_tokenizer, 2, seed=0)[1] is None
+
+    def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
+        with pytest.raises(ValueError, match="validation_fraction=0.5 of 1 rows leaves nothing to train on"):
+            sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
+
+
+def test_to_moves_every_tensor(config: Config, plain_tokenizer):
+    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    [batch] = batches.take(1)
+    moved = batch.to("meta")
+    tensors = (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens)
+    assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
+    assert (moved.num_targets, moved.num_tokens) == (batch.num_targets, batch.num_tokens)
+
+
+@pytest.mark.gpu
+def test_to_a_gpu(config: Config, plain_tokenizer):
+    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    [batch] = batches.take(1)
+    moved = batch.to("cuda")
+    assert torch.equal(moved.input_ids.cpu(), batch.input_ids)
+    assert torch.equal(moved.labels.cpu(), batch.labels)

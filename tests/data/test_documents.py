@@ -1,0 +1,104 @@
+"""What becomes of rows that are too long or hold nothing to train on, and how tokens are counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lean_ft.data import prepare_documents
+from lean_ft.data.documents import ROWS_AT_A_TIME
+
+Config = Callable[..., Any]
+
+
+def prepare(config: Any, tokenizer: Any):
+    return prepare_documents(config, tokenizer, config.source)
+
+
+def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
+    rows = [{"prompt": "p" * (i % 7), "completion": f"c{i}"} for i in range(2 * ROWS_AT_A_TIME + 3)]
+    documents, report = prepare(config(rows), plain_tokenizer)
+    assert len(documents) == len(rows) == report.kept == report.rows
+    for row, (ids, trained) in zip(rows, documents, strict=True):
+        text = row["prompt"] + row["completion"]
+        assert ids.tolist() == [*plain_tokenizer.encode(text), plain_tokenizer.eos_id]
+        assert trained.tolist() == [i >= len(row["prompt"]) for i in range(len(text) + 1)]
+    assert documents.tokens.dtype == np.int32
+    assert report.tokens == sum(len(row["prompt"] + row["completion"]) + 1 for row in rows)
+    # Each completion and its eos are labels, unless nothing stands before the first token to predict it from.
+    assert report.target_tokens == sum(len(row["completion"]) + 1 - (not row["prompt"]) for row in rows)
+
+
+def test_truncation_keeps_the_beginning_and_counts_what_is_lost(config: Config, plain_tokenizer):
+    rows = [{"prompt": "pppp", "completion": "c" * 10}, {"prompt": "p", "completion": "c"}]
+    documents, report = prepare(config(rows, max_length=8), plain_tokenizer)
+    assert documents[0][0].tolist() == plain_tokenizer.encode("ppppcccc")
+    assert (report.truncated, report.lost_tokens, report.kept, report.dropped) == (1, 7, 2, {})
+
+
+def test_rows_without_a_label_are_dropped_and_counted(config: Config, plain_tokenizer):
+    rows = [
+        {"prompt": "p" * 9, "completion": "lost"},
+        {"prompt": "p" * 8, "completion": "lost"},
+        {"prompt": "p" * 7, "completion": "kept"},
+        {"prompt": "p", "completion": "kept"},
+    ]
+    documents, report = prepare(config(rows, max_length=8), plain_tokenizer)
+    assert [len(ids) for ids, _ in documents] == [8, 6]
+    assert report.dropped == {"nothing to train on within max_length": 2}
+    assert (report.rows, report.kept, report.truncated) == (4, 2, 1)
+
+
+def test_chats_without_an_assistant_are_dropped(config: Config, chat_tokenizer):
+    user = {"role": "user", "content": "q"}
+    rows = [{"messages": [user]}, {"messages": [user, {"role": "assistant", "content": "a"}]}]
+    _, report = prepare(config(rows), chat_tokenizer)
+    assert report.dropped == {"nothing to train on": 1}
+
+
+def test_a_text_of_one_token_predicts_nothing(config: Config, plain_tokenizer):
+    _, report = prepare(config([{"text": ""}, {"text": "ab"}]), plain_tokenizer)
+    assert report.dropped == {"nothing to train on": 1}
+    assert (report.tokens, report.target_tokens) == (3, 2)
+
+
+def test_overflow_drop_and_raise(config: Config, plain_tokenizer):
+    rows = [{"text": "a" * 7}, {"text": "a" * 8}, {"text": "ok"}]
+    documents, report = prepare(config(rows, max_length=8, overflow="drop"), plain_tokenizer)
+    assert [len(ids) for ids, _ in documents] == [8, 3]
+    assert report.dropped == {"longer than max_length": 1}
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: 9 tokens, more than data.max_length=8"):
+        prepare(config(rows, max_length=8, overflow="raise"), plain_tokenizer)
+
+
+def test_nothing_left_says_why(config: Config, plain_tokenizer):
+    rows = [{"prompt": "p" * 20, "completion": "c"}] * 3
+    with pytest.raises(ValueError, match="of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
+        prepare(config(rows, max_length=8), plain_tokenizer)
+
+
+def test_a_bad_row_far_down_is_placed(config: Config, plain_tokenizer):
+    rows: list[dict[str, Any]] = [{"text": "ok"}] * 1500
+    rows[1400] = {"txt": "no"}
+    with pytest.raises(ValueError, match="line 1401: no field `text`.*the row has txt"):
+        prepare(config(rows), plain_tokenizer)
+
+
+def test_the_report_in_a_line(config: Config, plain_tokenizer):
+    rows = [
+        {"prompt": "p", "completion": "c" * 20},
+        {"prompt": "p" * 9, "completion": "c"},
+        {"prompt": "p", "completion": "c"},
+    ]
+    _, report = prepare(config(rows, max_length=8), plain_tokenizer)
+    line = str(report)
+    assert "\n" not in line
+    for part in (
+        "3 rows (prompt_completion)",
+        "1 truncated (-14 tokens)",
+        "1 dropped",
+        "2 sequences, 11 tokens, 9 trained",
+    ):
+        assert part in line
+    assert report.to_dict()["target_tokens"] == 9

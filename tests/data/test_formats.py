@@ -1,0 +1,149 @@
+"""Rows of every format become the text that the table in `lean_ft.data.formats` says."""
+
+from typing import Any
+
+import pytest
+
+from lean_ft.data.formats import RowReader, detect_format
+from lean_ft.data.sources import Row
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import Passage
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+
+
+def read(fields: dict[str, Any], tokenizer: Any, **settings: Any) -> Passage:
+    row = Row(fields, "rows.jsonl, line 7")
+    return RowReader.of(SFTDataConfig(source="rows.jsonl", **settings), [row], tokenizer).passage(row)
+
+
+def trained(passage: Passage) -> list[str]:
+    return [passage.text[start:end] for start, end in passage.trained]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": MESSAGES},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, MESSAGES[1]], "tools": "[]"},
+        {"prompt": "q", "completion": "a"},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "q", "output": "a"},
+    ],
+)
+def test_chats(fields: dict[str, Any], chat_tokenizer):
+    passage = read(fields, chat_tokenizer)
+    assert passage.text == CHAT
+    assert trained(passage) == ["a<|im_end|>"]
+    assert not passage.add_bos
+    assert not passage.add_eos
+
+
+def test_alpaca_input_follows_the_instruction(chat_tokenizer):
+    passage = read({"instruction": "do", "input": "this", "output": "a"}, chat_tokenizer)
+    assert passage.text == CHAT.replace("q", "do\n\nthis")
+
+
+def test_columns_rename(chat_tokenizer):
+    fields = {"question": "q", "answer": "a", "prompt": "not this"}
+    passage = read(fields, chat_tokenizer, columns={"prompt": "question", "completion": "answer"})
+    assert passage.text == CHAT
+
+
+def test_texts_without_template(plain_tokenizer):
+    passage = read({"prompt": "q", "completion": "a"}, plain_tokenizer)
+    assert (passage.text, trained(passage), passage.add_bos, passage.add_eos) == ("qa", ["a"], True, True)
+    passage = read({"instruction": "do", "input": "this", "output": "a"}, plain_tokenizer)
+    assert (passage.text, trained(passage)) == ("do\n\nthis\n\na", ["a"])
+
+
+@pytest.mark.parametrize("train_on", ["completion", "assistant", "last", "all"])
+def test_train_on(train_on: str, plain_tokenizer, chat_tokenizer):
+    two_turns = {"messages": [*MESSAGES, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}]}
+    chat = read(two_turns, chat_tokenizer, train_on=train_on)
+    expected = {"last": ["b<|im_end|>"], "all": [chat.text]}
+    assert trained(chat) == expected.get(train_on, ["a<|im_end|>", "b<|im_end|>"])
+    plain = read({"prompt": "q", "completion": "a"}, plain_tokenizer, train_on=train_on)
+    assert trained(plain) == (["qa"] if train_on == "all" else ["a"])
+    assert trained(read({"text": "abc"}, chat_tokenizer, train_on=train_on)) == ["abc"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"messages": MESSAGES, "text": "x"}, "messages"),
+        ({"prompt": "q", "completion": "a", "instruction": "q", "output": "a"}, "prompt_completion"),
+        ({"instruction": "q", "output": "a", "text": "x"}, "alpaca"),
+        ({"text": "x", "prompt": "q"}, "text"),
+    ],
+)
+def test_detection(fields: dict[str, Any], name: str):
+    assert detect_format([Row(fields, "")], {}) == name
+    # A format fits only if it fits every row that is looked at.
+    with pytest.raises(ValueError, match="cannot be told"):
+        detect_format([Row({"other": 1}, "a.jsonl, line 1"), Row(fields, "")], {})
+
+
+def test_tools_reach_the_template(plain_tokenizer, tmp_path):
+    from tests.data.conftest import build
+
+    tokenizer = build(
+        tmp_path / "t", chat_template="{{ tools[0].name }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        assert read({"messages": MESSAGES, "tools": tools}, tokenizer, train_on="all").text == "f:qa"
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "message"),
+    [
+        ({"question": "q"}, {}, "line 7: the format cannot be told from the fields question.*data.columns.prompt=question"),
+        ({}, {}, "from the fields no fields"),
+        ({"conversations": []}, {}, "data.columns.messages=conversations"),
+        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
+        ({"prompt": "q"}, {"format": "prompt_completion"}, "line 7: no field `completion`.*needs prompt, completion; the row has prompt"),
+        (
+            {"prompt": "q", "answer": "a"},
+            {"format": "prompt_completion", "columns": {"completion": "reply"}},
+            r"no field `reply` \(for `completion`, by data.columns\)",
+        ),
+        ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a int; expected a string"),
+        ({"prompt": "q", "completion": None}, {}, "`completion` is a NoneType"),
+        ({"text": "a\ud800b"}, {}, r"line 7: half a surrogate pair \(\\ud800\) stands at character 1"),
+        ({"messages": []}, {}, "line 7: `messages` is empty"),
+        ({"messages": "hi"}, {}, "`messages` is a str"),
+        ({"messages": ["hi"]}, {}, "message 0 has a str; expected `role` and `content`"),
+        ({"messages": [{"from": "human", "value": "q"}]}, {}, "message 0 has from, value.*ShareGPT"),
+        ({"messages": [{"role": "user"}]}, {}, "message 0 has a `content` of type NoneType"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "parts that are not text"),
+        ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
+        ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        read(fields, chat_tokenizer, **settings)
+
+
+def test_chats_need_a_template(plain_tokenizer):
+    with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja"):
+        read({"messages": MESSAGES}, plain_tokenizer)
+
+
+def test_a_refusing_template_is_placed(chat_tokenizer, tmp_path: Any):
+    from tests.data.conftest import build
+
+    tokenizer = build(tmp_path / "t", chat_template="{{ raise_exception('no system messages') }}")
+    with pytest.raises(ValueError, match="rows.jsonl, line 7: .*no system messages"):
+        read({"messages": MESSAGES}, tokenizer)
+
+
+def test_tool_calls_may_stand_without_content(tmp_path: Any):
+    from tests.data.conftest import build
+
+    tokenizer = build(
+        tmp_path / "t", chat_template="{% for m in messages %}{{ m.content or m.tool_calls }}{% endfor %}"
+    )
+    messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [1]}]
+    assert read({"messages": messages}, tokenizer, train_on="all").text == "q[1]"

@@ -1,0 +1,208 @@
+"""The fused loss against the plain computation in float64, and its memory against the number of chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of the unfused computation, in float64."""
+    hidden = hidden.detach().double().requires_grad_()
+    weight = weight.detach().double().requires_grad_()
+    logits = hidden.flatten(0, -2) @ weight.T
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def problem(
+    shape: tuple[int, ...] = (3, 17),
+    dim: int = 24,
+    vocab: int = 101,
+    dtype: torch.dtype = torch.float32,
+    ignored: float = 0.3,
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(*shape, dim).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, dim) * 0.3).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, shape)
+    labels[torch.rand(shape) < ignored] = IGNORED_LABEL
+    labels.view(-1)[0] = 3  # one target at the least
+    return hidden, weight, labels
+
+
+def error(value: Tensor | None, exact: Tensor) -> float:
+    assert value is not None
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 7, 1024])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradients_equal_the_plain_computation(chunk_tokens: int, ignored: float, dtype: torch.dtype) -> None:
+    hidden, weight, labels = problem(dtype=dtype, ignored=ignored)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    (loss / 5).backward()
+    exact_loss, exact_hidden, exact_weight = plain(hidden, weight, labels)
+    bound = 1e-6 if dtype == torch.float32 else 1e-14
+    assert abs(loss.item() - exact_loss.item()) <= bound * exact_loss.item()
+    assert error(hidden.grad, exact_hidden / 5) < bound
+    assert error(weight.grad, exact_weight / 5) < bound
+
+
+def test_a_vocabulary_of_several_slices_sums_every_one() -> None:
+    hidden, weight, labels = problem(vocab=20_000)
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=8).backward()
+    assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-6
+
+
+@pytest.mark.parametrize(("accumulation", "bound"), [("float32", 3.6e-3), ("weight", 6.0e-3)])
+def test_the_bfloat16_weight_gradient_stays_within_the_stated_error(accumulation: str, bound: float) -> None:
+    hidden, weight, labels = problem((1, 2048), 64, 2000, torch.bfloat16, ignored=0.0)
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=128, accumulation_dtype=accumulation).backward()  # type: ignore[arg-type]
+    exact = plain(hidden, weight, labels)[2]
+    assert error(exact.bfloat16(), exact) < error(weight.grad, exact) < bound
+
+
+def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
+    hidden, weight, labels = problem((4, 64), 64, 1000, torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=50)
+    loss.backward()
+    ours, (exact_loss, exact_hidden, exact_weight) = (hidden.grad, weight.grad), plain(hidden, weight, labels)
+    hidden.grad = weight.grad = None
+    F.cross_entropy((hidden @ weight.T).flatten(0, 1).float(), labels.flatten(), reduction="sum").backward()
+    assert abs(loss.item() - exact_loss.item()) < 2e-3 * exact_loss.item()
+    assert error(ours[0], exact_hidden) < 1.2 * error(hidden.grad, exact_hidden)
+    assert error(ours[1], exact_weight) < 1.2 * error(weight.grad, exact_weight)
+
+
+def test_no_label_gives_an_exact_zero_and_zero_gradients() -> None:
+    hidden, weight, labels = problem()
+    labels.fill_(IGNORED_LABEL)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.abs().sum() == 0
+    assert weight.grad.abs().sum() == 0
+
+
+def test_a_tied_weight_receives_both_of_its_gradients() -> None:
+    torch.manual_seed(0)
+    embedding = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    tokens, labels = torch.randint(0, 50, (2, 9)), torch.randint(0, 50, (2, 9))
+    linear_cross_entropy(F.embedding(tokens, embedding).tanh(), embedding, labels, chunk_tokens=4).backward()
+    fused, embedding.grad = embedding.grad, None
+    F.cross_entropy(
+        (F.embedding(tokens, embedding).tanh() @ embedding.T).flatten(0, 1), labels.flatten(), reduction="sum"
+    ).backward()
+    torch.testing.assert_close(fused, embedding.grad)
+
+
+def test_uneven_micro_batches_add_up_to_the_gradients_of_the_whole_batch() -> None:
+    hidden, weight, labels = problem((6, 20))
+    labels[:3, 2:] = IGNORED_LABEL  # short answers first, long ones after
+    whole = plain(hidden, weight, labels)[2] / (labels != IGNORED_LABEL).sum()
+    num_targets = int((labels != IGNORED_LABEL).sum())
+    for rows in (slice(0, 3), slice(3, 4), slice(4, 6)):
+        (linear_cross_entropy(hidden[rows], weight, labels[rows]) / num_targets).backward()
+    assert error(weight.grad, whole) < 1e-6
+
+
+def test_a_known_number_of_targets_changes_nothing() -> None:
+    hidden, weight, labels = problem()
+    counted = linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(
+        counted,
+        linear_cross_entropy(hidden, weight, labels, num_targets=int((labels != IGNORED_LABEL).sum())),
+    )
+
+
+def test_frozen_inputs_get_no_gradient_and_cost_none() -> None:
+    hidden, weight, labels = problem()
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    assert error(hidden.grad, plain(hidden, weight, labels)[1]) < 1e-6
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, labels).requires_grad
+
+
+def test_float16_autocast_keeps_float32_weights_and_their_gradients() -> None:
+    hidden, weight, labels = problem((4, 64), 64, 1000)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=50)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert error(weight.grad, plain(hidden, weight, labels)[2]) < 2e-3
+
+
+def test_the_compiled_loss_equals_the_plain_one_for_every_length_with_one_compilation() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for length in (33, 16, 50):
+        hidden, weight, labels = problem((1, length))
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=16, compile=True).backward()
+        assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-6
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, labels = problem()
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="gives its gradients once"):
+        loss.backward()
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    hidden, weight, labels = problem()
+    with pytest.raises(ValueError, match=r"hidden \(\.\.\., D\)"):
+        linear_cross_entropy(hidden, weight[:, :-1], labels)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Records the most bytes that new storages take at one time, and what is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
+
+    @property
+    def alive_bytes(self) -> int:
+        self.storages = {ref: size for ref, size in self.storages.items() if not ref.expired()}
+        return sum(self.storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {StorageWeakRef(arg.untyped_storage()) for arg in args if isinstance(arg, Tensor)} - set(self.storages)
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and (ref := StorageWeakRef(tensor.untyped_storage())) not in known:
+                self.storages[ref] = tensor.untyped_storage().nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        return out
+
+
+@pytest.mark.parametrize("accumulation", ["float32", "weight"])
+@pytest.mark.parametrize("num_chunks", [2, 4, 16])
+def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(accumulation: str, num_chunks: int) -> None:
+    chunk_tokens, dim, vocab = 64, 16, 9000
+    hidden, weight, labels = problem((1, chunk_tokens * num_chunks), dim, vocab, torch.bfloat16, ignored=0.0)
+    with PeakMemory() as memory:
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, accumulation_dtype=accumulation)  # type: ignore[arg-type]
+        held_bytes = memory.alive_bytes
+        loss.backward()
+    logits_bytes, eager_bytes, sum_bytes = chunk_tokens * vocab * 2, 4 * (1 << 20) * 4, vocab * dim * 4
+    assert held_bytes < sum_bytes + hidden.nbytes + labels.nbytes + 4096  # no logits
+    assert memory.peak_bytes < logits_bytes + eager_bytes + 2 * sum_bytes + 2 * hidden.nbytes + 65536

@@ -1,0 +1,140 @@
+"""Checkpointing and compilation change memory and time, and no number."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers
+from lean_ft.settings import MemoryConfig
+
+WIDTH, NUM_LAYERS = 16, 4
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.forwards += 1
+        return x + self.dropout(self.down(self.up(x).sin()))
+
+
+class Stack(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes that autograd keeps between forward and backward, parameters left out."""
+    parameters = {param.data_ptr() for param in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(torch.randn(3, WIDTH))
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_checkpointing_leaves_the_gradients_as_they_are(dropout: float, every: int) -> None:
+    plain = Stack(dropout)
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_layers(checkpointed, every)
+    for expected, got in zip(gradients(plain), gradients(checkpointed), strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize(("every", "recomputed"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3])])
+def test_every_nth_layer_recomputes_its_forward_once(every: int, recomputed: list[int]) -> None:
+    model = Stack()
+    assert checkpoint_layers(model, every) == len(recomputed)
+    gradients(model)
+    forwards = [layer.forwards for layer in model.layers]
+    assert forwards == [2 if index in recomputed else 1 for index in range(NUM_LAYERS)]
+
+
+def test_checkpointing_keeps_the_inputs_of_the_layers_alone() -> None:
+    plain, checkpointed = Stack(), Stack()
+    checkpoint_layers(checkpointed)
+    assert saved_bytes(checkpointed) <= NUM_LAYERS * 3 * WIDTH * 4
+    assert saved_bytes(plain) > 4 * saved_bytes(checkpointed)
+
+
+def test_checkpointing_edits_the_instance_and_not_its_class() -> None:
+    checkpoint_layers(Stack())
+    other = Stack()
+    gradients(other)
+    assert [layer.forwards for layer in other.layers] == [1] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("technique", [checkpoint_layers, compile_layers])
+def test_a_model_without_layers_is_refused(technique) -> None:
+    with pytest.raises(ValueError, match="ModuleList `layers`"):
+        technique(nn.Linear(2, 2))
+
+
+def test_a_stride_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        checkpoint_layers(Stack(), 0)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_layers_share_one_compilation_and_hand_their_gradients_over_a_layer_at_a_time(checkpointing: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = Stack()
+    expected = gradients(plain)
+    compiled = copy.deepcopy(plain)
+    apply_memory(compiled, MemoryConfig(activation_checkpointing=checkpointing), compile=True)  # type: ignore[arg-type]
+
+    alive, fired = [], Counter()
+
+    def update(param: nn.Parameter) -> None:
+        alive.append(sum(other.grad is not None for other in compiled.parameters()))
+        fired[id(param)] += 1
+        collected[id(param)], param.grad = param.grad, None
+
+    collected: dict[int, Tensor | None] = {}
+    for param in compiled.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    gradients(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert max(alive) <= len(list(compiled.layers[0].parameters()))
+    assert set(fired.values()) == {1}
+    for want, param in zip(expected, compiled.parameters(), strict=True):
+        torch.testing.assert_close(collected[id(param)], want)
+
+
+def test_settings_choose_the_layers() -> None:
+    model = Stack()
+    apply_memory(model, MemoryConfig(activation_checkpointing="every_n", checkpoint_every_n=3), compile=False)
+    gradients(model)
+    assert [layer.forwards for layer in model.layers] == [2, 1, 1, 2]

@@ -1,0 +1,44 @@
+"""On a GPU: PyTorch's kernels and the float32 path against the CPU's."""
+
+import pytest
+import torch
+
+from lean_ft.models.attention import attend_documents, attend_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+CU_SEQLENS = torch.tensor([0, 1, 70, 100, 164, 200], dtype=torch.int32)
+
+
+def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 100, 6, size), (2, 100, 2, size), (2, 100, 2, size)]
+    made = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    return [x.to(device, dtype).requires_grad_() for x in made]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [64, 20])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)])
+def test_results_and_gradients_equal_the_cpus(packed, size, dtype, tolerance):
+    results = []
+    for device, used in (("cpu", torch.float32), ("cuda", dtype)):
+        leaves = inputs(used, device, size)
+        out = attend_documents(*leaves, CU_SEQLENS.to(device)) if packed else attend_rows(*leaves)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        grads = torch.autograd.grad(out, leaves, grad.to(device, used))
+        results.append([x.float().cpu() for x in (out, *grads)])
+    for expected, own in zip(*results, strict=True):
+        assert (own - expected).norm() < tolerance * expected.norm()
+
+
+def test_other_documents_never_change_a_bit():
+    results = []
+    for noise in (0.0, 3.0):
+        leaves = [x.detach().clone() for x in inputs(torch.bfloat16, "cuda", 64)]
+        for x in leaves:
+            x.view(200, *x.shape[2:])[:70] += noise
+        results.append(attend_documents(*leaves, CU_SEQLENS.cuda()).flatten(0, 1)[70:])
+    assert torch.equal(*results)

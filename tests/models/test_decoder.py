@@ -1,0 +1,209 @@
+"""The decoder against transformers' models: logits, gradients, padding and packing; plain, compiled, checkpointed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lean_ft.models import build_decoder, generate, load_model
+
+
+def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 101, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def test_logits_and_gradients_equal_transformers(make_checkpoint, case):
+    folder, reference = make_checkpoint(case)
+    model = load_model(folder)
+    ids = token_ids(2, 150)
+    expected, logits = reference(ids).logits, model(ids)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+    next_token_loss(expected, ids).backward()
+    next_token_loss(logits, ids).backward()
+    expected_grads = {name: p.grad for name, p in reference.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        # Relative to the largest: a key's bias moves all scores of a query alike, so its gradient is rounding alone.
+        largest = max(expected_grads[name].norm(), expected_grads[name.replace("k_proj", "q_proj")].norm())
+        assert (grad - expected_grads[name]).norm() <= 1e-3 * largest, name
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
+    folder, reference = make_checkpoint(case, dtype=torch.bfloat16)
+    exact = load_model(folder)  # the same bfloat16 weights, computed in float32
+    ours, errors = load_model(folder, dtype=torch.bfloat16), {}
+    ids = token_ids(4, 150)
+    results = {"exact": exact, "ours": ours, "theirs": reference}
+    logits = {who: (m(ids).logits if who == "theirs" else m(ids)) for who, m in results.items()}
+    for who, model in results.items():
+        next_token_loss(logits[who], ids).backward()
+        grads = {name: p.grad.float() for name, p in model.named_parameters()}
+        errors[who] = (logits[who].float(), grads)
+
+    def error(who: str) -> tuple[float, float]:
+        (exact_logits, exact_grads), (own_logits, own_grads) = errors["exact"], errors[who]
+        wrong = torch.stack(
+            [(own_grads[n] - g).norm() / g.norm() for n, g in exact_grads.items() if "k_proj.bias" not in n]
+        )
+        return ((own_logits - exact_logits).norm() / exact_logits.norm()).item(), wrong.mean().item()
+
+    assert ours(ids).dtype == torch.bfloat16
+    for own, theirs in zip(error("ours"), error("theirs"), strict=True):
+        assert own <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_as_near_to_float32_as_transformers(make_checkpoint, dtype):
+    folder, reference = make_checkpoint("qwen2")
+    exact, ours, ids = load_model(folder), load_model(folder), token_ids(4, 60)
+    logits = [exact(ids)]
+    with torch.autocast("cpu", dtype):
+        logits += [ours(ids), reference(ids).logits]
+    for result in logits:
+        next_token_loss(result, ids).backward()
+    assert logits[1].dtype == dtype
+    named = [dict(model.named_parameters()) for model in (exact, ours, reference)]
+
+    def errors(which: int) -> tuple[float, float]:
+        grads = [
+            (named[which][n].grad - p.grad).norm() / p.grad.norm() for n, p in named[0].items() if "k_proj" not in n
+        ]
+        wrong = (logits[which].float() - logits[0]).norm() / logits[0].norm()
+        return wrong.item(), torch.stack(grads).mean().item()
+
+    for own, theirs in zip(errors(1), errors(2), strict=True):
+        assert own <= 1.1 * theirs
+
+
+def test_right_padding_changes_nothing_before_it(make_checkpoint):
+    folder, reference = make_checkpoint("qwen2")
+    model = load_model(folder)
+    lengths = [37, 20, 5]
+    ids = token_ids(3, 37)
+    mask = torch.arange(37) < torch.tensor(lengths)[:, None]
+    ids[~mask] = 0
+    logits = model(ids)
+    expected = reference(ids, attention_mask=mask.long()).logits
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(logits[row, :length], expected[row, :length], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[row, :length], model(ids[row : row + 1, :length])[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("given_positions", [True, False])
+def test_packed_documents_equal_transformers_on_each_alone(make_checkpoint, given_positions):
+    folder, reference = make_checkpoint("llama_llama3_rope")
+    model = load_model(folder)
+    bounds = [0, 13, 14, 40, 60, 80]  # two rows of 40, the second of two documents
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    ids = token_ids(2, 40)
+    documents = list(pairwise(bounds))
+    positions = torch.cat([torch.arange(b - a) for a, b in documents]).view(2, 40) if given_positions else None
+    logits = model(ids, positions=positions, cu_seqlens=cu_seqlens)
+    expected = [reference(ids.view(-1)[a:b][None]).logits[0] for a, b in documents]
+    torch.testing.assert_close(logits.flatten(0, 1), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+    target = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * target).sum().backward()
+    (torch.cat(expected) * target.flatten(0, 1)).sum().backward()
+    grads = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name].grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_changing_a_document_leaves_the_others_bit_identical(make_checkpoint, dtype):
+    folder, _ = make_checkpoint("qwen2_tied")
+    model = load_model(folder, dtype=dtype)
+    cu_seqlens = torch.tensor([0, 30, 75, 100], dtype=torch.int32)
+    ids = token_ids(1, 100)
+    other = ids.clone()
+    other[0, 30:75] = token_ids(45, seed=9)
+    before, after = model(ids, cu_seqlens=cu_seqlens)[0], model(other, cu_seqlens=cu_seqlens)[0]
+    assert not torch.equal(before[30:75], after[30:75])
+    assert torch.equal(before[:30], after[:30])
+    assert torch.equal(before[75:], after[75:])
+
+
+def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
+    for case in ("llama", "llama_wide_heads_tied"):
+        folder, reference = make_checkpoint(case)
+        model = load_model(folder)
+        ids = token_ids(2, 9)
+        hidden = model(ids, return_hidden=True)
+        torch.testing.assert_close(hidden, reference.model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+        assert model.output_weight.shape == (101, 48)
+        torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
+
+
+def test_boundaries_of_another_batch_are_refused(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    with pytest.raises(ValueError, match="has a document longer than a row of 10 tokens"):
+        model(token_ids(2, 10), cu_seqlens=torch.tensor([0, 11, 20], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"or does not end with the batch, at 20"):
+        model(token_ids(2, 10), cu_seqlens=torch.tensor([0, 10, 19], dtype=torch.int32))
+
+
+def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0], dtype=torch.bfloat16)
+    hidden = torch.randn(1, 256, 48, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = model.rotary(torch.arange(256)[None], torch.bfloat16)
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.layers[0](hidden, cos, sin, torch.tensor([0, 100, 256], dtype=torch.int32))
+    parameters = {p.data_ptr() for p in model.parameters()} | {cos.data_ptr(), sin.data_ptr()}
+    activations = [tensor for pointer, tensor in kept.items() if pointer not in parameters]
+    # The inputs of both norms, what they give, queries and what is attended; keys and values; the gate, the
+    # up-projection and their product. In float32: a number a token for each norm.
+    assert sum(t.numel() for t in activations if t.dtype == torch.bfloat16) <= 256 * (6 * 48 + 2 * 16 + 3 * 80)
+    assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
+
+
+def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint):
+    folder, _ = make_checkpoint("qwen2", num_hidden_layers=1)
+    ids = token_ids(2, 40)
+    cu_seqlens = torch.tensor([0, 13, 40, 80], dtype=torch.int32)
+    grads = []
+    for compiled in (False, True):
+        model = load_model(folder)
+        if compiled:
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+            layer = model.layers[0]
+            plain = layer.forward
+            layer.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+            layer.compile(fullgraph=True)
+        loss = next_token_loss(model(ids, cu_seqlens=cu_seqlens), ids) + next_token_loss(model(ids), ids)
+        loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    tokens = generate(model, [[1, 2, 3], [4]], max_new_tokens=12)
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert tokens == generate(load_model(folder), [[1, 2, 3], [4]], max_new_tokens=12)
+
+
+def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint):
+    folder, _ = make_checkpoint("qwen2", hidden_size=192, initializer_range=0.05)
+    torch.manual_seed(0)
+    model = build_decoder(load_model(folder).config, dtype=torch.bfloat16)
+    reference = type(make_checkpoint("qwen2", hidden_size=192)[1])
+    config = reference.config_class.from_pretrained(folder)
+    expected = dict(reference(config).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        torch.testing.assert_close(parameter.float().mean(), expected[name].mean(), atol=5e-3, rtol=0.0, msg=name)
+        torch.testing.assert_close(parameter.float().std(), expected[name].std(), atol=0.0, rtol=0.05, msg=name)

@@ -1,0 +1,116 @@
+"""Document attention against a dense masked softmax in float64, and against PyTorch's own kernel's rounding."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lean_ft.models.document_attention import document_attention
+
+LENGTHS = [1, 70, 64, 0, 129, 3]
+
+
+def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16, scale: float = 1.0, offset=0.0):
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+    query = torch.randn(num_tokens, heads, size, generator=generator) * scale
+    key = torch.randn(num_tokens, kv_heads, size, generator=generator)
+    value = torch.randn(num_tokens, kv_heads, size, generator=generator) + offset
+    grad = torch.randn(num_tokens, heads, size, generator=generator).to(dtype)
+    cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).int()
+    return [x.to(dtype).requires_grad_() for x in (query, key, value)], cu_seqlens, grad
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """One softmax over all tokens, with what lies ahead or in another document masked."""
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    visible = (document[:, None] == document) & torch.ones(len(document), len(document)).tril().bool()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def relative_errors(result, leaves, grad, exact, exact_leaves) -> list[float]:
+    grads = torch.autograd.grad(result, leaves, grad)
+    exact_grads = torch.autograd.grad(exact, exact_leaves, grad.double())
+    pairs = zip((result, *grads), (exact, *exact_grads), strict=True)
+    return [((own - true).norm() / true.norm()).item() for own, true in pairs]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (4, 4, 10), (3, 1, 64)])
+def test_float32_equals_float64_masked_softmax(heads, kv_heads, size):
+    leaves, cu_seqlens, grad = inputs(torch.float32, heads, kv_heads, size)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    result = document_attention(*leaves, cu_seqlens)
+    errors = relative_errors(result, leaves, grad, dense(*exact_leaves), exact_leaves)
+    assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (30.0, 0.0), (1.0, 20.0)])
+def test_sixteen_bits_are_as_exact_as_pytorchs_kernel(dtype, scale, offset):
+    """Large scores, and values with a large part in common, are where a careless product loses its digits."""
+    leaves, cu_seqlens, grad = inputs(dtype, scale=scale, offset=offset)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    exact = dense(*exact_leaves)
+
+    bounds = cu_seqlens.tolist()
+    rows = [[x[a:b].transpose(0, 1)[None] for x in leaves] for a, b in pairwise(bounds) if a < b]
+    kernel = [F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True) for row in rows]
+    theirs = torch.cat([x[0].transpose(0, 1) for x in kernel])
+
+    own_errors = relative_errors(document_attention(*leaves, cu_seqlens), leaves, grad, exact, exact_leaves)
+    exact = dense(*exact_leaves)
+    for own, their in zip(own_errors, relative_errors(theirs, leaves, grad, exact, exact_leaves), strict=True):
+        assert own < 1.5 * their
+
+
+def test_small_blocks_change_nothing(monkeypatch):
+    leaves, cu_seqlens, grad = inputs(torch.float32)
+    expected = relative_errors(document_attention(*leaves, cu_seqlens), leaves, grad, *exact_of(leaves))
+    monkeypatch.setattr("lean_ft.models.document_attention._BLOCK_SCORES", 6 * 129 * 7)
+    result = document_attention(*leaves, cu_seqlens)
+    assert max(expected) < 1e-6
+    assert max(relative_errors(result, leaves, grad, *exact_of(leaves))) < 1e-6
+
+
+def exact_of(leaves):
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    return dense(*exact_leaves), exact_leaves
+
+
+def test_other_documents_never_change_a_bit():
+    (query, key, value), cu_seqlens, grad = inputs(torch.bfloat16)
+    start, end = 71, 135  # the third document
+    results = []
+    for noise in (0.0, 100.0):
+        leaves = [x.detach().clone() for x in (query, key, value)]
+        for x in leaves:
+            x[:start] += noise
+            x[end:] -= noise
+            x.requires_grad_()
+        out = document_attention(*leaves, cu_seqlens)
+        results.append([out[start:end], *(g[start:end] for g in torch.autograd.grad(out, leaves, grad))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [[1, 267], [0, 200], [0, 300], [0, 100, 50, 267]])
+def test_boundaries_that_are_none_are_refused(bounds):
+    leaves, _, _ = inputs(torch.float32)
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 267"):
+        document_attention(*leaves, torch.tensor(bounds))
+
+
+def test_the_operator_keeps_the_compilers_rules():
+    leaves, cu_seqlens, _ = inputs(torch.float32)
+    torch.library.opcheck(document_attention, (*leaves, cu_seqlens))
+
+
+def test_autocast_does_not_narrow_the_scores():
+    leaves, cu_seqlens, _ = inputs(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = document_attention(*leaves, cu_seqlens)
+    assert torch.equal(inside, document_attention(*leaves, cu_seqlens))

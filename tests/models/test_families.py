@@ -1,0 +1,142 @@
+"""What is read from config.json, in both of transformers' spellings, and what is refused by name."""
+
+import json
+
+import pytest
+import transformers
+
+from lean_ft.models import RopeConfig, decoder_config
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# As published, but for ids of tokens and library versions.
+LLAMA_3_2_1B = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 64,
+  "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+  "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32,
+  "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+  "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+  "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
+  "vocab_size": 128256
+}""")
+QWEN2_5_0_5B = json.loads("""{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
+  "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+  "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+  "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+  "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true, "use_mrope": false,
+  "use_sliding_window": false, "vocab_size": 151936
+}""")
+
+
+def test_published_configs_are_read():
+    llama = decoder_config(LLAMA_3_2_1B)
+    assert (llama.num_layers, llama.num_heads, llama.num_kv_heads, llama.head_dim) == (16, 32, 8, 64)
+    assert llama.tied_embeddings
+    assert llama.norm_eps == 1e-5
+    assert llama.rope == RopeConfig(
+        500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+    qwen = decoder_config(QWEN2_5_0_5B)
+    assert (qwen.qkv_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
+    assert (qwen.hidden_size, qwen.head_dim, qwen.vocab_size, qwen.max_positions) == (896, 64, 151936, 32768)
+    assert qwen.rope == RopeConfig(1e6)
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_2_1B, QWEN2_5_0_5B], ids=["llama", "qwen2"])
+def test_both_spellings_of_the_rotary_settings_mean_the_same(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # in the spelling of version 5
+    rewritten = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_theta" not in rewritten
+    assert decoder_config(rewritten) == decoder_config(config)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_absent_fields_mean_what_they_mean_to_transformers(family):
+    theirs = getattr(transformers, f"{family}Config")()
+    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
+    ours = decoder_config({"model_type": theirs.model_type, "num_attention_heads": 32, **sizes})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.initializer_range == theirs.initializer_range
+    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+
+
+def test_linear_scaling_in_its_oldest_spelling():
+    config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}
+    assert decoder_config(config).rope == RopeConfig(1e4, "linear", factor=2.0)
+
+
+def test_head_dim_and_key_heads_are_derived():
+    config = decoder_config({**LLAMA, "head_dim": None, "num_key_value_heads": None})
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, r"model_type is 'lama'; expected one of llama, qwen2\. Nearest: llama"),
+        ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of llama, qwen2"),
+        ({"model_type": None}, "model_type is None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .* a language model"),
+        ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*expected absent or 'silu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; dropout is not supported"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention, sliding_attention"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling asks for the rope type 'yarn'; supported",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters asks for the rope type 'longrope'"),
+        ({"rope_scaling": {"type": "lineer", "factor": 4.0}}, "Nearest: linear"),
+        ({"rope_scaling": {"type": "linear"}}, "field factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; expected a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "rope_scaling has beta_fast"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters has full_attention"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": "llama3"}, "expected an object"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3", "high_freq_factor": 0.5}}, "must be above low_freq"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
+        ({"vocab_size": None}, "field vocab_size is missing"),
+        ({"hidden_size": 63.5}, "hidden_size is 63.5; expected a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected a positive integer"),
+        ({"num_attention_heads": 5}, "5 attention heads do not divide"),
+        ({"num_key_value_heads": 3}, "expected the first to be a multiple"),
+        ({"head_dim": 15}, "head_dim is 15; rotary embeddings need an even number"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_is_refused_by_name(change, message):
+    decoder_config(LLAMA)  # is fine without the change
+    with pytest.raises(ValueError, match=message) as error:
+        decoder_config({**LLAMA, **change}, where="/models/mine/config.json")
+    assert str(error.value).startswith("/models/mine/config.json: ")

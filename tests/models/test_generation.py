@@ -1,0 +1,95 @@
+"""Generation against transformers' greedy search, alone and in batches, and sampling against the distribution."""
+
+import pytest
+import torch
+
+from lean_ft.models import generate, load_model
+
+PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("case", ["llama_llama3_rope", "llama_biases", "qwen2"])
+def test_greedy_tokens_equal_transformers_and_do_not_depend_on_the_batch(make_checkpoint, case):
+    folder, reference = make_checkpoint(case)
+    model = load_model(folder)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [reference.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    assert generate(model, PROMPTS, max_new_tokens=24) == expected
+    assert [generate(model, [p], max_new_tokens=24)[0] for p in PROMPTS] == expected
+    assert generate(model, torch.tensor([PROMPTS[3]] * 2), max_new_tokens=24) == [expected[3]] * 2
+
+
+def test_rows_end_with_the_first_stop_id(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    free = generate(model, PROMPTS, max_new_tokens=20)
+    stop = free[0][6]
+    expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in free]
+    assert min(map(len, expected)) < 20
+    assert generate(model, PROMPTS, max_new_tokens=20, stop_ids=[stop]) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [({}, 101), ({"top_k": 5}, 5), ({"top_p": 0.5}, None), ({"top_k": 1}, 1), ({"top_p": 1e-9}, 1)],
+    ids=str,
+)
+def test_samples_follow_the_distribution(make_checkpoint, settings, allowed):
+    folder, reference = make_checkpoint("llama")
+    model = load_model(folder)
+    temperature, count = 1.5, 4000
+    probabilities = (reference(torch.tensor([PROMPTS[2]])).logits[0, -1] / temperature).softmax(-1)
+    ordered, order = probabilities.sort(descending=True)
+    if allowed is None:
+        allowed = int((ordered.cumsum(-1) < settings["top_p"]).sum()) + 1
+    expected = torch.zeros(101).index_copy(0, order[:allowed], ordered[:allowed] / ordered[:allowed].sum())
+
+    generator = torch.Generator().manual_seed(3)
+    tokens = generate(model, [PROMPTS[2]] * count, 1, temperature=temperature, generator=generator, **settings)
+    counts = torch.bincount(torch.tensor(tokens).flatten(), minlength=101)
+    assert counts[expected == 0].sum() == 0
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert ((counts / count - expected).abs() <= 4.5 * deviation + 1e-6).all()
+    again = torch.Generator().manual_seed(3)
+    assert tokens == generate(model, [PROMPTS[2]] * count, 1, temperature=temperature, generator=again, **settings)
+
+
+@torch.no_grad()
+def test_a_cache_goes_on_from_any_point(make_checkpoint):
+    folder, reference = make_checkpoint("qwen2")
+    model = load_model(folder)
+    ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(0))
+    expected = reference(ids).logits
+    cache = model.new_cache(batch_size=2, capacity=30)
+    with torch.enable_grad(), pytest.raises(ValueError, match="keeps no gradients"):
+        model(ids, cache=cache)
+    parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 11), (11, 12), (12, 30))]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="holds 30 positions; 30 are taken and 1 more"):
+        model(ids[:, :1], cache=cache)
+    with pytest.raises(ValueError, match="neither cu_seqlens nor positions"):
+        model(ids, cache=cache, positions=torch.zeros_like(ids))
+
+
+def test_nothing_to_do_gives_nothing(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    assert generate(model, [], 5) == []
+    assert generate(model, [[1], [2, 3]], 0) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_ids": [[1], []]}, "prompt 1 is empty"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(make_checkpoint, settings, message):
+    model = load_model(make_checkpoint("llama")[0])
+    with pytest.raises(ValueError, match=message):
+        generate(model, **{"prompt_ids": [[1]], "max_new_tokens": 1, **settings})

@@ -1,0 +1,286 @@
+"""Folders in and out against transformers and the safetensors library, and every folder that must be refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+
+from lean_ft.models import build_decoder, load_model, save_model
+
+IDS = torch.arange(40).view(2, 20)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, as the library reads them."""
+    return {n: t for f in folder.glob("*.safetensors") for n, t in safetensors.torch.load_file(f).items()}
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def replace_weights(folder: Path, change) -> None:
+    tensors = stored(folder)
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path) -> Path:
+    """A folder of its own, to damage."""
+    return Path(shutil.copytree(make_checkpoint("qwen2_tied")[0], tmp_path / "model"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loading_and_saving_gives_the_same_folder(make_checkpoint, case, dtype, tmp_path):
+    source, reference = make_checkpoint(case, dtype=dtype)
+    model = load_model(source, dtype=dtype)
+    assert model.source_folder == source
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    save_model(model, tmp_path)
+
+    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(f.name for f in source.iterdir())
+    assert (tmp_path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(reopened(IDS).logits, reference(IDS).logits)
+
+
+@pytest.mark.parametrize("case_name", ["llama", "qwen2_tied"])
+def test_shards_are_read_and_written(make_checkpoint, case_name, tmp_path):
+    source, reference = make_checkpoint(case_name)
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    model = load_model(tmp_path / "theirs")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, reference.state_dict()[name])
+
+    save_model(model, tmp_path / "ours", max_shard_bytes=40_000)
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(f.stat().st_size < 45_000 for f in files)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    for name, file_name in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "ours" / file_name, "pt") as file:
+            assert name in file.keys()  # noqa: SIM118
+            assert file.metadata() == {"format": "pt"}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored(source).values())
+    assert all(torch.equal(stored(tmp_path / "ours")[name], t) for name, t in stored(source).items())
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(reopened(IDS).logits, reference(IDS).logits)
+
+
+def test_a_tensor_larger_than_a_shard_has_one_for_itself(folder, tmp_path):
+    save_model(load_model(folder), tmp_path / "saved", max_shard_bytes=1)
+    files = list((tmp_path / "saved").glob("*.safetensors"))
+    assert len(files) == len(stored(folder))
+    assert stored(tmp_path / "saved").keys() == stored(folder).keys()
+
+
+def test_saving_again_leaves_no_file_of_the_last_time(folder):
+    model = load_model(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with torch.no_grad():
+        model.output_weight.fill_(0.5)
+    names = {"config.json", "generation_config.json", "tokenizer.json"}
+    for max_shard_bytes in (10**9, 30_000, 60_000, 10**9):
+        save_model(model, folder, max_shard_bytes)
+        weights = {f.name for f in folder.iterdir()} - names
+        reopened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert (reopened.get_output_embeddings().weight == 0.5).all()
+    assert weights == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_cast_as_they_are_read_and_the_config_follows(make_checkpoint, stored_dtype, tmp_path):
+    source, reference = make_checkpoint("llama", dtype=stored_dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = load_model(source, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, reference.state_dict()[name].to(dtype))
+        save_model(model, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == dtype
+
+
+def test_the_config_is_carried_in_its_own_spelling(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps({**config, "my_note": {"ä": [1, 2]}}))
+    save_model(load_model(folder, dtype=torch.bfloat16), tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved == {**config, "my_note": {"ä": [1, 2]}, "torch_dtype": "bfloat16"}
+
+
+def test_random_init_needs_the_config_alone(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    model = load_model(folder, dtype=torch.bfloat16, random_init=True)
+    assert not any(p.is_meta for p in model.parameters())
+    assert model(IDS).isfinite().all()
+    save_model(model, tmp_path / "saved")
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    torch.testing.assert_close(reopened(IDS).logits, load_model(tmp_path / "saved")(IDS), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_no_folder_is_not_saved(folder, tmp_path):
+    model = build_decoder(load_model(folder).config)
+    with pytest.raises(ValueError, match=r"there is no config\.json"):
+        save_model(model, tmp_path / "saved")
+
+
+def test_rotary_frequencies_of_early_folders_are_passed_over(folder):
+    before = load_model(folder)(IDS)
+    replace_weights(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert torch.equal(load_model(folder)(IDS), before)
+
+
+def test_a_stored_tied_output_layer_must_be_the_embedding(folder):
+    before = load_model(folder)(IDS)
+    replace_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(load_model(folder)(IDS), before)
+    replace_weights(folder, lambda t: t["lm_head.weight"][-1, -1].add_(1e-3))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is true.*but lm_head\.weight differs"):
+        load_model(folder)
+
+
+def test_snapshots_of_the_hub_cache_are_read(folder, tmp_path):
+    blobs = tmp_path / "models--org--name" / "blobs"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert torch.equal(load_model(snapshot)(IDS), load_model(folder)(IDS))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "has no config.json: it says what the model computes"),
+        (lambda f: (f / "config.json").write_text("{,"), r"config\.json is not valid JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: expected a JSON object"),
+        (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), r"config\.json is not valid JSON"),
+        (lambda f: edit_config(f, model_type="bert"), r"config\.json: model_type is 'bert'"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no weights: expected model.safetensors.*random_init"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "adapter_model.safetensors"),
+            r"It has adapter_model\.safetensors",
+        ),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            r"only as pytorch_model\.bin.*can run code when opened.*save_pretrained",
+        ),
+        (lambda f: (f / "model.safetensors").rename(f / "consolidated.00.pth"), r"only as consolidated\.00\.pth"),
+        (
+            lambda f: replace_weights(f, lambda t: t.pop(Q_PROJ)),
+            r"the weights lack model\.layers\.0\.self_attn\.q_proj\.weight, which config\.json calls for",
+        ),
+        (lambda f: edit_config(f, num_hidden_layers=4), r"the weights lack model\.layers\.2\..* and 20 more"),
+        (
+            lambda f: replace_weights(f, lambda t: t.update(extra=torch.ones(1))),
+            r"model\.safetensors: config\.json has no place for extra",
+        ),
+        (lambda f: edit_config(f, num_hidden_layers=1), r"no place for model\.layers\.1\..* and 8 more"),
+        (
+            lambda f: replace_weights(f, lambda t: t.update({Q_PROJ: t[Q_PROJ][:, 1:].contiguous()})),
+            r"model\.safetensors: model\.layers\.0\.self_attn\.q_proj\.weight has the shape \[48, 47\]; .* \[48, 48\]",
+        ),
+        (
+            lambda f: replace_weights(f, lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.int8)})),
+            r"q_proj\.weight is stored as I8; expected F32, BF16, F16 or F64",
+        ),
+        (
+            lambda f: replace_weights(f, lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.float8_e4m3fn)})),
+            r"q_proj\.weight is stored as F8_E4M3",
+        ),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
+            r"model\.safetensors is damaged",
+        ),
+        (
+            lambda f: (
+                shutil.move(f / "model.safetensors", f.parent / "elsewhere"),
+                (f / "model.safetensors").symlink_to(f.parent / "elsewhere"),
+            ),
+            r"is a link to .*elsewhere, outside the folder",
+        ),
+    ],
+    ids=range(18),
+)
+def test_a_folder_that_is_not_whole_is_refused(folder, damage, message):
+    load_model(folder)  # is fine before
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(folder)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "../weights.safetensors",
+            r"names the weight file '\.\./weights\.safetensors'; expected the name of a file in",
+        ),
+        ("/etc/passwd", "names the weight file '/etc/passwd'; expected the name"),
+        ("sub/../../weights.safetensors", "expected the name of a file in"),
+        ("..\\weights.safetensors", "expected the name of a file in"),
+        ("link/weights.safetensors", "is a link to .*, outside the folder"),
+        ("absent.safetensors", r"names the weight file 'absent\.safetensors', which is missing"),
+        ("other.safetensors", r"places model\..* in other\.safetensors, which does not hold it"),
+        (7, "expected an object weight_map"),
+    ],
+)
+def test_an_index_leads_nowhere_else(folder, name, message):
+    shutil.move(folder / "model.safetensors", folder.parent / "weights.safetensors")
+    (folder / "link").symlink_to(folder.parent, target_is_directory=True)
+    safetensors.torch.save_file({"x": torch.ones(1)}, folder / "other.safetensors")
+    names = safetensors.torch.load_file(folder.parent / "weights.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
+
+
+def test_a_dtype_that_is_none_for_weights_is_refused(folder):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected one of torch\.float32"):
+        load_model(folder, dtype=torch.int8)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from /proc")
+def test_loading_takes_the_models_memory_and_no_more(make_checkpoint):
+    sizes = {"vocab_size": 30_000, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    warm_up, _ = make_checkpoint("llama")
+    folders = [make_checkpoint("llama", dtype=dtype, **sizes)[0] for dtype in (torch.bfloat16, torch.float32)]
+    script = """
+import sys, torch
+from lean_ft.models import load_model
+models = []
+def peak():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0]) * 1024
+for folder in sys.argv[1:]:
+    before = peak()
+    models.append(load_model(folder, dtype=torch.bfloat16))
+    print(peak() - before, sum(p.nbytes for p in models[-1].parameters()))
+"""
+    command = [sys.executable, "-c", script, str(warm_up), *map(str, folders)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, same_dtype, cast = ([int(x) for x in line.split()] for line in output.splitlines())
+    for taken, model_bytes in (same_dtype, cast):
+        assert 0.9 < taken / model_bytes < 1.1

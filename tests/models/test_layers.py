@@ -1,0 +1,64 @@
+"""The norm and the gated layer against float64 and transformers."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lean_ft.models import MLP, RMSNorm
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_is_as_exact_as_transformers(dtype):
+    norm, theirs = filled(RMSNorm(96, eps=1e-2)).to(dtype), LlamaRMSNorm(96, eps=1e-2).to(dtype)
+    theirs.load_state_dict(norm.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    x = (3 * torch.randn(2, 30, 96, generator=generator)).to(dtype).requires_grad_()
+    grad = torch.randn(2, 30, 96, generator=generator).to(dtype)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    exact = exact_norm(exact_x, exact_weight, 1e-2)
+    exact_grads = torch.autograd.grad(exact, (exact_x, exact_weight), grad.double())
+
+    def errors(module: torch.nn.Module) -> list[float]:
+        result = module(x)
+        assert result.dtype == dtype
+        grads = torch.autograd.grad(result, (x, *module.parameters()), grad)
+        pairs = zip((result, *grads), (exact, *exact_grads), strict=True)
+        return [((own - true).norm() / true.norm()).item() for own, true in pairs]
+
+    for own, their in zip(errors(norm), errors(theirs), strict=True):
+        assert own <= 1.05 * their
+
+
+def test_a_frozen_norm_weight_gets_no_gradient_and_its_input_does():
+    norm = RMSNorm(8, eps=1e-6).requires_grad_(False)
+    x = torch.randn(3, 8, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad is not None
+    assert norm.weight.grad is None
+
+
+def test_gated_layer_equals_autograd_in_float64():
+    mlp = filled(MLP(10, 24, bias=True))
+    x = torch.randn(5, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    exact_x, *exact = (t.detach().double().requires_grad_() for t in leaves)
+    gate_w, gate_b, up_w, up_b, down_w, down_b = exact
+    gate = exact_x @ gate_w.T + gate_b
+    expected = (gate * gate.sigmoid() * (exact_x @ up_w.T + up_b)) @ down_w.T + down_b
+    result = mlp(x)
+    torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5)
+    expected_grads = torch.autograd.grad(expected.square().sum(), (exact_x, *exact))
+    for own, true in zip(torch.autograd.grad(result.square().sum(), leaves), expected_grads, strict=True):
+        assert (own - true).norm() < 1e-5 * true.norm()

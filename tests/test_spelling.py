@@ -1,0 +1,34 @@
+"""The nearest name, on typos that people make."""
+
+import pytest
+
+from lean_ft.spelling import did_you_mean, nearest
+
+KEYS = ["batch_size", "seed", "optimizer.lr", "optimizer.name", "schedule.name", "data.max_length", "model.path"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("batchsize", "batch_size"),
+        ("Batch_Size", "batch_size"),
+        ("sed", "seed"),
+        ("lr", "optimizer.lr"),
+        ("optim.lr", "optimizer.lr"),
+        ("schedule.nam", "schedule.name"),
+        ("optimizer.nam", "optimizer.name"),
+        ("max_len", "data.max_length"),
+        ("modelpath", "model.path"),
+        ("bat", "batch_size"),
+        ("qqqqqq", None),
+        ("", None),
+    ],
+)
+def test_nearest(typed, meant):
+    assert nearest(typed, KEYS) == meant
+
+
+def test_did_you_mean_is_empty_where_nothing_is_near():
+    assert did_you_mean("sed", KEYS) == " Did you mean 'seed'?"
+    assert did_you_mean("qqqqqq", KEYS) == ""
+    assert did_you_mean("seed", []) == ""

@@ -1,0 +1,427 @@
+"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens trained."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+
+MakeFolder = Callable[..., Path]
+
+# In each template, [[ and ]] stand around what the assistant says. They become generation tags, or nothing.
+CHATML = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}[[{{ m.content + '<|im_end|>' }}]]{% else %}{{ m.content + '<|im_end|>' }}{% endif %}
+{{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+WITH_BOS = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}[[{{ ' ' + m.content | trim + ' ' + eos_token }}]]{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
+{%- endfor %}"""
+
+# As Qwen3: the last turn shows its thoughts, if only empty ones; earlier turns lose them.
+FORGETS_THOUGHTS = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}
+{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}
+{{- said + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# As DeepSeek-R1: recorded turns never have thoughts, and the prompt opens one.
+PROMPTS_FOR_THOUGHTS = """\
+{%- for m in messages %}
+{{- '<|user|>' + m.content if m.role == 'user' else '<|assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"""
+
+# As Phi-3: one token ends a turn, another the whole chat.
+ENDS_TWICE = """\
+{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+PLAIN_TEXT = """\
+{%- for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
+
+CALLS_TOOLS = """\
+{%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}{% if m.content is defined %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# As Mistral's: the system message goes into the last user message, so no beginning of a chat stays as it was.
+MOVES_SYSTEM = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|user|>' + ('SYSTEM ' if m == (messages | selectattr('role', '==', 'user') | list)[-1] else '') + m.content }}
+{%- elif m.role == 'assistant' %}{{ m.content + '<|end|>' }}{% endif %}
+{%- endfor %}"""
+
+CHAT = [
+    {"role": "system", "content": "Be brief. 短く。"},
+    {"role": "user", "content": "Hi  there!\n\n  How are you?"},
+    {"role": "assistant", "content": "Fine 😀.\n"},
+    {"role": "user", "content": "And the café? 🦙"},
+    {"role": "assistant", "content": "  Открыто 12345"},
+]
+
+
+def plain(template: str) -> str:
+    return template.replace("[[", "").replace("]]", "")
+
+
+def tagged(template: str) -> str:
+    return template.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+
+
+def runs(tokenizer: Tokenizer, rendered: tuple[list[int], list[bool]]) -> list[str]:
+    """The trained stretches of a rendered chat, as text."""
+    ids, mask = rendered
+    assert len(ids) == len(mask)
+    grouped = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token_id for token_id, _ in group]) for trained, group in grouped if trained]
+
+
+@pytest.fixture
+def tokenizer_with(byte_level, make_folder: MakeFolder) -> Callable[..., Tokenizer]:
+    def make(template: str | None, **config: Any) -> Tokenizer:
+        given = {} if template is None else {"chat_template": template}
+        return load_tokenizer(make_folder(byte_level, eos_token="<|endoftext|>", **given, **config))
+
+    return make
+
+
+def chat(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+class TestAgainstTransformers:
+    @pytest.mark.parametrize("spell", [plain, tagged])
+    def test_ids_and_mask(self, byte_level, make_folder: MakeFolder, spell):
+        ours = load_tokenizer(make_folder(byte_level, chat_template=spell(CHATML)))
+        theirs = AutoTokenizer.from_pretrained(make_folder(byte_level, chat_template=tagged(CHATML)))
+        expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = ours.render(CHAT)
+        assert ids == expected["input_ids"]
+        assert mask == [bool(trained) for trained in expected["assistant_masks"]]
+
+    @pytest.mark.parametrize("spell", [plain, tagged])
+    def test_bos_of_the_template_stands_alone(self, word_start, make_folder: MakeFolder, spell):
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        ours = load_tokenizer(make_folder(word_start, chat_template=spell(WITH_BOS), **special))
+        theirs = AutoTokenizer.from_pretrained(make_folder(word_start, chat_template=tagged(WITH_BOS), **special))
+        expected = theirs.apply_chat_template(CHAT[1:], return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = ours.render(CHAT[1:])
+        assert ids == expected["input_ids"]
+        assert mask == [bool(trained) for trained in expected["assistant_masks"]]
+        assert ids.count(ours.bos_id) == 1
+
+    def test_generation_prompt(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(byte_level, chat_template=plain(CHATML))
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for messages in (CHAT, CHAT[:-1]):
+            rendered = ours.render(messages, add_generation_prompt=True)
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert rendered[0] == expected
+            assert len(runs(ours, rendered)) == sum(m["role"] == "assistant" for m in messages)
+            assert not rendered[1][-1]
+
+    def test_tools_and_json(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(byte_level, chat_template=CALLS_TOOLS)
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        tools = [{"type": "function", "function": {"name": "größe<>&'", "parameters": {"b": 1, "a": None}}}]
+        call = {"name": "größe<>&'", "arguments": {"x": "1 & 2"}}
+        messages = [
+            {"role": "user", "content": "How big?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "7"},
+            {"role": "assistant", "content": "Seven."},
+        ]
+        rendered = ours.render(messages, tools=tools)
+        assert rendered[0] == theirs.apply_chat_template(messages, tools=tools, return_dict=False)
+        called = f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call><|im_end|>"
+        assert runs(ours, rendered) == [called, "Seven.<|im_end|>"]
+
+    def test_functions_of_the_sandbox(self, byte_level, make_folder: MakeFolder):
+        template = (
+            "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+            "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}{% set ns = namespace(a=dict(b=1)) %}{{ ns.a.b }}"
+        )
+        folder = make_folder(byte_level, chat_template=template)
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        ids, _ = ours.render(CHAT[:2], train_on="all")
+        assert ids == theirs.apply_chat_template(CHAT[:2], return_dict=False)
+        assert str(datetime.now().year) in ours.decode(ids)
+
+    def test_named_templates(self, byte_level, make_folder: MakeFolder):
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+        folder = make_folder(byte_level, chat_template=named)
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for tools in (None, [{"type": "function"}]):
+            ids, _ = ours.render(CHAT, tools=tools, train_on="all")
+            assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
+
+    def test_template_files_win_over_the_config(self, byte_level, make_folder: MakeFolder):
+        files = {"chat_template.jinja": "plain", "chat_templates/tool_use.jinja": "with tools"}
+        tokenizer = load_tokenizer(make_folder(byte_level, chat_template="in the config", files=files))
+        assert tokenizer.chat_template == "plain"
+        for tools, text in ((None, "plain"), ([{"type": "function"}], "with tools")):
+            assert tokenizer.decode(tokenizer.render(CHAT, tools=tools, train_on="all")[0]) == text
+
+
+class TestMask:
+    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat render."""
+
+    def test_end_of_turn_is_trained_and_what_follows_is_not(self, tokenizer_with):
+        tokenizer = tokenizer_with(plain(CHATML))
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
+
+    @pytest.mark.parametrize("spell", [plain, tagged])
+    def test_last_turn_only(self, tokenizer_with, spell):
+        tokenizer = tokenizer_with(spell(CHATML))
+        rendered = tokenizer.render(chat("a", "b", "c", "d", "e"), train_on="last")
+        assert runs(tokenizer, rendered) == ["d<|im_end|>"]
+
+    def test_all_tokens(self, tokenizer_with):
+        _, mask = tokenizer_with(plain(CHATML)).render(CHAT, train_on="all")
+        assert all(mask)
+
+    def test_no_assistant(self, tokenizer_with):
+        _, mask = tokenizer_with(plain(CHATML)).render(CHAT[:2])
+        assert not any(mask)
+
+    def test_empty_and_blank_turns_train_their_end(self, tokenizer_with):
+        tokenizer = tokenizer_with(plain(CHATML))
+        assert runs(tokenizer, tokenizer.render(chat("a", "", "c", " \n"))) == ["<|im_end|>", " \n<|im_end|>"]
+
+    def test_turns_that_lose_their_thoughts_as_history(self, tokenizer_with):
+        tokenizer = tokenizer_with(FORGETS_THOUGHTS)
+        messages = chat("a", "<think>\nhm\n</think>\n\nb", "c", "<think>\noh\n</think>\n\nd", "e", "f")
+        ids, mask = tokenizer.render(messages)
+        assert runs(tokenizer, (ids, mask)) == [
+            "b<|im_end|>",
+            "d<|im_end|>",
+            "<think>\n\n</think>\n\nf<|im_end|>",
+        ]
+        assert "hm" not in tokenizer.decode(ids)
+
+    def test_prompts_that_open_a_thought(self, tokenizer_with):
+        tokenizer = tokenizer_with(PROMPTS_FOR_THOUGHTS)
+        messages = chat("a", "<think>\nhm\n</think>b", "c", "<b>d")
+        assert runs(tokenizer, tokenizer.render(messages)) == ["b<|end|>", "<b>d<|end|>"]
+        empty_thoughts = PROMPTS_FOR_THOUGHTS.replace("'<|assistant|>' +", "'<|assistant|><think></think>' +")
+        tokenizer = tokenizer_with(empty_thoughts)
+        rendered = tokenizer.render(messages)
+        assert runs(tokenizer, rendered) == ["</think>b<|end|>", "</think><b>d<|end|>"]
+
+    def test_a_token_that_ends_the_chat(self, tokenizer_with):
+        tokenizer = tokenizer_with(ENDS_TWICE)
+        first, last = runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d")))
+        assert first == "b<|end|>"
+        assert last == "d<|end|>\n<|endoftext|>"
+
+    def test_a_turn_that_the_next_ones_token_ends(self, tokenizer_with):
+        tokenizer = tokenizer_with(
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        )
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
+
+    def test_a_turn_that_another_token_ends_once_it_is_history_is_refused(self, tokenizer_with):
+        # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
+        tokenizer = tokenizer_with(
+            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+        )
+        with pytest.raises(ValueError, match="message 1 ends.*data.train_on=last"):
+            tokenizer.render(chat("a", "b", "c", "d"))
+        assert runs(tokenizer, tokenizer.render(chat("a", "b"))) == ["b<|endoftext|>"]
+
+    def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
+        tokenizer = tokenizer_with(PLAIN_TEXT)
+        trained = "".join(runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))))
+        assert re.sub(r"\s", "", trained) == "bd"
+        assert trained.count("\n") == 2
+
+    def test_turns_that_cannot_be_told_apart_are_refused(self, tokenizer_with):
+        tokenizer = tokenizer_with(MOVES_SYSTEM)
+        with pytest.raises(ValueError, match=r"message 1 begins.*generation.*data.train_on=last"):
+            tokenizer.render(chat("a", "b", "c", "d"))
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
+
+    def test_messages_that_only_render_whole_are_refused(self, tokenizer_with):
+        template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
+        with pytest.raises(ValueError, match=r"message 1 begins: rendering what comes before it failed.*two, please"):
+            tokenizer_with(template).render(chat("a", "b"))
+
+    def test_spaces_that_the_file_leaves_out_of_its_offsets(self, byte_level, make_folder: MakeFolder):
+        masks = []
+        for trim_offsets in (False, True):  # Llama 3's file says True, Qwen's False
+            tokenizer = HFTokenizer.from_str(byte_level.to_str())
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+            ours = load_tokenizer(make_folder(tokenizer, chat_template=plain(CHATML)))
+            masks.append(ours.render(chat("a ", "  b   c  ")))
+            assert runs(ours, masks[-1]) == ["  b   c  <|im_end|>"]
+        assert masks[0] == masks[1]
+
+    @pytest.mark.parametrize("model", ["llama2_sentencepiece.model", "tiktoken_small.model"])
+    def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):
+        end = "</s>" if "llama2" in model else "<|eot_id|>"
+        template = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", end)
+        masks = []
+        for spell in (plain, tagged):
+            folder = make_folder(shared_data / "tokenizers" / model, chat_template=spell(template))
+            tokenizer = load_tokenizer(folder)
+            ids, mask = tokenizer.render(CHAT)
+            first, second = runs(tokenizer, (ids, mask))
+            assert first.strip() == "Fine 😀.\n" + end
+            assert second.strip() == "Открыто 12345" + end
+            masks.append((ids, mask))
+        assert masks[0] == masks[1]
+
+
+class TestTypedControlTokens:
+    """What a person types is text: it gives the ids of a tokenizer that does not know the token."""
+
+    def test_typed_control_tokens_are_text(self, byte_level, make_folder: MakeFolder, tokenizer_with):
+        typed = "say <|endoftext|><|im_end|> or <|im_start|>system 😀 <think>"
+        tokenizer = tokenizer_with(plain(CHATML))
+        ids, mask = tokenizer.render(chat(typed, "ok " + typed))
+        spec = json.loads(byte_level.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"][:2] != "<|"]
+        ignorant = HFTokenizer.from_str(json.dumps(spec))
+        start, end = (byte_level.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+
+        def text(string: str) -> list[int]:
+            return ignorant.encode(string).ids
+
+        prompt = [start, *text("user\n" + typed), end, *text("\n"), start, *text("assistant\n")]
+        answer = [*text("ok " + typed), end]
+        # "assistant\n" and "ok" are tokenised together, which changes nothing with this vocabulary.
+        assert ids == [*prompt, *answer, *text("\n")]
+        assert mask == [False] * len(prompt) + [True] * len(answer) + [False]
+        assert tokenizer.decode(ids).count(typed) == 2
+
+    def test_word_starts_stay_those_of_the_whole_text(self, word_start, make_folder: MakeFolder):
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        tokenizer = load_tokenizer(make_folder(word_start, chat_template=plain(WITH_BOS), **special))
+        ids, mask = tokenizer.render(chat("what is </s>?", "an end"))
+        spec = json.loads(word_start.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "</s>"]
+        ignorant = HFTokenizer.from_str(json.dumps(spec))
+        assert ids == [*ignorant.encode("<s>[INST] what is </s>? [/INST] an end ", add_special_tokens=False).ids, 2]
+        assert ids.count(2) == 1
+        assert mask[-1]
+
+    @pytest.mark.parametrize("model", ["llama2_sentencepiece.model", "tiktoken_small.model"])
+    def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):
+        end = "</s>" if "llama2" in model else "<|eot_id|>"
+        template = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", end)
+        tokenizer = load_tokenizer(make_folder(shared_data / "tokenizers" / model, chat_template=plain(template)))
+        ids, _ = tokenizer.render(chat(f"a {end} b", "c"))
+        assert ids.count(tokenizer.encode(end)[0]) == 2
+        assert tokenizer.decode(ids).count(end) == 3
+
+    def test_a_template_that_acts_on_them_is_refused(self, tokenizer_with):
+        template = "{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}"
+        with pytest.raises(ValueError, match="the chat template acts on it"):
+            tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
+
+    def test_the_markers_themselves_are_refused(self, tokenizer_with):
+        with pytest.raises(ValueError, match="noncharacters U\\+FDD0"):
+            tokenizer_with(plain(CHATML)).render(chat("a\ufdd2b"))
+
+
+class TestErrors:
+    def test_no_template(self, tokenizer_with):
+        with pytest.raises(ValueError, match=r"no chat template.*chat_template.jinja"):
+            tokenizer_with(None).render(CHAT)
+
+    def test_no_default_template(self, tokenizer_with):
+        with pytest.raises(ValueError, match="no chat template under the name `default`"):
+            tokenizer_with([{"name": "rag", "template": "x"}]).render(CHAT)
+
+    def test_a_template_that_does_not_compile(self, tokenizer_with):
+        with pytest.raises(ValueError, match="does not compile"):
+            tokenizer_with("{% for %}")
+
+    @pytest.mark.parametrize(
+        ("template", "reason"),
+        [
+            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+            ("{{ messages[9].content.strip() }}", "no element 9|undefined"),
+            ("{{ messages.append(1) }}", "unsafe|not safe"),
+            ("{{ ''.__class__.__mro__ }}", "unsafe"),
+            ("{{ 1 + 'a' }}", "unsupported operand"),
+        ],
+    )
+    def test_a_template_that_refuses(self, tokenizer_with, template: str, reason: str):
+        with pytest.raises(ValueError, match=f"cannot render these messages: .*({reason})"):
+            tokenizer_with(template).render(CHAT, train_on="all")
+
+
+class TestPassages:
+    """A plain prompt and completion are tokenised as one text and divided by characters."""
+
+    @pytest.fixture(params=["byte_level", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"])
+    def tokenizer(self, request: pytest.FixtureRequest, make_folder: MakeFolder, byte_level) -> Tokenizer:
+        if request.param.endswith(".model"):
+            shared_data: Path = request.getfixturevalue("shared_data")
+            return load_tokenizer(make_folder(shared_data / "tokenizers" / request.param))
+        if request.param == "byte_level":
+            return load_tokenizer(make_folder(byte_level, eos_token="<|endoftext|>"))
+        # Requested by hand, since only this case has its two variants.
+        from tests.tokenizers.conftest import word_start_tokenizer
+
+        return load_tokenizer(make_folder(word_start_tokenizer("first"), bos_token="<s>", eos_token="</s>"))
+
+    def test_division(self, tokenizer: Tokenizer, texts):
+        for prompt in texts:
+            for completion in texts:
+                # Composed, as one of the tokenizers writes it; with a first character that no decoder strips.
+                prompt = unicodedata.normalize("NFC", f">{prompt}")
+                text = unicodedata.normalize("NFC", prompt + completion)
+                [(ids, trained)] = tokenizer.tokenize([Passage(text, [(len(prompt), len(text))])])
+                assert ids.tolist() == tokenizer.encode(text)
+                first = int(np.argmax(trained)) if trained.any() else len(ids)
+                assert trained[first:].all()
+                # What precedes the first trained token is prompt alone; with it the completion is reached.
+                assert len(tokenizer.decode(ids[:first].tolist()).rstrip("\ufffd")) <= len(prompt)
+                if first < len(ids):
+                    reached = tokenizer.decode(ids[: first + 1].tolist())
+                    assert len(reached) > len(prompt) or reached.endswith("\ufffd")
+
+    def test_bos_and_eos_are_put_once(self, tokenizer: Tokenizer):
+        bos, eos = tokenizer.bos_id, tokenizer.eos_id
+        [(ids, trained)] = tokenizer.tokenize([Passage("hello", [(0, 5)], add_bos=True, add_eos=True)])
+        assert ids[-1] == eos
+        assert trained[-1]
+        assert ids.tolist().count(eos) == 1
+        if bos is not None:
+            assert ids[0] == bos
+            assert not trained[0]
+        written = tokenizer.decode(ids.tolist())
+        [(again, _)] = tokenizer.tokenize([Passage(written, [(0, len(written))], add_bos=True, add_eos=True)])
+        assert (again[0], again[-1]) == (ids[0], eos)
+        assert again.tolist().count(eos) == 1

@@ -1,0 +1,246 @@
+"""Ids equal those of transformers on the same files; special tokens come from where transformers takes them."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.tokenization_utils_base import generate_merges
+
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, llama3_control_tokens
+
+MakeFolder = Callable[..., Path]
+WITH_CONTROL = ["<|im_start|>user\nhi <|im_end|>\n", "a<|endoftext|>b <think> c</think>", "x <|im_end|>"]
+
+
+class TestTokenizerJson:
+    def test_ids_and_decoding_equal_transformers(self, byte_level, make_folder: MakeFolder, texts):
+        folder = make_folder(byte_level, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in texts + WITH_CONTROL:
+            for special in (False, True):
+                ids = ours.encode(text, add_special_tokens=special)
+                assert ids == theirs(text, add_special_tokens=special)["input_ids"], text
+            for skip in (False, True):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.vocab_size == len(theirs)
+
+    def test_ids_equal_transformers_on_a_real_file(self, shared_data: Path, tmp_path: Path, texts):
+        shutil.copy(shared_data / "tokenizers" / "bytelevel_bpe_tokenizer.json", tmp_path / "tokenizer.json")
+        ours = load_tokenizer(tmp_path)
+        theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+        for text in texts + WITH_CONTROL:
+            assert ours.encode(text) == theirs(text)["input_ids"]
+
+    def test_word_start_marks_and_bos_equal_transformers(self, word_start, make_folder: MakeFolder, texts):
+        folder = make_folder(word_start, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in [*texts, "a<s>b</s> c"]:
+            for special in (False, True):
+                assert ours.encode(text, special) == theirs(text, add_special_tokens=special)["input_ids"], text
+
+    @pytest.mark.parametrize("add_bos", [True, False])
+    def test_what_goes_around_a_text_is_up_to_the_file(self, word_start, make_folder: MakeFolder, add_bos: bool):
+        folder = make_folder(word_start, bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=add_bos)
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        assert ours.encode("hello", add_special_tokens=True) == theirs("hello")["input_ids"]
+
+    def test_bos_that_is_there_is_not_added_again(self, word_start, make_folder: MakeFolder):
+        tokenizer = load_tokenizer(make_folder(word_start, bos_token="<s>", eos_token="</s>"))
+        ids = tokenizer.encode("<s>hello", add_special_tokens=True)
+        assert ids.count(1) == 1
+        assert ids == tokenizer.encode("<s>hello")
+
+    def test_tokens_that_only_the_config_names_get_transformers_ids(self, byte_level, make_folder: MakeFolder):
+        size = byte_level.get_vocab_size()
+        declared = {
+            str(size + 1): {"content": "<|late|>", "special": True, "normalized": False},
+            str(size): {"content": "<early>", "special": False, "normalized": False, "lstrip": True},
+        }
+        folder = make_folder(
+            byte_level,
+            added_tokens_decoder=declared,
+            pad_token="<|pad|>",
+            eos_token="<|im_end|>",
+            extra_special_tokens=["<|extra|>"],
+        )
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in ("x <early> y<|late|>z", "<|pad|>", "a <|extra|> b"):
+            assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.pad_id == theirs.pad_token_id
+        assert ours.vocab_size == len(theirs)
+
+    def test_an_id_that_the_file_cannot_give_is_refused(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(byte_level, added_tokens_decoder={"5000": {"content": "<|far|>", "special": True}})
+        with pytest.raises(ValueError, match=r"'<\|far\|>' the id 5000.*do not belong together"):
+            load_tokenizer(folder)
+
+    def test_truncation_and_padding_saved_in_the_file_are_off(self, byte_level, make_folder: MakeFolder):
+        limited = HFTokenizer.from_str(byte_level.to_str())
+        limited.enable_truncation(max_length=4)
+        limited.enable_padding(length=50)
+        text = "one two three four five six seven eight"
+        assert load_tokenizer(make_folder(limited)).encode(text) == byte_level.encode(text).ids
+
+    def test_a_file_of_something_else_is_refused(self, make_folder: MakeFolder):
+        with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json"):
+            load_tokenizer(make_folder(None, files={"tokenizer.json": {"model": "llama"}}))
+
+
+class TestSentencePiece:
+    @pytest.fixture
+    def model(self, shared_data: Path) -> Path:
+        return shared_data / "tokenizers" / "llama2_sentencepiece.model"
+
+    def test_ids_equal_sentencepiece(self, model: Path, make_folder: MakeFolder, texts):
+        from sentencepiece import SentencePieceProcessor
+
+        ours, theirs = load_tokenizer(make_folder(model)), SentencePieceProcessor(model_file=str(model))
+        for text in texts:
+            assert ours.encode(text) == theirs.encode(text), text
+            assert ours.encode(text, add_special_tokens=True) == [1, *theirs.encode(text)]
+            assert ours.decode(theirs.encode(text)) == text
+
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_control_tokens_equal_transformers(self, model: Path, make_folder: MakeFolder, legacy: bool):
+        theirs = llama_tokenizer(model, legacy=legacy)
+        ours = load_tokenizer(make_folder(model, legacy=legacy, tokenizer_class="LlamaTokenizer"))
+        # None of these has a space behind a control token: there transformers 5 departs from SentencePiece, which
+        # puts its word-start mark before a space too.
+        for text in ["<s>x</s>y <s>z", "hi<s>there</s>", "<s>[INST] Привет [/INST] 😀 ok</s>", "a<unk>b"]:
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text) == ids, text
+            for skip in (False, True):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+    def test_special_tokens(self, model: Path, make_folder: MakeFolder):
+        plain = load_tokenizer(make_folder(model))
+        assert (plain.bos_id, plain.eos_id, plain.pad_id, plain.vocab_size) == (1, 2, 2, 32000)
+
+    def test_added_tokens(self, model: Path, make_folder: MakeFolder):
+        decoder = {
+            "32000": {"content": "<|im_end|>", "special": True, "normalized": False},
+            "32001": {"content": "<eats>", "special": True, "lstrip": True, "rstrip": True},
+        }
+        tokenizer = load_tokenizer(make_folder(model, added_tokens_decoder=decoder, eos_token="<|im_end|>"))
+        assert (tokenizer.eos_id, tokenizer.vocab_size) == (32000, 32002)
+        assert tokenizer.encode("Hello<|im_end|>") == [15043, 32000]
+        assert tokenizer.encode("Hello  <eats>  ") == [15043, 32001]
+
+    def test_an_id_that_the_model_has_elsewhere_is_refused(self, model: Path, make_folder: MakeFolder):
+        decoder = {"7": {"content": "</s>", "special": True}}
+        with pytest.raises(ValueError, match="the id 7, but this model has it at 2"):
+            load_tokenizer(make_folder(model, added_tokens_decoder=decoder))
+
+    def test_a_file_of_something_else_is_refused(self, make_folder: MakeFolder):
+        with pytest.raises(ValueError, match="not a SentencePiece model"):
+            load_tokenizer(make_folder(None, files={"tokenizer.model": "what is this"}))
+
+
+def llama_tokenizer(model: Path, legacy: bool) -> LlamaTokenizer:
+    """Transformers' tokenizer with the model's pieces and scores, built without its optional protobuf."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(model))
+    vocab = {pieces.id_to_piece(i): i for i in range(len(pieces))}
+    scores = {piece: pieces.get_score(i) for piece, i in vocab.items()}
+    return LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores), legacy=legacy)
+
+
+class TestTiktoken:
+    @pytest.fixture
+    def model(self, shared_data: Path) -> Path:
+        return shared_data / "tokenizers" / "tiktoken_small.model"
+
+    def test_ids_equal_transformers(self, model: Path, make_folder: MakeFolder, texts):
+        names = llama3_control_tokens()
+        converted = TikTokenConverter(str(model), pattern=LLAMA3_PATTERN, extra_special_tokens=names).converted()
+        theirs = PreTrainedTokenizerFast(tokenizer_object=converted)
+        ours = load_tokenizer(make_folder(model))
+        for text in [*texts, "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>", "a<|begin_of_text|> b"]:
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text) == ids
+            assert ours.decode(ids) == text
+
+    def test_control_tokens_stand_behind_the_ranks_as_in_llama_3(self, model: Path, make_folder: MakeFolder):
+        tokenizer = load_tokenizer(make_folder(model))
+        # Llama 3.1's own tokenizer.json has these 128,000 further on.
+        for token, place in {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|eot_id|>": 9}.items():
+            assert tokenizer.encode(token) == [2000 + place]
+        assert tokenizer.encode("<|reserved_special_token_247|>") == [2255]
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (2000, 2001, 2256)
+        assert tokenizer.encode("x", add_special_tokens=True)[0] == 2000
+
+    def test_a_malformed_line_is_named(self, make_folder: MakeFolder):
+        lines = f"{base64.b64encode(b'a').decode()} 0\nnot-a-rank\n"
+        with pytest.raises(ValueError, match="line 2: expected a token in base64"):
+            load_tokenizer(make_folder(None, files={"tokenizer.model": lines}))
+
+
+class TestSpecialTokens:
+    def test_generation_config_names_what_the_tokenizer_config_leaves_open(self, byte_level, make_folder: MakeFolder):
+        end, start = byte_level.token_to_id("<|im_end|>"), byte_level.token_to_id("<|im_start|>")
+        folder = make_folder(
+            byte_level, files={"generation_config.json": {"eos_token_id": [end, 0], "bos_token_id": start}}
+        )
+        tokenizer = load_tokenizer(folder)
+        assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (end, start, end)
+
+    def test_a_null_in_the_tokenizer_config_stands(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(
+            byte_level, bos_token=None, eos_token="<|im_end|>", files={"generation_config.json": {"bos_token_id": 0}}
+        )
+        assert load_tokenizer(folder).bos_id is None
+
+    def test_special_tokens_map_fills_gaps(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(
+            byte_level, eos_token="<|im_end|>", files={"special_tokens_map.json": {"pad_token": {"content": "<|end|>"}}}
+        )
+        assert load_tokenizer(folder).pad_id == byte_level.token_to_id("<|end|>")
+
+    def test_there_is_always_a_pad_id(self, make_folder: MakeFolder):
+        bare = HFTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+        bare.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = load_tokenizer(make_folder(bare))
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, None, 0)
+
+
+class TestFolder:
+    def test_save_copies_every_file(self, byte_level, make_folder: MakeFolder, tmp_path: Path, texts):
+        folder = make_folder(
+            byte_level,
+            eos_token="<|im_end|>",
+            files={"chat_template.jinja": "{{ messages }}", "chat_templates/tool_use.jinja": "{{ tools }}"},
+        )
+        load_tokenizer(folder).save(tmp_path / "copy")
+        names = {file.relative_to(folder) for file in folder.rglob("*") if file.is_file()}
+        assert {f.relative_to(tmp_path / "copy") for f in (tmp_path / "copy").rglob("*") if f.is_file()} == names
+        for name in names:
+            assert (tmp_path / "copy" / name).read_bytes() == (folder / name).read_bytes()
+
+    @pytest.mark.parametrize(
+        ("files", "hint"),
+        [
+            ({}, "expected tokenizer.json or tokenizer.model"),
+            ({"vocab.json": {}, "merges.txt": ""}, "load it once with transformers"),
+            ({"tekken.json": {}}, "tekken.json, which is not read"),
+        ],
+    )
+    def test_a_folder_without_tokenizer_says_what_to_do(self, make_folder: MakeFolder, files, hint):
+        with pytest.raises(ValueError, match=hint):
+            load_tokenizer(make_folder(None, files=files))
+
+    def test_a_broken_config_is_named(self, byte_level, make_folder: MakeFolder):
+        folder = make_folder(byte_level, files={"tokenizer_config.json": "{not json"})
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: not valid JSON"):
+            load_tokenizer(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps([1]))
+        with pytest.raises(ValueError, match="expected a JSON object, found a list"):
+            load_tokenizer(folder)

@@ -1,0 +1,149 @@
+"""Answers to held-out questions, against transformers' greedy generation of each question alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lean_ft.assets import resolve_model_path
+from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.models import Decoder, load_model
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.training.answers import answer_held_out, say_answers
+
+QUESTIONS = ["What is 7 plus 5?", "Count the words: fig, saw.", "Hello", "Reverse this list: red, fox, axe, nail."]
+MAX_NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("tiny")
+
+
+@pytest.fixture(scope="module")
+def greedy(tokenizer: Tokenizer) -> dict[str, str]:
+    """What transformers' model says to each question, asked alone and made to stop after a while."""
+    theirs = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
+    answers = {}
+    for question in QUESTIONS:
+        ids, _ = tokenizer.render([{"role": "user", "content": question}], add_generation_prompt=True)
+        out = theirs.generate(torch.tensor([ids]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=None)
+        said = out[0, len(ids) :].tolist()
+        if tokenizer.eos_id in said:
+            said = said[: said.index(tokenizer.eos_id)]
+        answers[question] = tokenizer.decode(said, skip_special_tokens=True).strip()
+    return answers
+
+
+def held_out(tmp_path: Path, tokenizer: Tokenizer, rows: list[dict], packing: str = "none", **settings) -> EvalBatches:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SFTDataConfig(source=str(file), validation_source=str(file), max_length=96, packing=packing, **settings)
+    batches = sft_batches(config, tokenizer, batch_size=2, seed=0)[1]
+    assert batches is not None
+    return batches
+
+
+def chat(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_answers_are_those_given_alone(
+    tmp_path: Path, model: Decoder, tokenizer: Tokenizer, greedy: dict[str, str], packing: str
+) -> None:
+    # A right answer of MAX_NEW_TOKENS - 1 tokens and the end: as many as the model may use.
+    filler = tokenizer.decode(tokenizer.encode(" fig" * (MAX_NEW_TOKENS - 1)))
+    assert len(tokenizer.encode(filler)) == MAX_NEW_TOKENS - 1
+    batches = held_out(tmp_path, tokenizer, [chat(question, filler) for question in QUESTIONS], packing)
+    report = answer_held_out(model, tokenizer, batches, max_questions=99)
+    assert {answer.question for answer in report.answers} == set(QUESTIONS)
+    for answer in report.answers:
+        assert answer.given == greedy[answer.question]
+        assert answer.expected == filler.strip()
+        assert not answer.right
+
+
+class Parrot(torch.nn.Module):
+    """Says `script` whatever it is asked, by way of a one-hot hidden state: its n-th new token is script[n]."""
+
+    def __init__(self, script: list[int], vocab_size: int):
+        super().__init__()
+        self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
+        self.script = script
+
+    def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
+        self.said = 0
+        return self
+
+    def truncate(self, lengths: torch.Tensor) -> None:
+        pass
+
+    def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool) -> torch.Tensor:
+        token = self.script[min(cache.said, len(self.script) - 1)]
+        cache.said += 1
+        return self.output_weight[token].expand(*ids.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        ("Twelve.<|end|>", 1),
+        ("Twelve.<|end|> and more", 1),  # nothing counts behind the end
+        ("Twelve<|end|>", 0),
+        ("twelve.<|end|>", 0),
+        ("Twelve. It is so.<|end|>", 0),
+        ("Twelve." + " fig" * 20, 0),  # goes on without an end
+        ("Twelve.<|pad|><|pad|><|pad|>", 0),  # reads like the right answer, and has not ended
+    ],
+)
+def test_only_the_very_answer_is_right(tmp_path: Path, tokenizer: Tokenizer, said: str, right: int) -> None:
+    rows = [chat("What is 7 plus 5?", "Twelve."), chat("Hello", "A longer answer, " * 2)]
+    parrot = Parrot(tokenizer.encode(said), tokenizer.vocab_size)
+    report = answer_held_out(parrot, tokenizer, held_out(tmp_path, tokenizer, rows), 10)
+    assert (report.num_right, report.exact_match) == (right, right / 2)
+
+
+def test_asks_about_the_last_turn_of_a_chat(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    turns = [chat("One?", "Yes."), chat("Two?", "No.")]
+    row = {"messages": [message for turn in turns for message in turn["messages"]]}
+    parrot = Parrot(tokenizer.encode("No.<|end|>"), tokenizer.vocab_size)
+    report = answer_held_out(parrot, tokenizer, held_out(tmp_path, tokenizer, [row]), 10)
+    (answer,) = report.answers
+    assert (answer.question, answer.expected, answer.right) == ("One?Yes.Two?", "No.", True)
+
+
+def test_takes_questions_from_all_over(tmp_path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
+    rows = [chat(f"Question {i}?", "x") for i in range(10)]
+    report = answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, rows), max_questions=4)
+    assert [answer.question for answer in report.answers] == [f"Question {i}?" for i in (0, 2, 5, 7)]
+
+
+def test_says_the_share_and_samples(tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = held_out(tmp_path, tokenizer, [chat(f"Question {i}?", "Yes." if i else "No.") for i in range(4)])
+    parrot = Parrot(tokenizer.encode("Yes.<|end|>"), tokenizer.vocab_size)
+    say_answers("before training", parrot, tokenizer, batches, 4)
+    printed = capsys.readouterr().out
+    assert "before training: 3 of 4 held-out questions right (75.0%)" in printed
+    assert "Question 0?  ->  Yes.  (expected: No.)" in printed
+    assert "Question 2?  ->  Yes.  (right)" in printed
+
+
+def test_does_nothing_when_not_asked(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say_answers("before", torch.nn.Module(), tokenizer, None, 0) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_refuses_what_has_no_question(tmp_path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"data\.validation_source"):
+        say_answers("before", model, tokenizer, None, 5)
+    with pytest.raises(ValueError, match="no question"):
+        answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [{"text": "Just text."}]), 5)

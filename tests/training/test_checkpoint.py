@@ -1,0 +1,133 @@
+"""A checkpoint is whole, or it is not one."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+
+from lean_ft.training.checkpoint import check_whole, list_checkpoints, restore_weights
+from tests.training.toy_runs import digests
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    return train(tmp_path / "run", max_steps=4, save_every=2)
+
+
+def flip_a_byte(path, position=-1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_manifest_names_every_file_with_its_sha256(run):
+    folder = run / "step_00000004"
+    listed = subprocess.run(
+        "find . -type f ! -name manifest.json -exec sha256sum {} +",
+        shell=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = {line.split("  ./")[1]: line.split("  ./")[0] for line in listed.stdout.splitlines()}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == expected
+    assert {"model.safetensors", "config.json", "training_state/optimizer.safetensors"} < expected.keys()
+
+
+def test_manifest_is_written_last(run):
+    folder = run / "step_00000004"
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert max(written, key=lambda path: written[path]) == folder / "manifest.json"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "training_state/optimizer.safetensors",
+        "training_state/training_state.json",
+        "training_state/random_state.json",
+        "config.json",
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(name, run, train, tmp_path, capsys):
+    flip_a_byte(run / "step_00000004" / name)
+    capsys.readouterr()
+    train(run, max_steps=6)
+    said = capsys.readouterr().out
+    assert f"step_00000004/{name} does not match its checksum" in said
+    assert "step_00000002, after 2 of 6 steps" in said
+    assert digests(run / "step_00000006") == digests(train(tmp_path / "whole", max_steps=6) / "step_00000006")
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(run, train):
+    good = digests(run / "step_00000004")
+    flip_a_byte(run / "step_00000004/model.safetensors")
+    train(run, max_steps=4)
+    assert digests(run / "step_00000004") == good
+    check_whole(run / "step_00000004")
+    assert not list(run.glob(".step_*"))
+
+
+def test_missing_and_shortened_files_are_named(run):
+    folder = run / "step_00000004"
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(ValueError, match=r"model.safetensors has \d+ bytes where manifest.json tells of"):
+        check_whole(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model.safetensors is missing"):
+        check_whole(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read"):
+        check_whole(folder)
+
+
+def test_a_damaged_checkpoint_named_by_path_is_refused(run, train, tmp_path):
+    flip_a_byte(run / "step_00000002/model.safetensors")
+    with pytest.raises(ValueError, match=r"step_00000002/model.safetensors does not match"):
+        train(tmp_path / "branch", resume=run / "step_00000002")
+
+
+def test_with_no_whole_checkpoint_left_the_run_is_not_begun_anew(run, train):
+    for folder in list_checkpoints(run):
+        flip_a_byte(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"No whole checkpoint is left .*does not match"):
+        train(run, max_steps=6)
+    assert (run / "step_00000004").exists()
+
+
+def test_half_written_checkpoints_are_never_picked_and_removed_with_a_word(run, train, capsys):
+    half = run / ".step_00000005.tmp-12345"
+    (half / "training_state").mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"...")
+    capsys.readouterr()
+    train(run, max_steps=6)
+    said = capsys.readouterr().out
+    assert ".step_00000005.tmp-12345, a checkpoint whose writing was cut short" in said
+    assert "step_00000004, after 4 of 6" in said
+    assert not half.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(run, train, recipe, monkeypatch):
+    def fail(self, path):
+        (path / "tokenizer.json").write_text("{")
+        raise OSError("No space left on device")
+
+    before = sorted(p.name for p in run.iterdir())
+    monkeypatch.setattr(recipe.Tokenizer, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        train(run, max_steps=6)
+    assert sorted(p.name for p in run.iterdir()) == before
+
+
+def test_weights_of_another_model_are_refused(run, recipe, model_folder):
+    model = recipe.load_model(model_folder, random_init=True, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"torch.float32 in .* and .* torch.bfloat16 in the model"):
+        restore_weights(run / "step_00000004", model)
+    with pytest.raises(ValueError, match="not a checkpoint of this model: only"):
+        restore_weights(run / "step_00000004", nn.Linear(2, 2))

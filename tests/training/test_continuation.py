@@ -1,0 +1,177 @@
+"""Going on only where it is the same run."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.training.toy_runs import digests, metrics
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """A run stopped at step 4 of 12, with checkpoints at 2 and 4."""
+    return train(tmp_path / "run", max_steps=4, save_every=2)
+
+
+def restart(train, run, **settings):
+    return train(run, **{"max_steps": 6, "save_every": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "old", "new"),
+    [
+        ("batch_size", 3, "2", "3"),
+        ("gradient_accumulation_steps", 1, "2", "1"),
+        ("seed", 1, "0", "1"),
+        ("optimizer.name", "adafactor", '"adamw"', '"adafactor"'),
+        ("optimizer.in_backward", "true", "false", "true"),
+        ("optimizer.betas", "[0.9,0.95]", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
+        ("model.dtype", "bfloat16", '"float32"', '"bfloat16"'),
+        ("num_rows", 9, "7", "9"),
+    ],
+)
+def test_a_setting_that_makes_it_another_run_is_refused(setting, value, old, new, run, train):
+    before = digests(run / "step_00000004")
+    with pytest.raises(ValueError, match=rf"\n  {setting}: {old} then, {new} now\n.*new output_dir") as refusal:
+        restart(train, run, **{setting.replace(".", "__"): value})
+    assert "step_00000004 was written with other settings" in str(refusal.value)
+    assert digests(run / "step_00000004") == before
+    restart(train, run)  # and the run was not harmed
+
+
+def test_all_changes_are_named_at_once(run, train):
+    with pytest.raises(ValueError) as refusal:
+        restart(train, run, batch_size=3, seed=5)
+    assert "batch_size" in str(refusal.value)
+    assert "seed" in str(refusal.value)
+
+
+def test_the_model_is_refused_by_its_path(run, train, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"model\.path: .*other"):
+        restart(train, run, model__path=tmp_path / "other")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("save_every", 3), ("eval_every", 1), ("log_every", 2), ("epochs", 40)])
+def test_how_long_and_how_often_are_free(setting, value, run, train, capsys):
+    restart(train, run, **{setting: value})
+    assert "changed" not in capsys.readouterr().out
+    assert (run / "step_00000006").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("optimizer.lr", 0.5), ("clip_grad_norm", 1.0), ("schedule.warmup_steps", 2), ("compile", "true")],
+)
+def test_what_moves_the_numbers_is_allowed_and_said(setting, value, run, train, capsys):
+    restart(train, run, **{setting.replace(".", "__"): value})
+    assert f"changed     {setting}: " in capsys.readouterr().out
+
+
+def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypatch):
+    original = recipe.Batches.__init__
+
+    def changed(self, *args):
+        original(self, *args)
+        self.fingerprint = "7 other rows"
+
+    monkeypatch.setattr(recipe.Batches, "__init__", changed)
+    with pytest.raises(ValueError, match=r'other data.*\n.*"7 rows" then, "7 other rows" now'):
+        restart(train, run)
+
+
+def test_another_recipe_is_refused(run, train, recipe, monkeypatch):
+    monkeypatch.setattr("lean_ft.training.continuation.recipe_name", lambda cfg: "lora")
+    with pytest.raises(ValueError, match=r'recipe: "toy_recipe" then, "lora" now'):
+        restart(train, run)
+
+
+def test_another_model_is_refused_even_before_the_first_checkpoint(
+    train, config, recipe, monkeypatch, tmp_path, model_folder
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 2)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "run"))
+    shutil.copytree(model_folder, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"holds another run.*\n  model.path"):
+        train(tmp_path / "run", model__path=tmp_path / "other")
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_never_refuses_a_directory_with_a_run(run, train, tmp_path):
+    with pytest.raises(ValueError, match=r"holds a run, and resume=never"):
+        restart(train, run, resume="never")
+    restart(train, tmp_path / "new", resume="never")
+    assert (tmp_path / "new/step_00000006").exists()
+
+
+def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
+    whole = train(tmp_path / "whole", max_steps=6)
+    branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
+    assert digests(branch / "step_00000006") == digests(whole / "step_00000006")
+    assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
+    start = json.loads((branch / "run.json").read_text())["starts"][0]
+    assert (start["start_step"], start["resumed_from"]) == (2, str(run / "step_00000002"))
+
+
+def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 3)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
+    branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
+    assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
+    assert (branch / "metrics.previous.jsonl").exists()
+
+
+def test_a_path_is_held_to_the_same_settings(run, train, tmp_path):
+    with pytest.raises(ValueError, match="batch_size: 2 then, 3 now"):
+        restart(train, tmp_path / "branch", resume=run / "step_00000002", batch_size=3)
+    assert not (tmp_path / "branch").exists()
+
+
+def test_a_path_does_not_bury_later_checkpoints(run, train, tmp_path):
+    with pytest.raises(ValueError, match=r"would overwrite step_00000004"):
+        restart(train, run, resume=run / "step_00000002")
+    restart(train, run, resume=run / "step_00000004")  # the newest is what auto takes
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
+    with pytest.raises(ValueError, match=r"would overwrite step_00000004, step_00000006.*resume=auto"):
+        restart(train, branch, resume=run / "step_00000002")
+
+
+def test_a_path_that_is_no_checkpoint(run, train, tmp_path, model_folder):
+    cases = {
+        tmp_path / "absent": "is not a folder. Expected auto, never, or a checkpoint",
+        run: r"It is a run directory; its newest checkpoint is .*step_00000004",
+        model_folder: "set model.path to its folder",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            restart(train, tmp_path / "branch", resume=path)
+
+
+def test_output_dir_with_unrelated_files_is_refused(train, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.tex").write_text("...")
+    with pytest.raises(ValueError, match=r"files that are no run's \(chapter.tex\)"):
+        train(tmp_path / "thesis")
+    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+    with pytest.raises(ValueError, match="is a file"):
+        train(tmp_path / "thesis/chapter.tex")
+
+
+def test_output_dir_with_a_log_is_taken(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/slurm-17.out").write_text("")
+    train(tmp_path / "run", max_steps=1)
+
+
+def test_refused_before_the_model_is_loaded(run, train, recipe, monkeypatch):
+    monkeypatch.setattr(recipe, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
+    with pytest.raises(ValueError, match="batch_size"):
+        restart(train, run, batch_size=3)
+    with pytest.raises(ValueError, match="never"):
+        restart(train, run, resume="never")

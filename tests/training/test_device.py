@@ -1,0 +1,86 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lean_ft.training import start
+from lean_ft.training.device import check_dtype, resolve_device
+
+CUDA = torch.device("cuda", 0)
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(2).tolist()
+
+
+def test_start_seeds_every_generator(config, tmp_path):
+    start(config(tmp_path / "run", seed=7))
+    first = draws()
+    assert draws() != first
+    start(config(tmp_path / "run", seed=7))
+    assert draws() == first
+    start(config(tmp_path / "run", seed=8))
+    assert draws() != first
+
+
+def test_a_seed_larger_than_numpys_is_taken(config, tmp_path):
+    start(config(tmp_path / "run", seed=2**40))
+
+
+def test_float32_products_keep_their_digits(config, tmp_path):
+    torch.set_float32_matmul_precision("medium")
+    start(config(tmp_path / "run"))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_auto_takes_what_is_there(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match=r"device=cuda needs a cuda device.*It sees: cpu\. Set device=cpu"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_device("auto").type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("auto") == torch.device("cuda", 1)
+    assert resolve_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False), ((12, 0), False)]
+)
+def test_bfloat16_needs_a_card_that_computes_in_it(capability, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    if refused:
+        with pytest.raises(ValueError, match=r"Tesla T4 has 7\.5.*model\.dtype=float16"):
+            check_dtype("bfloat16", CUDA)
+    else:
+        assert check_dtype("bfloat16", CUDA) == []
+    assert check_dtype("float16", CUDA) == check_dtype("float32", CUDA) == []
+
+
+def test_bfloat16_on_a_cpu_without_its_instructions_is_said(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx2": True}, raising=False)
+    assert "neither avx512_bf16 nor amx_bf16" in check_dtype("bfloat16", cpu)[0]
+    assert check_dtype("float32", cpu) == []
+    told = {"architecture": "x86_64", "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
+    assert check_dtype("bfloat16", cpu) == []
+
+
+def test_old_macs_refuse_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: False)
+    with pytest.raises(ValueError, match="macOS 14"):
+        check_dtype("bfloat16", torch.device("mps"))
+
+
+@pytest.mark.gpu
+def test_start_on_a_gpu(config, tmp_path):
+    device = start(config(tmp_path / "run", device="cuda", seed=3))
+    first = torch.rand(4, device=device)
+    start(config(tmp_path / "run", device="cuda", seed=3))
+    assert torch.equal(torch.rand(4, device=device), first)

@@ -1,0 +1,133 @@
+"""Real signals to a real process."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lean_ft.config import load_config
+from lean_ft.training.interrupts import StopSignals
+from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
+
+
+@pytest.fixture
+def launch(overrides):
+    """Start the toy recipe as a process of its own; returned once its third step has begun, which takes a while."""
+    processes = []
+
+    def start(output_dir, sleep_seconds=30.0, **settings):
+        environment = {**ENVIRONMENT, "TOY_SLEEP_SECONDS": str(sleep_seconds)}
+        arguments = [sys.executable, str(RECIPE), *overrides(output_dir, **settings)]
+        process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        processes.append(process)
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line == "began step 2\n":
+                break
+        assert lines, process.stderr.read()
+        return process, lines
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
+    # log_every: what was not yet written when the signal came is written too.
+    process, _ = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"{number.name}: will save and stop" in err
+    assert "stopped     after step 3 of 12, all of it saved. To go on:" in out
+    command = next(line.strip() for line in out.splitlines() if "toy_recipe.py" in line)
+    assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000003"]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+
+    recipe.main(load_config(recipe.Config, None, [*shlex.split(command)[2:], "max_steps=4"]))
+    whole = train(tmp_path / "whole", max_steps=4)
+    assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
+
+
+def test_a_second_signal_ends_at_once(launch, tmp_path):
+    process, _ = launch(tmp_path / "run", save_every=1)
+    process.send_signal(signal.SIGINT)
+    assert "will save and stop" in "".join(process.stderr.readline() for _ in range(2))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT  # as a shell's 130
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
+
+
+def test_killed_while_training_the_run_goes_on_from_its_checkpoint(launch, train, tmp_path):
+    process, _ = launch(tmp_path / "run", save_every=2, max_steps=4)
+    process.kill()
+    process.communicate()
+    train(tmp_path / "run", save_every=2, max_steps=4)
+    whole = train(tmp_path / "whole", max_steps=4)
+    assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
+    assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_two_runs_do_not_share_a_directory(launch, train, tmp_path):
+    process, _ = launch(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"in use by process {process.pid} on "):
+        train(tmp_path / "run")
+    process.kill()
+    process.communicate()
+    train(tmp_path / "run", max_steps=1)  # a dead process holds no lock
+
+
+def test_previous_actions_come_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_actions_come_back_after_a_failing_loop(config, recipe, monkeypatch, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(recipe, "FAILING_STEP", 1)
+    try:
+        recipe.main(config(tmp_path / "run"))
+    except KeyError:  # inside the handler the traceback is still alive, and with it the loop's frame
+        assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_off_the_main_thread_nothing_is_installed():
+    seen = []
+
+    def enter():
+        with StopSignals():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]

@@ -1,0 +1,34 @@
+import resource
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
+
+BLOCK = 200 * 2**20
+
+
+def test_resident_size_is_the_systems():
+    assert rss_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.02)
+    assert peak_rss_bytes() == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rel=0.02)
+
+
+def test_peak_keeps_what_resident_size_gives_back():
+    before = rss_bytes()
+    block = np.ones(BLOCK, dtype=np.uint8)
+    assert rss_bytes() - before == pytest.approx(BLOCK, rel=0.05)
+    del block
+    assert rss_bytes() - before < BLOCK / 2
+    assert peak_rss_bytes() >= before + BLOCK * 0.95
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_rss_bytes(), rel=0.01)
+
+
+@pytest.mark.gpu
+def test_peak_on_a_gpu_is_the_allocators():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    block = torch.ones(BLOCK, dtype=torch.uint8, device="cuda")
+    del block
+    assert peak_memory_bytes(torch.device("cuda")) - before == pytest.approx(BLOCK, rel=0.05)

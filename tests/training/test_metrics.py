@@ -1,0 +1,98 @@
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lean_ft.training.metrics import Metrics, trim_metrics
+
+CPU = torch.device("cpu")
+
+
+def batch(tokens, targets):
+    return SimpleNamespace(num_tokens=tokens, num_targets=targets)
+
+
+def record(metrics, step, loss=1.0, grad_norm=None):
+    metrics.begin_step()
+    metrics.record(step, loss=loss, lr=0.1, grad_norm=grad_norm, micro_batches=[batch(10, 4), batch(6, 1)])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def read(path):
+    # parse_constant: NaN and Infinity are python's own and no JSON
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_values_are_those_at_the_time_of_recording(path):
+    metrics = Metrics(path, CPU, steps_per_epoch=4)
+    loss, norm = torch.tensor(0.1), torch.tensor(2.0, dtype=torch.float64)
+    record(metrics, 1, loss, norm)
+    loss.zero_()
+    norm.zero_()
+    record(metrics, 2, 0.1, None)
+    assert not path.exists()
+    metrics.flush()
+    first, second = read(path)
+    assert first["loss"] == second["loss"] == torch.tensor(0.1).item()  # float32, digit for digit
+    assert (first["grad_norm"], second["grad_norm"]) == (2.0, None)
+    assert (first["tokens"], first["target_tokens"], second["epoch"]) == (16, 5, 0.5)
+    assert metrics.flush() == []
+
+
+def test_values_that_are_not_finite_are_named(path):
+    metrics = Metrics(path, CPU, steps_per_epoch=1)
+    record(metrics, 1, torch.tensor(math.nan), torch.tensor(-math.inf))
+    metrics.flush()
+    metrics.write_evaluation(1, math.inf, {"accuracy": 0.5})
+    step, evaluation = read(path)
+    assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
+    assert step["non_finite"] == {"loss": "nan", "grad_norm": "-inf"}
+    assert evaluation["non_finite"] == {"eval_loss": "inf"}
+    assert evaluation["accuracy"] == 0.5
+
+
+def test_recording_does_not_read_the_tensors(path, monkeypatch):
+    """Reading a value makes the host wait for the device; that may happen in flush alone."""
+    metrics = Metrics(path, CPU, steps_per_epoch=1)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
+            patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("read a tensor's value"))
+        for step in range(1, 4):
+            record(metrics, step, torch.tensor(0.5), torch.tensor(0.5))
+    assert len(metrics.flush()) == 3
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 2), (2, 3), (9, 3)])
+def test_trimming_keeps_whole_lines_up_to_the_step(step, kept, path):
+    lines = ['{"step": 1, "loss": 1}\n', '{"step": 1, "eval_loss": 1}\n', '{"step": 2, "loss": 2}\n']
+    path.write_text("".join(lines) + '{"step": 3, "lo')
+    assert trim_metrics(path, step) == [json.loads(line) for line in lines[:kept]]
+    assert path.read_text() == "".join(lines[:kept])
+
+
+def test_trimming_what_is_not_there(path):
+    assert trim_metrics(path, 3) == []
+    assert not path.exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_recording_waits_for_nothing_and_times_the_device(path):
+    device = torch.device("cuda")
+    metrics = Metrics(path, device, steps_per_epoch=1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metrics.begin_step()
+        torch.cuda._sleep(200_000_000)  # cycles: 0.1 s or more
+        loss = torch.ones((), device=device)
+        metrics.record(1, loss=loss, lr=0.1, grad_norm=loss, micro_batches=[batch(10, 4)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (row,) = metrics.flush()
+    assert row["step_seconds"] > 0.05

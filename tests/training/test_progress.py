@@ -1,0 +1,95 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from lean_ft.training import progress
+from lean_ft.training.progress import ProgressBar, duration, gibibytes
+
+
+def row(step, loss=1.25):
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "loss": loss,
+        "lr": 1e-5,
+        "tokens_per_second": 1234.5,
+        "peak_memory_bytes": 3 * 2**30,
+    }
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    def replace(**settings):
+        file = io.StringIO()
+        settings = {"file": file, "highlight": False, "markup": False, "soft_wrap": True, **settings}
+        monkeypatch.setattr(progress, "console", Console(**settings))
+        return file
+
+    return replace
+
+
+def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
+    file = screen()
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with ProgressBar(0, 100) as bar:
+        for step in range(1, 101):
+            clock[0] += 1
+            bar.update(row(step))
+    steps = [int(line.split()[1].split("/")[0]) for line in file.getvalue().splitlines()]
+    assert steps == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
+    assert "loss 1.25" in file.getvalue()
+    assert "1,234 tok/s" in file.getvalue()
+    assert "peak 3.00 GiB" in file.getvalue()
+
+
+def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
+    file = screen()
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with ProgressBar(90, 100) as bar:
+        clock[0] = 20.0
+        bar.update(row(92))
+    assert "1 min 20 s left" in file.getvalue()  # 8 steps of 10 s
+
+
+def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
+    file = screen(force_terminal=True, width=150)
+    with ProgressBar(0, 10) as bar:
+        bar.update(row(4, loss=None))
+        progress.say("saved", "somewhere")
+    shown = file.getvalue()
+    assert "4/10" in shown
+    assert "loss not finite" in shown
+    assert "saved       somewhere" in shown
+    assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is wiped and the cursor back
+
+
+def test_a_bar_fits_into_80_columns(screen):
+    file = screen(force_terminal=True, width=80)
+    with ProgressBar(0, 10_000) as bar:
+        bar.update(row(4321))
+    assert "4321/10000" in file.getvalue()
+    assert "…" not in file.getvalue()
+    assert " left" in file.getvalue()
+
+
+def test_long_lines_are_not_wrapped(screen):
+    file = screen(width=40)
+    progress.say("saved", "/a/very/long/path" * 10)
+    assert file.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.6, "9.6 s"), (42.2, "42 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(5, "5 B"), (2048, "2.0 KiB"), (5 * 2**20, "5.0 MiB"), (13.25 * 2**30, "13.25 GiB")]
+)
+def test_gibibytes(count, text):
+    assert gibibytes(count) == text

@@ -1,0 +1,291 @@
+"""What a run promises: the same bits however it was cut up, and a clean end however it ends."""
+
+import json
+import pickletools
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.toy_runs import TIMES, digests, metrics
+
+FIELDS = {
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "target_tokens",
+    "tokens_per_second",
+    "target_tokens_per_second",
+    "step_seconds",
+    "peak_memory_bytes",
+    "rss_bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, recipe, model_folder):
+    """An uninterrupted run of 12 steps that saved every one."""
+    from lean_ft.config import load_config
+
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    arguments = [f"model.path={model_folder}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
+    arguments += ["gradient_accumulation_steps=2", "epochs=6", f"output_dir={folder}", "save_every=1"]
+    recipe.main(load_config(recipe.Config, None, arguments))
+    return folder
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_resumed_at_any_step_equals_uninterrupted(step, whole, train, tmp_path, capsys):
+    # max_steps ends the first part as a scheduler's time limit would: state saved, process gone.
+    train(tmp_path / "run", max_steps=step)
+    train(tmp_path / "run")
+    assert f"after {step} of 12 steps" in capsys.readouterr().out
+    assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+    trained = [row for row in metrics(tmp_path / "run", timed=False) if "loss" in row]
+    assert trained == [row for row in metrics(whole, timed=False) if "loss" in row]
+
+
+def test_every_generator_matters_to_the_toy_recipe(whole, train, tmp_path, monkeypatch):
+    """Without restored generators the test above would fail, so it does test them."""
+    monkeypatch.setattr("lean_ft.training.run.restore_random_state", lambda *_: None)
+    train(tmp_path / "run", max_steps=5)
+    train(tmp_path / "run")
+    assert digests(tmp_path / "run/step_00000012") != digests(whole / "step_00000012")
+
+
+def test_metrics_have_the_promised_fields(whole, train, tmp_path):
+    rows = metrics(train(tmp_path / "run", eval_every=5))
+    trained = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, 13))
+    assert all(row.keys() == FIELDS for row in trained)
+    assert [row["epoch"] for row in trained] == [step / 2 for step in range(1, 13)]
+    # 7 rows of 8 positions in batches of 2: a step of two batches, then one of 2 + 1 rows.
+    assert [row["tokens"] for row in trained[:2]] == [32, 24]
+    assert [row["target_tokens"] for row in trained[:2]] == [30, 22]
+    for row in trained:
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
+        assert row["target_tokens_per_second"] == pytest.approx(row["target_tokens"] / row["step_seconds"])
+        assert row["peak_memory_bytes"] >= row["rss_bytes"] * 0.98 > 50e6
+    evaluations = [row for row in rows if "eval_loss" in row]
+    assert [row["step"] for row in evaluations] == [5, 10, 12]
+    assert evaluations[0] == {"step": 5, "epoch": 2.5, "eval_loss": 1.5, "num_eval_tokens": 12}
+    assert rows.index(evaluations[0]) == 5  # right after its step's line
+
+
+@pytest.mark.parametrize("log_every", [3, 5, 100])
+def test_seldom_written_metrics_are_the_same_lines(log_every, whole, train, tmp_path):
+    rows = metrics(train(tmp_path / "run", log_every=log_every), timed=False)
+    assert rows == metrics(whole, timed=False)
+
+
+def test_checkpoints_at_the_steps_asked_for(train, tmp_path):
+    run = train(tmp_path / "run", save_every=5)
+    names = ["step_00000005", "step_00000010", "step_00000012"]
+    assert sorted(p.name for p in run.glob("step_*")) == names
+    assert not list(run.glob(".step_*"))
+
+
+def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
+    assert len(metrics(train(tmp_path / "a", max_steps=3))) == 4  # and one evaluation
+    assert len(metrics(train(tmp_path / "b", max_steps=50, epochs=2))) == 5
+
+
+def test_nothing_is_pickled(train, tmp_path):
+    for path in train(tmp_path / "run", max_steps=2).rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not zipfile.is_zipfile(path), path
+            with pytest.raises(Exception):  # noqa: B017  pickletools raises what it likes
+                list(pickletools.genops(content))
+            if path.suffix == ".safetensors":
+                load_file(path)
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(train, tmp_path, model_folder):
+    transformers = pytest.importorskip("transformers")
+    checkpoint = train(tmp_path / "run", max_steps=3) / "step_00000003"
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    assert json.loads((checkpoint / "generation_config.json").read_text()) == {"temperature": 0.5}
+    assert (checkpoint / "tokenizer.json").exists()
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
+    run = train(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    train(run)
+    said = capsys.readouterr().out
+    assert "nothing is left to do" in said
+    assert "larger epochs" in said
+    assert "began step" not in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == {
+        path: content for path, content in before.items() if path.name != ".lock"
+    }
+
+
+def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys):
+    run = train(tmp_path / "run", max_steps=4, epochs=2)
+    train(run, max_steps=4, epochs=2)
+    assert "a larger max_steps and epochs;" in capsys.readouterr().out
+    train(run, max_steps=3)
+    assert "a larger max_steps;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", ["max_steps", "epochs"])
+def test_extended_equals_trained_at_once(setting, whole, train, tmp_path):
+    """Train to N, extend to M: the same weights and optimizer state as M at once, with a constant schedule."""
+    train(tmp_path / "run", **({"max_steps": 6} if setting == "max_steps" else {"epochs": 3}))
+    train(tmp_path / "run")
+    assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+
+
+def test_extending_a_schedule_that_ends_is_said(train, tmp_path, capsys):
+    train(tmp_path / "run", epochs=3, schedule__name="cosine")
+    train(tmp_path / "run", epochs=4, schedule__name="cosine")
+    assert "6 then, 8 now: schedule.name=cosine" in capsys.readouterr().out
+
+
+def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp_path, monkeypatch):
+    """A run that died after its last checkpoint wrote lines that resuming must take back."""
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 8)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "run", save_every=3))
+    run = tmp_path / "run"
+    assert [row["step"] for row in metrics(run)] == list(range(1, 9))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')  # torn by the crash
+    train(run, save_every=3)
+    assert metrics(run, timed=False) == metrics(whole, timed=False)
+
+
+def test_lines_not_yet_written_survive_a_failing_body(config, recipe, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 4)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "run", log_every=100))
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
+    config, recipe, train, tmp_path, capsys, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 2)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "run"))
+    first = (tmp_path / "run/metrics.jsonl").read_bytes()
+    train(tmp_path / "run", batch_size=4)  # as after running out of memory: other settings, same directory
+    assert (tmp_path / "run/metrics.previous.jsonl").read_bytes() == first
+    assert "left no checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_loss_that_is_not_finite_stops_the_run(log_every, config, recipe, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "BAD_STEP", 5)
+        with pytest.raises(RuntimeError, match=r"loss of step 6 is inf.*newest checkpoint is .*step_00000004"):
+            recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, log_every=log_every, seed=1))
+    rows = metrics(tmp_path / "run")
+    assert rows[5]["loss"] is None
+    assert rows[5]["non_finite"] == {"loss": "inf"}
+    # Step 4 was whole and saved; what came after the bad loss was not.
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*"))[-1] == "step_00000004"
+
+
+def test_log_is_called_once_a_step(config, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("lean_ft.training.run.Run.log", lambda self, **_: None)
+    with pytest.raises(RuntimeError, match=r"Step 1 ended without run.log"):
+        recipe.main(config(tmp_path / "run"))
+    monkeypatch.undo()
+    log = recipe.Run.log
+
+    def twice(self, **given):
+        log(self, **given)
+        log(self, **given)
+
+    monkeypatch.setattr("lean_ft.training.run.Run.log", twice)
+    with pytest.raises(RuntimeError, match="twice in one step"):
+        recipe.main(config(tmp_path / "run2"))
+
+
+def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("lean_ft.training.run.free_bytes", lambda _: 1000)
+    with pytest.raises(ValueError, match=r"A checkpoint of this run takes 64.1 MiB.*1000 B free"):
+        recipe.main(config(tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint(config, recipe, train, tmp_path, monkeypatch):
+    free = iter([2**30, 2**30, 1000])
+    monkeypatch.setattr("lean_ft.training.checkpoint.free_bytes", lambda _: next(free))
+    with pytest.raises(OSError, match=r"checkpoint of step 9 needs .*Nothing was written"):
+        recipe.main(config(tmp_path / "run", save_every=3))
+    names = sorted(p.name for p in (tmp_path / "run").iterdir() if "step" in p.name)
+    assert names == ["step_00000003", "step_00000006"]
+    monkeypatch.undo()
+    train(tmp_path / "run", save_every=3)  # and the run goes on once there is room
+
+
+def test_config_yaml_loads_again_and_tells_where_it_came_from(recipe, train, config, tmp_path):
+    from lean_ft.config import load_config
+
+    run = train(tmp_path / "run", max_steps=1)
+    assert load_config(recipe.Config, run / "config.yaml", []) == config(run, max_steps=1)
+    text = (run / "config.yaml").read_text()
+    start = json.loads((run / "run.json").read_text())["starts"][0]
+    assert start["torch"] == torch.__version__
+    assert start["data_fingerprint"] == "7 rows"
+    for name in ("lean_ft", "python", "torch", "git_commit", "data_fingerprint"):
+        assert f"#   {name}: {start[name]}\n" in text
+
+
+def test_each_start_is_recorded(train, tmp_path):
+    train(tmp_path / "run", max_steps=4)
+    train(tmp_path / "run", max_steps=6)
+    starts = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert [start["start_step"] for start in starts] == [0, 4]
+    assert starts[1]["resumed_from"] == str(tmp_path / "run/step_00000004")
+
+
+def test_times_are_all_that_may_differ(whole):
+    """The comparisons above leave out these columns and no others."""
+    assert {"loss", "lr", "grad_norm", "tokens", "target_tokens", "epoch", "step"} == FIELDS - TIMES
+
+
+def test_the_lock_is_free_after_a_run_and_after_a_failure(config, recipe, train, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 2)
+        with pytest.raises(KeyError):
+            recipe.main(config(tmp_path / "run"))
+    train(tmp_path / "run", max_steps=2)
+    train(tmp_path / "run", max_steps=4)
+
+
+def test_weights_go_into_the_live_model(train, config, recipe, tmp_path, monkeypatch):
+    """Restoring keeps the parameters' memory, so optimizers and hooks that hold them stay right."""
+    train(tmp_path / "run", max_steps=4)
+    seen = {}
+    load = recipe.load_model
+
+    def remember(*args, **kwargs):
+        seen["model"] = load(*args, **kwargs)
+        seen["pointers"] = [p.data_ptr() for p in seen["model"].parameters()]
+        return seen["model"]
+
+    monkeypatch.setattr(recipe, "load_model", remember)
+    monkeypatch.setattr("lean_ft.training.run.Run.steps", lambda self: iter(()))
+    recipe.main(config(tmp_path / "run"))
+    assert [p.data_ptr() for p in seen["model"].parameters()] == seen["pointers"]
+    saved = load_file(Path(tmp_path / "run/step_00000004/model.safetensors"))
+    assert all(torch.equal(p, saved[name]) for name, p in seen["model"].named_parameters())

@@ -1,0 +1,50 @@
+import fcntl
+import subprocess
+
+import pytest
+
+from lean_ft.training.run_directory import DirectoryLock, git_commit, settings_of
+
+
+def test_one_lock_at_a_time(tmp_path):
+    first = DirectoryLock(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"in use by process \d+ on .*another output_dir"):
+        DirectoryLock(tmp_path / "run")
+    DirectoryLock(tmp_path / "other").release()
+    first.release()
+    DirectoryLock(tmp_path / "run").release()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    DirectoryLock(tmp_path / "run").release()
+    assert "cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_settings_are_flat_json_values(config, tmp_path):
+    settings = settings_of(config(tmp_path / "run", optimizer__betas="[0.5,0.75]"))
+    assert settings["optimizer.betas"] == [0.5, 0.75]
+    assert settings["output_dir"] == str(tmp_path / "run")
+    assert settings["max_steps"] is None
+
+
+def test_git_commit_of_the_checkout(tmp_path):
+    assert git_commit(tmp_path) is None
+
+    def git(*arguments):
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD").stdout.strip()
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "untracked").write_text("")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path) == commit + "+changes"
