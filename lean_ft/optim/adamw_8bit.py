@@ -35,6 +35,12 @@ BLOCK = 256  # elements that share a scale
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
+PAGED_WITHOUT_CUDA = (
+    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is "
+    "ordinary "
+    "memory, as with adamw_8bit."
+)
+
 
 class AdamW8bit(Rule):
     """AdamW whose moments are kept as 8-bit codes with a scale a block; `paged` keeps them in managed
@@ -74,6 +80,8 @@ class AdamW8bit(Rule):
         self._tables: dict[torch.device, tuple[TableCode, TableCode]] = {}
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        if self.paged and not param.is_cuda:
+            self.notes = (PAGED_WITHOUT_CUDA,)
         if param.numel() < MIN_8BIT_ELEMENTS:
             return self._small.init_state(param)
         num_blocks = -(-param.numel() // BLOCK)

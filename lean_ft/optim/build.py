@@ -38,6 +38,8 @@ def build_optimizer(
                     "loses no update that matters. Set optimizer.stochastic_rounding=false or "
                     "model.dtype=bfloat16."
                 )
+    if cfg.name.endswith("8bit") and any(param.is_cuda for _, param in trainable):
+        _refuse_without_kernel(cfg)
     return Optimizer(trainable, _rule(cfg, compile), in_backward=cfg.in_backward)
 
 
@@ -69,6 +71,26 @@ def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
             paged=cfg.name == "paged_adamw_8bit",
         )
     return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
+
+
+def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
+    """On a GPU, bitsandbytes' kernel makes the plain update, and it alone reaches paged state."""
+    lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
+    if lacking and cfg.name == "paged_adamw_8bit":
+        raise ValueError(
+            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches the paged "
+            "state of "
+            f"optimizer.name=paged_adamw_8bit. Set optimizer.{lacking[0]}=false or optimizer.name=adamw_8bit."
+        )
+    if not lacking:
+        try:
+            import bitsandbytes  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ValueError(
+                f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, which cannot be imported here "
+                f"({error}). "
+                "Install it for this CUDA version (`pip install bitsandbytes`), or set optimizer.name=adamw."
+            ) from error
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:

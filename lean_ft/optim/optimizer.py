@@ -17,7 +17,7 @@ The loop is the same for both:
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ class Optimizer:
             raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
         self.rule = rule
         self.in_backward = in_backward
-        self.notes = rule.notes
         self.lr = 0.0
         self.step_count = 0  # updates made, the same for all parameters
         self.skipped_steps = 0  # steps not made because float16 gradients overflowed
@@ -51,6 +50,7 @@ class Optimizer:
             ParameterState(name, param, index, rule.init_state(param))
             for index, (param, name) in enumerate(trainable.items())
         ]
+        self.notes = rule.notes
         self._updates_now = False  # whether hooks update in the coming backward
         self._overflowed = False
         self._noise_seed: int | None = None
@@ -80,7 +80,7 @@ class Optimizer:
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
             assert not scaler.enabled, "the overflow check needs every gradient before any update"
-            self._check_all_updated()
+            self._update_leftovers()
             norms = [self._norms[index] for index in sorted(self._norms)]
             return global_norm(norms) if norms else self._zero()
         grads = [state.grad for state in self._states if state.param.grad is not None]
@@ -108,7 +108,7 @@ class Optimizer:
             self._overflowed = False
             return
         if self.in_backward:
-            self._check_all_updated()
+            self._update_leftovers()
         else:
             self.rule.update([state for state in self._states if state.param.grad is not None], self._step_info())
         self.step_count += 1
@@ -141,38 +141,50 @@ class Optimizer:
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state_dict; raises ValueError where it is another model's or another rule's."""
-        saved: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in tensors.items():
+        saved: dict[str, dict[str, str]] = defaultdict(dict)  # parameter -> state -> its name in the mapping
+        for name in tensors:
             if name not in ("step", "skipped_steps"):
                 parameter, _, key = name.rpartition(".")
-                saved[parameter][key] = tensor
+                saved[parameter][key] = name
         unknown = saved.keys() - {state.name for state in self._states}
-        if unknown or "step" not in tensors:
+        missing = {"step", "skipped_steps"} - set(tensors)
+        if unknown or missing:
+            problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
             raise ValueError(
-                "The saved optimizer state does not belong to this model: "
-                + (f"it has {sorted(unknown)[:3]}, which are not trained here." if unknown else "it has no `step`.")
-                + " Resume with the model and the settings that saved it."
+                f"The saved optimizer state does not belong to this model: {problem}. Resume with the "
+                "model and the "
+                "settings that saved it."
             )
-        for state in self._states:
-            self.rule.load_state(state, saved.get(state.name, {}))
+        for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
+            names = saved.get(state.name, {})
+            self.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
-        self.skipped_steps = int(tensors.get("skipped_steps", torch.tensor(0)))
+        self.skipped_steps = int(tensors["skipped_steps"])
 
-    def _hook_of(self, state: ParameterState):
+    def _hook_of(self, state: ParameterState) -> Callable[[Tensor], None]:
         @torch.no_grad()
-        def update(param: Tensor) -> None:
-            if not self._updates_now:
-                return
-            assert state.index not in self._norms, (
-                f"{state.name} got a gradient twice in one step, and was updated by the first, which was "
-                "incomplete: "
-                "reentrant checkpointing or a second backward does this"
-            )
-            self._norms[state.index] = gradient_norm(state.grad)
-            self.rule.update([state], self._step_info())
-            param.grad = None
+        def update(_: Tensor) -> None:
+            if self._updates_now:
+                self._update_and_free(state)
 
         return update
+
+    def _update_and_free(self, state: ParameterState) -> None:
+        assert state.index not in self._norms, (
+            f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has "
+            "updated it: "
+            "reentrant checkpointing or a second backward does this"
+        )
+        self._norms[state.index] = gradient_norm(state.grad)
+        self.rule.update([state], self._step_info())
+        state.param.grad = None
+
+    def _update_leftovers(self) -> None:
+        """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
+        leftovers = [state for state in self._states if state.param.grad is not None]
+        assert self._updates_now or not leftovers, "update_in_backward(True) goes before a step's last backward"
+        for state in leftovers:
+            self._update_and_free(state)
 
     def _step_info(self) -> StepInfo:
         if self._noise_seed is None:
@@ -180,12 +192,6 @@ class Optimizer:
             # same way.
             self._noise_seed = int(torch.randint(2**31, ())) if self.rule.draws_noise else 0
         return StepInfo(lr=self.lr, number=self.step_count + 1, noise_seed=self._noise_seed)
-
-    def _check_all_updated(self) -> None:
-        left = [state.name for state in self._states if state.param.grad is not None]
-        assert not left, (
-            f"{left[0]} still has its gradient after backward: update_in_backward(True) goes before the last backward"
-        )
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self._states[0].param.device)
