@@ -1,7 +1,7 @@
 """Generates text with any model folder: a Hugging Face model, a run's checkpoint, or the embedded one.
 
-leanft run generate model.path=runs/tiny/step_00000100 prompt="What is the capital of Kalustan?"
-leanft run generate model.path=tiny chat=false temperature=0.8 prompt="The capital of Kalustan"
+leanft run generate model.path=runs/tiny/step_00000100 prompt="What is the capital of Zanemar?"
+leanft run generate model.path=tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
 """
 
 import json

@@ -13,7 +13,7 @@ from lean_ft.config import load_config
 from lean_ft.models import load_model, save_model
 from lean_ft.tokenizers import load_tokenizer
 
-QUESTION = "What is the capital of Kalustan?"
+QUESTION = "What is the capital of Zanemar?"
 
 
 @pytest.fixture(scope="module")
