@@ -22,6 +22,7 @@ from results import RESULTS, console, print_table, require_hardware, write_resul
 from shapes import shape_of
 
 BENCHMARKS = Path(__file__).resolve().parent
+SHORTEST_STAGE_SECONDS = 45.0  # with less, a stage would only write that it had no time, perhaps over a good result
 
 
 class Sizes(NamedTuple):
@@ -118,16 +119,22 @@ def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) 
     row = {"name": stage.name, "label": f"{stage.name}: {stage.what}"}
     command = stage.command(sizes)
     left = budget.timeout_seconds()
+    if left < SHORTEST_STAGE_SECONDS:
+        return row | {"status": "not run", "reason": "no time was left for it", "seconds": 0.0}
     if stage.script:
         if not (BENCHMARKS / command[0]).exists():
             return row | {"status": "absent", "reason": f"there is no benchmarks/{command[0]}", "seconds": 0.0}
         # The script ends by itself in time to write what it has; the kill is for one that does not.
-        of_its_own = max(1.0, left - 15)
+        of_its_own = left - 15
         command = [
             *(str(BENCHMARKS / command[0]), *command[1:], "--device", sizes.device),
             *("--results-dir", str(results_dir.resolve()), "--budget-seconds", f"{of_its_own:.0f}"),
         ]
     measured = run_measured([sys.executable, *command], timeout_seconds=left)
+    if measured.status == "ok" and not stage.script:
+        measured.reason = (measured.output.strip().splitlines() or [""])[
+            -1
+        ]  # how many passed, and how many were skipped
     return row | {
         "status": measured.status,
         "reason": measured.reason,

@@ -97,11 +97,11 @@ def inputs(tokens: int, hidden_size: int, vocab_size: int, device: Any, seed: in
     """Random hidden states and weight, whose logits have a standard deviation of about 1, and labels."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, hidden_size, generator=generator).bfloat16()
-    weight = (torch.randn(vocab_size, hidden_size, generator=generator) / hidden_size**0.5).bfloat16()
-    labels = torch.randint(vocab_size, (tokens,), generator=generator)
-    return hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device)
+    torch.manual_seed(seed)
+    hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=device).normal_()
+    weight = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=device).normal_(std=hidden_size**-0.5)
+    labels = torch.randint(vocab_size, (tokens,), device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
 def errors(loss_of: Callable[[Any, Any, Any], Any], device: Any) -> dict[str, float]:

@@ -200,13 +200,15 @@ def print_result(
 
 
 def missing_numbers(result: dict[str, Any]) -> list[str]:
-    """A line for each row of a result that gave no number, with the reason."""
-    lines = []
+    """The rows of a result that gave no number, a line for each reason: `a; b: not run, no time was left for it`."""
+    rows: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["status"] != "ok":
-            what = row.get("label") or ", ".join(f"{key} {row[key]}" for key in ("side", "length") if key in row)
-            lines.append(f"{what}: {row['status']}, {row['reason']}")
-    return list(dict.fromkeys(lines))
+            what = row.get("label") or f"{row['side']} at length {row['length']}"
+            of_one_reason = rows.setdefault(f"{row['status']}, {row['reason']}", [])
+            if what not in of_one_reason:
+                of_one_reason.append(what)
+    return [f"{'; '.join(labels)}: {reason}" for reason, labels in rows.items()]
 
 
 def gibibytes(count: float | None) -> str:

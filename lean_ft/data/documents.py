@@ -5,7 +5,7 @@ Legend: N documents, S their tokens in sum.
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Documents:
     trained: np.ndarray  # (S,) bool: this token is a label
     starts: np.ndarray  # (N,) int64
     lengths: np.ndarray  # (N,) int64
+    num_targets: np.ndarray  # (N,) int64: labels; a document's first token is none, since nothing predicts it
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -35,19 +36,17 @@ class Documents:
         span = slice(self.starts[i], self.starts[i] + self.lengths[i])
         return self.tokens[span], self.trained[span]
 
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
+
     def select(self, indices: np.ndarray) -> "Documents":
         """The documents `indices`; shares the tokens."""
-        return Documents(self.tokens, self.trained, self.starts[indices], self.lengths[indices])
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def num_targets(self) -> int:
-        """Labels: trained tokens but for each document's first, which nothing predicts."""
-        before = np.concatenate([[0], np.cumsum(self.trained)])
-        return int((before[self.starts + self.lengths] - before[self.starts + 1]).sum())
+        return replace(
+            self,
+            starts=self.starts[indices],
+            lengths=self.lengths[indices],
+            num_targets=self.num_targets[indices],
+        )
 
 
 @dataclass
@@ -105,33 +104,33 @@ def prepare_documents(
     report = DataReport(reader.format)
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
+    lengths: list[int] = []
+    num_targets: list[int] = []
     for some in _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME):
         kept = list(_kept(some, config, reader, tokenizer, report))
         if kept:
             tokens.append(np.concatenate([ids for ids, _ in kept]))
             trained.append(np.concatenate([mask for _, mask in kept]))
-            lengths.append(np.array([len(ids) for ids, _ in kept], dtype=np.int64))
+            lengths += [len(ids) for ids, _ in kept]
+            num_targets += [int(mask[1:].sum()) for _, mask in kept]
     if not lengths:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
             f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
             f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
         )
-    all_lengths = np.concatenate(lengths)
-    ends = np.cumsum(all_lengths)
-    documents = Documents(np.concatenate(tokens), np.concatenate(trained), ends - all_lengths, all_lengths)
+    ends = np.cumsum(lengths)
+    documents = Documents(
+        np.concatenate(tokens), np.concatenate(trained), ends - lengths, np.array(lengths), np.array(num_targets)
+    )
     count(report, documents)
     return documents, report
 
 
 def count(report: DataReport, documents: Documents) -> None:
     """Writes the sizes of `documents` into `report`."""
-    report.kept, report.tokens, report.target_tokens = (
-        len(documents),
-        documents.num_tokens,
-        documents.num_targets,
-    )
+    report.kept = len(documents)
+    report.tokens, report.target_tokens = int(documents.lengths.sum()), int(documents.num_targets.sum())
 
 
 def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:

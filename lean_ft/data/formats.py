@@ -21,7 +21,7 @@ from typing import Any
 from lean_ft.data.sources import Row
 from lean_ft.settings import SFTDataConfig
 from lean_ft.spelling import did_you_mean
-from lean_ft.tokenizers import Passage, Tokenizer
+from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
 
 REQUIRED = {
     "messages": ("messages",),
@@ -58,15 +58,13 @@ class RowReader:
 
     format: str
     columns: dict[str, str]
-    train_on: str
+    train_on: TrainOn
     tokenizer: Tokenizer
 
     @classmethod
     def of(cls, config: SFTDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer) -> "RowReader":
         """A reader for `config`, with the format told from `first_rows` where it is `auto`."""
         detected = detect_format(first_rows, config.columns) if config.format == "auto" else config.format
-        if detected == "messages" and tokenizer.chat_template is None:
-            tokenizer.render([])  # raises with what to do
         return cls(detected, config.columns, config.train_on, tokenizer)
 
     def passage(self, row: Row) -> Passage:
@@ -74,7 +72,8 @@ class RowReader:
         fields = self._fields(row)
         try:
             if self.format == "messages":
-                return self._chat(_messages(fields["messages"]), _tools(fields.get("tools")))
+                messages, tools = _messages(fields["messages"]), _tools(fields.get("tools"))
+                return self.tokenizer.passage(messages, tools, train_on=self.train_on)
             if self.format == "text":
                 text = _string(fields, "text")
                 return Passage(text, [(0, len(text))], add_bos=True, add_eos=True)
@@ -91,19 +90,14 @@ class RowReader:
                     "\n\n",
                 )
             if self.tokenizer.chat_template is not None:
-                return self._chat(
-                    [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], None
-                )
+                messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+                return self.tokenizer.passage(messages, train_on=self.train_on)
             prompt += between
             text = prompt + completion
             start = 0 if self.train_on == "all" else len(prompt)
             return Passage(text, [(start, len(text))], add_bos=True, add_eos=True)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from None
-
-    def _chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Passage:
-        train_on = "assistant" if self.train_on == "completion" else self.train_on
-        return self.tokenizer.passage(messages, tools, train_on=train_on)  # pyright: ignore[reportArgumentType]
 
     def _fields(self, row: Row) -> dict[str, Any]:
         fields = {}

@@ -63,7 +63,7 @@ def _rows(documents: Documents, config: SFTDataConfig, batch_size: int, pad_id: 
     if packed:
         order, offsets = pack(documents.lengths, config.max_length)
         report.packed_rows = len(offsets) - 1
-        report.packing_efficiency = documents.num_tokens / (report.packed_rows * config.max_length)
+        report.packing_efficiency = report.tokens / (report.packed_rows * config.max_length)
     else:
         order, offsets = np.arange(len(documents)), np.arange(len(documents) + 1)
     return Rows(documents, order, offsets, packed, config.max_length, batch_size, pad_id)

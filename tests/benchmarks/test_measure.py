@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import measure
 import pytest
 from measure import Budget, judge, last_error, measure_training, read_steps, recipe_command, run_measured, summarize
 
@@ -45,15 +46,8 @@ subprocess.run([sys.executable, "-c", child])
 """
     measured = run_measured(python(code), timeout_seconds=60)
     assert measured.status == "ok"
-    assert 150 * MIB < measured.peak_rss_bytes < 220 * MIB or measured.peak_rss_bytes < os_peak_of_this_process()
+    assert measured.peak_rss_bytes > 150 * MIB  # no upper bound: the kernel counts this process's own size in it
     assert 250 * MIB < measured.peak_tree_rss_bytes < 330 * MIB
-
-
-def os_peak_of_this_process() -> int:
-    """Below this ru_maxrss says nothing of a child, which inherits it."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 1
 
 
 @needs_proc
@@ -70,6 +64,13 @@ time.sleep(60)
     assert measured.seconds < 20
     for pid in pids.read_text().split():
         assert gone(int(pid))
+
+
+def test_a_run_is_stopped_before_the_machine_runs_out_of_memory(monkeypatch):
+    monkeypatch.setattr(measure, "available_bytes", lambda: measure.RESERVE_BYTES - 1)
+    measured = run_measured(python("import time; time.sleep(60)"), timeout_seconds=50)
+    assert measured.status == "out of memory"
+    assert measured.seconds < 40
 
 
 def test_a_run_is_stopped_once_it_has_written_the_lines_that_are_wanted(tmp_path):

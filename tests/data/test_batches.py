@@ -1,4 +1,5 @@
-"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be resumed."""
+"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be
+resumed."""
 
 import itertools
 import json
@@ -174,7 +175,7 @@ class TestOrder:
             (batches(max_length=63), "data .* changed"),
             (batches(train_on="all"), "data .* changed"),
         ):
-            with pytest.raises(ValueError, match=f"cannot resume: the {reason}"):
+            with pytest.raises(ValueError, match=rf"cannot resume: the {reason}"):
                 other.load_state_dict(state)
 
 
@@ -243,7 +244,7 @@ class TestEvaluation:
         assert sft_batches(config(rows()), plain_tokenizer, 2, seed=0)[1] is None
 
     def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
-        with pytest.raises(ValueError, match="validation_fraction=0.5 of 1 rows leaves nothing to train on"):
+        with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves nothing to train on"):
             sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
 
 

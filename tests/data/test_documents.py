@@ -74,14 +74,14 @@ def test_overflow_drop_and_raise(config: Config, plain_tokenizer):
 
 def test_nothing_left_says_why(config: Config, plain_tokenizer):
     rows = [{"prompt": "p" * 20, "completion": "c"}] * 3
-    with pytest.raises(ValueError, match="of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
+    with pytest.raises(ValueError, match=r"of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
         prepare(config(rows, max_length=8), plain_tokenizer)
 
 
 def test_a_bad_row_far_down_is_placed(config: Config, plain_tokenizer):
     rows: list[dict[str, Any]] = [{"text": "ok"}] * 1500
     rows[1400] = {"txt": "no"}
-    with pytest.raises(ValueError, match="line 1401: no field `text`.*the row has txt"):
+    with pytest.raises(ValueError, match=r"line 1401: no field `text`.*the row has txt"):
         prepare(config(rows), plain_tokenizer)
 
 

@@ -98,11 +98,11 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"question": "q"}, {}, "line 7: the format cannot be told from the fields question.*data.columns.prompt=question"),
+        ({"question": "q"}, {}, r"line 7: the format cannot be told from the fields question.*data\.columns\.prompt=question"),
         ({}, {}, "from the fields no fields"),
         ({"conversations": []}, {}, "data.columns.messages=conversations"),
         ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
-        ({"prompt": "q"}, {"format": "prompt_completion"}, "line 7: no field `completion`.*needs prompt, completion; the row has prompt"),
+        ({"prompt": "q"}, {"format": "prompt_completion"}, r"no field `completion`.*needs prompt, completion; the row has prompt"),
         (
             {"prompt": "q", "answer": "a"},
             {"format": "prompt_completion", "columns": {"completion": "reply"}},
@@ -135,7 +135,7 @@ def test_a_refusing_template_is_placed(chat_tokenizer, tmp_path: Any):
     from tests.data.conftest import build
 
     tokenizer = build(tmp_path / "t", chat_template="{{ raise_exception('no system messages') }}")
-    with pytest.raises(ValueError, match="rows.jsonl, line 7: .*no system messages"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 7: .*no system messages"):
         read({"messages": MESSAGES}, tokenizer)
 
 

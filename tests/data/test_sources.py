@@ -71,12 +71,12 @@ def test_what_is_wrong_with_a_file(write: Write, content: str | bytes, message: 
 
 
 def test_another_kind_of_file(write: Write):
-    with pytest.raises(ValueError, match="rows.csv, line 1: malformed JSON.*Expected JSONL .* or a JSON array"):
+    with pytest.raises(ValueError, match=r"rows.csv, line 1: malformed JSON.*Expected JSONL .* or a JSON array"):
         list(read_rows(write("question,answer\n1,2\n", "rows.csv")))
 
 
 def test_paths_that_are_no_file(write: Write, tmp_path):
-    with pytest.raises(ValueError, match="missing.jsonl does not exist"):
+    with pytest.raises(ValueError, match=r"missing.jsonl does not exist"):
         list(read_rows("missing.jsonl"))
     write(ROWS)
     with pytest.raises(ValueError, match=r"is a folder.*it holds rows\.jsonl"):

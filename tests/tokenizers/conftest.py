@@ -48,7 +48,8 @@ def byte_level_tokenizer() -> HFTokenizer:
 
 
 def word_start_tokenizer(prepend_scheme: str) -> HFTokenizer:
-    """A BPE that marks word starts with ▁ and falls back to bytes, in the manner of Llama 2's tokenizer.json."""
+    """A BPE that marks word starts with ▁ and falls back to bytes, in the manner of Llama 2's
+    tokenizer.json."""
     tokenizer = HFTokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
     tokenizer.decoder = decoders.Sequence(

@@ -1,4 +1,5 @@
-"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens trained."""
+"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens
+trained."""
 
 import json
 import re
@@ -16,6 +17,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+from tests.tokenizers.conftest import word_start_tokenizer
 
 MakeFolder = Callable[..., Path]
 
@@ -31,7 +33,8 @@ CHATML = """\
 WITH_BOS = """\
 {{- bos_token }}
 {%- for m in messages %}
-{%- if m.role == 'assistant' %}[[{{ ' ' + m.content | trim + ' ' + eos_token }}]]{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
+{%- if m.role == 'assistant' %}[[{{ ' ' + m.content | trim + ' ' + eos_token }}]]
+{%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
 {%- endfor %}"""
 
 # As Qwen3: the last turn shows its thoughts, if only empty ones; earlier turns lose them.
@@ -72,8 +75,9 @@ CALLS_TOOLS = """\
 
 # As Mistral's: the system message goes into the last user message, so no beginning of a chat stays as it was.
 MOVES_SYSTEM = """\
+{%- set last = (messages | selectattr('role', '==', 'user') | list)[-1] %}
 {%- for m in messages %}
-{%- if m.role == 'user' %}{{ '<|user|>' + ('SYSTEM ' if m == (messages | selectattr('role', '==', 'user') | list)[-1] else '') + m.content }}
+{%- if m.role == 'user' %}{{ '<|user|>' + ('SYSTEM ' if m == last else '') + m.content }}
 {%- elif m.role == 'assistant' %}{{ m.content + '<|end|>' }}{% endif %}
 {%- endfor %}"""
 
@@ -163,10 +167,10 @@ class TestAgainstTransformers:
         assert runs(ours, rendered) == [called, "Seven.<|im_end|>"]
 
     def test_functions_of_the_sandbox(self, byte_level, make_folder: MakeFolder):
-        template = (
-            "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
-            "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}{% set ns = namespace(a=dict(b=1)) %}{{ ns.a.b }}"
-        )
+        template = """\
+{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}
+{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}
+{% set found = namespace(a=dict(b=1)) %}{{ found.a.b }}"""
         folder = make_folder(byte_level, chat_template=template)
         ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
         ids, _ = ours.render(CHAT[:2], train_on="all")
@@ -190,7 +194,8 @@ class TestAgainstTransformers:
 
 
 class TestMask:
-    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat render."""
+    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat
+    render."""
 
     def test_end_of_turn_is_trained_and_what_follows_is_not(self, tokenizer_with):
         tokenizer = tokenizer_with(plain(CHATML))
@@ -224,6 +229,8 @@ class TestMask:
             "<think>\n\n</think>\n\nf<|im_end|>",
         ]
         assert "hm" not in tokenizer.decode(ids)
+        only_thought = chat("a", "<think>\nhm\n</think>", "c", "d")
+        assert runs(tokenizer, tokenizer.render(only_thought))[0] == "<|im_end|>"
 
     def test_prompts_that_open_a_thought(self, tokenizer_with):
         tokenizer = tokenizer_with(PROMPTS_FOR_THOUGHTS)
@@ -254,7 +261,7 @@ class TestMask:
             "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
-        with pytest.raises(ValueError, match="message 1 ends.*data.train_on=last"):
+        with pytest.raises(ValueError, match=r"message 1 ends.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b"))) == ["b<|endoftext|>"]
 
@@ -349,7 +356,7 @@ class TestTypedControlTokens:
             tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
 
     def test_the_markers_themselves_are_refused(self, tokenizer_with):
-        with pytest.raises(ValueError, match="noncharacters U\\+FDD0"):
+        with pytest.raises(ValueError, match=r"noncharacters U\+FDD0"):
             tokenizer_with(plain(CHATML)).render(chat("a\ufdd2b"))
 
 
@@ -384,17 +391,18 @@ class TestErrors:
 class TestPassages:
     """A plain prompt and completion are tokenised as one text and divided by characters."""
 
-    @pytest.fixture(params=["byte_level", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"])
+    @pytest.fixture(
+        params=["byte_level", "trimmed", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"]
+    )
     def tokenizer(self, request: pytest.FixtureRequest, make_folder: MakeFolder, byte_level) -> Tokenizer:
         if request.param.endswith(".model"):
             shared_data: Path = request.getfixturevalue("shared_data")
             return load_tokenizer(make_folder(shared_data / "tokenizers" / request.param))
-        if request.param == "byte_level":
-            return load_tokenizer(make_folder(byte_level, eos_token="<|endoftext|>"))
-        # Requested by hand, since only this case has its two variants.
-        from tests.tokenizers.conftest import word_start_tokenizer
-
-        return load_tokenizer(make_folder(word_start_tokenizer("first"), bos_token="<s>", eos_token="</s>"))
+        if request.param == "word_start":
+            return load_tokenizer(make_folder(word_start_tokenizer("first"), bos_token="<s>", eos_token="</s>"))
+        tokenizer = HFTokenizer.from_str(byte_level.to_str())
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=request.param == "trimmed")
+        return load_tokenizer(make_folder(tokenizer, eos_token="<|endoftext|>"))
 
     def test_division(self, tokenizer: Tokenizer, texts):
         for prompt in texts:
@@ -424,4 +432,4 @@ class TestPassages:
         written = tokenizer.decode(ids.tolist())
         [(again, _)] = tokenizer.tokenize([Passage(written, [(0, len(written))], add_bos=True, add_eos=True)])
         assert (again[0], again[-1]) == (ids[0], eos)
-        assert again.tolist().count(eos) == 1
+        assert [again.tolist().count(token_id) for token_id in (bos, eos)] == [int(bos is not None), 1]

@@ -1,4 +1,5 @@
-"""Ids equal those of transformers on the same files; special tokens come from where transformers takes them."""
+"""Ids equal those of transformers on the same files; special tokens come from where transformers takes
+them."""
 
 import base64
 import json
@@ -112,8 +113,8 @@ class TestSentencePiece:
     def test_control_tokens_equal_transformers(self, model: Path, make_folder: MakeFolder, legacy: bool):
         theirs = llama_tokenizer(model, legacy=legacy)
         ours = load_tokenizer(make_folder(model, legacy=legacy, tokenizer_class="LlamaTokenizer"))
-        # None of these has a space behind a control token: there transformers 5 departs from SentencePiece, which
-        # puts its word-start mark before a space too.
+        # None of these has a space behind a control token: there transformers 5 departs from SentencePiece,
+        # which puts its word-start mark before a space too.
         for text in ["<s>x</s>y <s>z", "hi<s>there</s>", "<s>[INST] Привет [/INST] 😀 ok</s>", "a<unk>b"]:
             ids = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode(text) == ids, text

@@ -1,8 +1,8 @@
 """Chat templates of published models, each beside a version of it with generation tags, both as TRL ships them.
 
-The tagged version, read by transformers, says what the assistant wrote; the original, read by us, must agree without
-tags. TRL tags a few more tokens (a line break behind the end, a header before the turn), which prompts and padding
-make irrelevant; what the assistant said and the token that ends it have to be the same.
+The tagged version, read by transformers, says what the assistant wrote; the original, read by us, must agree
+without tags. TRL tags a few more tokens (a line break behind the end, a header before the turn), which
+prompts and padding make irrelevant; what the assistant said and the token that ends it have to be the same.
 """
 
 import importlib.util
