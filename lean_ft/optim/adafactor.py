@@ -21,6 +21,7 @@ from lean_ft.optim.slices import (
     SliceSum,
     as_scalar_tensor,
     compile_once,
+    cut,
     flat,
     slice_length,
     slices,
@@ -64,7 +65,7 @@ class Adafactor(Rule):
             squares = SliceSum(grad.device)
             for m, part in self._row_slices(grad):
                 sum_of_squares = self._pick(self._sum_of_squares, _sum_of_squares, part)
-                squares.add(sum_of_squares(grad[m, part], row_factor[m, part], column_factor[m]))
+                squares.add(sum_of_squares(cut(grad[m], part), cut(row_factor[m], part), column_factor[m].data))
             rms = (squares.value / grad.numel()).sqrt()
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
@@ -73,10 +74,10 @@ class Adafactor(Rule):
             for m, part in self._row_slices(grad):
                 update = self._pick(self._update, _update, part)
                 update(
-                    weight[m, part],
-                    grad[m, part],
-                    row_factor[m, part],
-                    column_factor[m],
+                    cut(weight[m], part),
+                    cut(grad[m], part),
+                    cut(row_factor[m], part),
+                    column_factor[m].data,
                     noise.draw((part.stop - part.start) * columns).view(-1, columns) if noise else None,
                     lr,
                     as_scalar_tensor(decay) if self._compile else decay,
@@ -87,14 +88,14 @@ class Adafactor(Rule):
         _, rows, columns = grad.shape
         if "exp_avg_sq" in state.tensors:
             moment = state.tensors["exp_avg_sq"].view(1, 1, columns)
-            moment.lerp_(grad.float().square_().add_(MOMENT_EPS), 1.0 - beta2)
+            moment.lerp_(grad.float().square().add_(MOMENT_EPS), 1.0 - beta2)
             return torch.ones_like(moment[..., :1]), moment.rsqrt()
         row_moment = state.tensors["exp_avg_sq_row"].view(-1, rows, 1)
         column_moment = state.tensors["exp_avg_sq_col"].view(-1, 1, columns)
         row_means, column_means = torch.zeros_like(row_moment), torch.zeros_like(column_moment)
         for m, part in self._row_slices(grad):
             square_sums = self._pick(self._square_sums, _square_sums, part)
-            of_rows, of_columns = square_sums(grad[m, part])
+            of_rows, of_columns = square_sums(cut(grad[m], part))
             row_means[m, part, 0] = of_rows / columns
             column_means[m, 0] += of_columns / rows
         row_moment.lerp_(row_means.add_(MOMENT_EPS), 1.0 - beta2)

@@ -4,12 +4,15 @@ State, in bitsandbytes' format: for each moment one uint8 code a parameter, and 
 largest magnitude) a block of 256: 2.03 bytes a parameter. Tensors of fewer than 4096 elements (norms,
 biases) keep float32 moments.
 
-On CUDA, bitsandbytes' kernel does the update; its own `step()` is not used, for it waits for the device at
-each parameter. Paged state lies in CUDA's managed memory: the driver moves it to the host where the GPU has
-no room. Elsewhere, and for what that kernel has not (update clipping, stochastic rounding), the update
-below runs over slices of whole blocks, so no float32 copy of a large tensor is ever made. bitsandbytes' own
-CPU update makes five of them, and rounds to codes by a table with a resolution of 3e-5, which loses second
-moments under that share of their block's largest.
+On CUDA, bitsandbytes' kernel does the update; its own `step()` is not used, for it waits for the device at each
+parameter. Paged state lies in CUDA's managed memory: the driver moves it to the host where the GPU has no room.
+Elsewhere, and for what that kernel has not (update clipping, stochastic rounding), the update below runs over slices of
+whole blocks, so no float32 copy of a large tensor is ever made.
+
+Two differences from bitsandbytes below. A second moment is never rounded to zero: one 6e6 times smaller than its
+block's largest would be, and the first moment beside it, still there, would then be divided by eps alone, an update a
+hundred times too large. And every code is the nearest, where bitsandbytes on a CPU looks codes up with a resolution of
+3e-5 of the block's largest.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +21,14 @@ import torch
 from torch import Tensor
 
 from lean_ft.optim.adamw import AdamW, clipped_lr
-from lean_ft.optim.dynamic_code import ZERO_CODE, ArithmeticCode, DynamicCode, TableCode
+from lean_ft.optim.dynamic_code import ZERO_CODE, ArithmeticCode, DynamicCode, TableCode, smallest_magnitude
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import (
     RoundingNoise,
     SliceSum,
     as_scalar_tensor,
     compile_once,
+    cut,
     flat,
     slice_length,
     slices,
@@ -192,8 +196,8 @@ class AdamW8bit(Rule):
             length = part.stop - part.start
             blocks = slice(part.start // BLOCK, part.stop // BLOCK)
             arguments = (
-                *(tensor[part] for tensor in elements),
-                *(tensor[blocks] for tensor in scales),
+                *(cut(tensor, part) for tensor in elements),
+                *(cut(tensor, blocks) for tensor in scales),
                 noise.draw(length) if noise else None,
             )
             if compiled and length > BLOCK:  # a size of one would be compiled for separately
@@ -276,7 +280,8 @@ def _update_with(code: DynamicCode, code_sq: DynamicCode) -> Callable:
         scales.copy_(new_scales)
         scales_sq.copy_(new_scales_sq)
         codes.view(-1, BLOCK).copy_(code.encode(m.mul_(_inverse(new_scales))))
-        codes_sq.view(-1, BLOCK).copy_(code_sq.encode(v.mul_(_inverse(new_scales_sq))))
+        v.mul_(_inverse(new_scales_sq)).clamp_(min=smallest_magnitude(signed=False))
+        codes_sq.view(-1, BLOCK).copy_(code_sq.encode(v))
 
     return update
 

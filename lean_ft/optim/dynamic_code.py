@@ -41,6 +41,11 @@ def code_values(signed: bool) -> Tensor:
     return torch.cat([mirrored, zero, magnitudes, one])
 
 
+def smallest_magnitude(*, signed: bool) -> float:
+    """The least of the code's values above 0."""
+    return _lowest(0, signed)
+
+
 def _num_bins(decade: int, signed: bool) -> int:
     return 2**decade if signed else 2 ** (decade + 1)
 

@@ -45,7 +45,7 @@ class Sliced:
         for part in slices(first.numel(), slice_length(first.device, self._compile)):
             total.add(
                 self._function(
-                    *(None if vector is None else vector[part] for vector in vectors),
+                    *(None if vector is None else cut(vector, part) for vector in vectors),
                     None if noise is None else noise.draw(part.stop - part.start),
                     *scalars,
                 )
@@ -91,6 +91,11 @@ def slices(num_elements: int, length: int) -> Iterator[slice]:
         yield slice(start, min(start + length, num_elements))
 
 
+def cut(tensor: Tensor, part: slice) -> Tensor:
+    """The part as a tensor of its own on the same memory: of a view, dynamo would compile for the size of the whole."""
+    return tensor[part].data
+
+
 def flat(tensor: Tensor) -> Tensor:
     """The tensor as a vector that shares its memory and is no part of any graph."""
     return tensor.detach().view(-1)
@@ -112,7 +117,7 @@ class RoundingNoise:
         # One 64-bit draw holds four elements' bits: the generator, not the arithmetic, is what costs time
         # here.
         words = torch.empty((num_elements + 3) // 4, dtype=torch.int64, device=self._device)
-        return words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[:num_elements]
+        return words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[:num_elements].data
 
 
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:

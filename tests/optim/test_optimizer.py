@@ -1,0 +1,315 @@
+"""Stepping in backward is the plain step, to the bit; every parameter moves once a step; a resumed run goes on exactly."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lean_ft.optim import LossScaler, Optimizer, ParameterState, Rule, StepInfo
+from tests.optim.tiny_training import TinyModel, build, loss_of, make_batches, same_weights, train
+
+LRS = [0.0, 3e-3, 1e-2, 1e-3, 0.0, 5e-3]  # a schedule: a hook that reads a stale or constant rate shows
+
+
+class CountingSGD(Rule):
+    """Plain SGD that counts the updates of every parameter."""
+
+    def __init__(self) -> None:
+        self.updates: Counter[str] = Counter()
+
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def update(self, states: Any, step: StepInfo) -> None:
+        for state in states:
+            self.updates[state.name] += 1
+            state.param.sub_(step.lr * state.grad)
+
+
+def counting(model: nn.Module) -> tuple[Optimizer, Counter[str]]:
+    rule = CountingSGD()
+    return Optimizer(model.named_parameters(), rule, in_backward=True), rule.updates
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_in_backward_equals_the_plain_step_bitwise(settings: dict[str, Any], micro_batches: int) -> None:
+    batches = make_batches(len(LRS), micro_batches)
+    plain, in_backward = TinyModel(), TinyModel()
+    torch.manual_seed(5)
+    plain_norms = train(plain, build(plain, settings), batches, LRS)
+    torch.manual_seed(5)
+    norms = train(in_backward, build(in_backward, {**settings, "in_backward": True}), batches, LRS)
+    assert same_weights(plain, in_backward)
+    assert torch.equal(torch.stack(norms), torch.stack(plain_norms))
+    assert not same_weights(plain, TinyModel())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_learning_rate_zero_leaves_weights_bitwise(settings: dict[str, Any], in_backward: bool) -> None:
+    """With weight decay, whose strength is the learning rate's, and with stochastic rounding, which moves no exact value."""
+    model = TinyModel()
+    train(model, build(model, {**settings, "in_backward": in_backward}), make_batches(3), [0.0] * 3)
+    assert same_weights(model, TinyModel())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(
+    settings: dict[str, Any], in_backward: bool, tmp_path: Path
+) -> None:
+    settings = {**settings, "in_backward": in_backward}
+    batches = make_batches(6)
+    whole = TinyModel()
+    torch.manual_seed(5)
+    train(whole, build(whole, settings), batches, LRS)
+
+    first = TinyModel()
+    optimizer = build(first, settings)
+    torch.manual_seed(5)
+    train(first, optimizer, batches[:3], LRS[:3])
+    save_file(optimizer.state_dict(), tmp_path / "optimizer.safetensors")
+    rng = torch.get_rng_state()
+
+    second = TinyModel(seed=1)
+    second.load_state_dict(first.state_dict())
+    resumed = build(second, settings)
+    bytes_before = resumed.state_bytes
+    resumed.load_state_dict(load_file(tmp_path / "optimizer.safetensors"))
+    assert resumed.state_bytes == bytes_before == optimizer.state_bytes
+    torch.set_rng_state(rng)
+    train(second, resumed, batches[3:], LRS[3:])
+    assert same_weights(second, whole)
+    assert resumed.step_count == 6
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
+def test_every_parameter_is_updated_once_a_step(how: str) -> None:
+    """The tied weight is used twice; with accumulation only the last micro-batch updates."""
+    model, plain = TinyModel(torch.float32), TinyModel(torch.float32)
+    call = None
+    if how == "checkpointed":
+        call = lambda layer, x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    if how == "compiled":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    optimizer, updates = counting(model)
+    train(model, optimizer, make_batches(4, micro_batches=2), [0.1] * 4, call=call)
+    assert updates == Counter({name: 4 for name, _ in model.named_parameters()})
+    train(plain, build(plain, {"name": "sgd"}), make_batches(4, micro_batches=2), [0.1] * 4)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_function_that_returns_the_tied_weights_gradient_updates_it_once() -> None:
+    class Head(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.T @ x
+
+    torch.manual_seed(0)
+    embed = nn.Embedding(7, 5)
+    start = embed.weight.detach().clone()
+    optimizer, updates = counting(embed)
+    ids = torch.tensor([1, 4, 4])
+    optimizer.set_lr(0.5)
+    optimizer.update_in_backward(True)
+    Head.apply(embed(ids), embed.weight).square().sum().backward()
+    optimizer.finish_gradients(LossScaler(False), None)
+    optimizer.step()
+    assert updates == {"weight": 1}
+
+    reference = start.double().requires_grad_()
+    (reference[ids] @ reference.T).square().sum().backward()
+    assert reference.grad is not None
+    torch.testing.assert_close(
+        embed.weight.detach().double(), start.double() - 0.5 * reference.grad, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_two_gradients_for_one_parameter_in_one_step_are_an_assertion() -> None:
+    """Reentrant checkpointing over a shared layer runs backward inside backward, once a use."""
+    model = TinyModel(torch.float32)
+    optimizer, _ = counting(model)
+    optimizer.update_in_backward(True)
+    shared = model.layers[0]
+    x = model.embed(torch.tensor([[1, 2]]))
+    for _ in range(2):
+        x = checkpoint(shared, x, use_reentrant=True)
+    with pytest.raises(AssertionError, match=r"layers\.0\.\w+ got a gradient twice"):
+        x.sum().backward()
+
+
+def test_gradients_are_freed_while_backward_goes_on() -> None:
+    """When a layer's hook runs, no other layer's gradient is alive."""
+    model = TinyModel()
+    build(model, {"name": "sgd", "in_backward": True}).update_in_backward(True)
+    alive = []
+    for layer in model.layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _: alive.append([name for name, p in model.named_parameters() if p.grad is not None])
+        )
+    loss_of(model, make_batches(1)[0][0]).backward()
+    assert len(alive) == 3
+    assert all(len(names) <= 2 for names in alive)  # the layer's own weight and bias
+
+
+def test_without_the_last_micro_batch_told_gradients_are_kept_and_the_step_is_an_assertion() -> None:
+    model = TinyModel()
+    optimizer = build(model, {"name": "sgd", "in_backward": True})
+    optimizer.update_in_backward(False)
+    loss_of(model, make_batches(1)[0][0]).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    with pytest.raises(AssertionError, match="update_in_backward"):
+        optimizer.step()
+
+
+def test_a_part_that_the_last_micro_batch_leaves_out_is_updated_all_the_same() -> None:
+    ids = make_batches(1)[0][0]
+    after = []
+    for in_backward in (False, True):
+        model = TinyModel()
+        optimizer = build(model, {"name": "adamw", "in_backward": in_backward})
+        optimizer.set_lr(1e-2)
+        optimizer.update_in_backward(False)
+        loss_of(model, ids).backward()
+        optimizer.update_in_backward(True)
+        model.embed(ids).float().square().sum().backward()  # the layers get nothing
+        optimizer.finish_gradients(LossScaler(False), None)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(model)
+    assert same_weights(*after)
+    assert not torch.equal(after[1].layers[0].weight, TinyModel().layers[0].weight)
+
+
+def test_clipping_scales_gradients_to_the_norm_and_returns_the_one_before() -> None:
+    model = TinyModel(torch.float32)
+    optimizer = build(model, {"name": "sgd"}, clip_grad_norm=0.25)
+    loss_of(model, make_batches(1)[0][0]).backward()
+    grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    returned = optimizer.finish_gradients(LossScaler(False), 0.25)
+    assert returned.item() == pytest.approx(norm.item(), rel=1e-5)
+    assert norm > 0.25
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(param.grad.double(), grad * 0.25 / norm, rtol=1e-4, atol=1e-9)
+    kept = [param.grad.clone() for param in model.parameters()]
+    optimizer.finish_gradients(LossScaler(False), 1.0)  # under the limit: nothing changes
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), kept, strict=True))
+
+
+def test_loss_scaling_gives_the_unscaled_update_and_skips_an_overflow() -> None:
+    model, plain = TinyModel(torch.float32), TinyModel(torch.float32)
+    ids = make_batches(1)[0][0]
+    optimizer = build(model, {"name": "adamw"}, uses_loss_scaling=True)
+    scaler = LossScaler(enabled=True)
+    optimizer.set_lr(1e-2)
+
+    scaler.scale(loss_of(model, ids)).backward()
+    model.norm.weight.grad[3] = float("inf")
+    norm = optimizer.finish_gradients(scaler, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not norm.isfinite()
+    assert same_weights(model, plain)
+    assert (optimizer.step_count, optimizer.skipped_steps, scaler.value) == (0, 1, 2.0**15)
+
+    scaler.scale(loss_of(model, ids)).backward()
+    norm = optimizer.finish_gradients(scaler, 0.5)
+    optimizer.step()
+    plain_norm = train(plain, build(plain, {"name": "adamw"}), [[ids]], [1e-2], max_norm=0.5)[0]
+    torch.testing.assert_close(norm, plain_norm)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert optimizer.step_count == 1
+
+
+def test_a_resumed_optimizer_refuses_another_models_or_rules_state() -> None:
+    model = TinyModel()
+    saved = build(model, {"name": "adamw"}).state_dict()
+    with pytest.raises(ValueError, match="keeps .* saved by another optimizer"):
+        build(model, {"name": "adamw_8bit"}).load_state_dict(saved)
+    model.layers[2].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="does not belong to this model.*layers.2.weight"):
+        build(model, {"name": "adamw"}).load_state_dict(saved)
+    with pytest.raises(ValueError, match="Expected torch.float32"):
+        build(TinyModel(torch.float32), {"name": "adamw"}).load_state_dict(saved)
+    with pytest.raises(ValueError, match="lacks.*step"):
+        build(TinyModel(), {"name": "adamw"}).load_state_dict({})
+
+
+def test_frozen_parameters_are_left_out_and_none_to_train_is_refused() -> None:
+    model = TinyModel()
+    model.layers.requires_grad_(False)
+    optimizer = build(model, {"name": "adamw"})
+    assert not any(name.startswith("layers") for name in optimizer.state_dict())
+    assert sum(name.startswith("embed.weight") for name in optimizer.state_dict()) == 2
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        build(model.requires_grad_(False), {"name": "sgd"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_a_parameter"),
+    [
+        ({"name": "sgd"}, 0.0),
+        ({"name": "sgd", "momentum": 0.9}, 2.0),
+        ({"name": "adamw"}, 4.0),
+        ({"name": "adamw_8bit"}, 2 + 8 / 256),
+        ({"name": "adafactor"}, 4 / 256 + 4 / 64),
+    ],
+)
+def test_state_bytes(settings: dict[str, Any], bytes_a_parameter: float) -> None:
+    matrix = nn.Linear(256, 64, bias=False).bfloat16()
+    assert build(matrix, settings).state_bytes == bytes_a_parameter * 256 * 64
+
+
+def test_rules_get_one_step_number_for_all() -> None:
+    numbers = []
+
+    class Recorder(CountingSGD):
+        def update(self, states: list[ParameterState], step: StepInfo) -> None:
+            numbers.append(step.number)
+
+    model = TinyModel()
+    optimizer = Optimizer(model.named_parameters(), Recorder(), in_backward=True)
+    train(model, optimizer, make_batches(2, micro_batches=2), [0.1] * 2)
+    count = len(list(model.parameters()))
+    assert numbers == [1] * count + [2] * count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_step_waits_for_the_device(settings: dict[str, Any], in_backward: bool) -> None:
+    if settings["name"] == "paged_adamw_8bit":
+        pytest.skip("pages are moved by the driver")
+    model = TinyModel().cuda()
+    optimizer = build(model, {**settings, "in_backward": in_backward})
+    batches = [[ids.cuda() for ids in step] for step in make_batches(3)]
+    train(model, optimizer, batches[:1], [1e-3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(model, optimizer, batches[1:], [1e-3] * 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_in_backward_equals_the_plain_step_bitwise_on_a_gpu(settings: dict[str, Any]) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    batches = [[ids.cuda() for ids in step] for step in make_batches(4, micro_batches=2)]
+    models = [TinyModel().cuda(), TinyModel().cuda()]
+    for model, in_backward in zip(models, (False, True), strict=True):
+        torch.manual_seed(5)
+        train(model, build(model, {**settings, "in_backward": in_backward}), batches, [3e-3, 1e-2, 1e-3, 0.0])
+    torch.use_deterministic_algorithms(False)
+    assert same_weights(*models)

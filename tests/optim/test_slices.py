@@ -1,0 +1,113 @@
+"""Stochastic rounding is right in the mean, and the workspace of a step is a few slices."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_ft.optim.slices import RoundingNoise, slices, store
+from tests.optim.tiny_training import CONFIGS, build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def noise(num_elements: int, seed: int = 0, index: int = 0) -> torch.Tensor:
+    return RoundingNoise(torch.device("cpu"), seed, index).draw(num_elements)
+
+
+def test_slices_cover_everything_once() -> None:
+    assert [(part.start, part.stop) for part in slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert list(slices(0, 4)) == []
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, -1.0 - 3 * 2**-10, 1e-3, 3e-39, -2e30])
+def test_rounding_goes_to_a_neighbour_and_is_unbiased(value: float) -> None:
+    n = 400_000
+    rounded = torch.empty(n, dtype=torch.bfloat16)
+    exact = torch.full((n,), value)
+    store(rounded, exact, noise(n))
+    found = rounded.double().unique()
+    low, high = found.min(), found.max()
+    assert len(found) == 2 and low < exact[0].double() < high
+    share = (exact[0].double() - low) / (high - low)
+    assert (rounded.double() == high).double().mean().item() == pytest.approx(share.item(), abs=4e-3)
+
+
+def test_rounding_leaves_exact_values_infinities_and_nan_as_they_are() -> None:
+    special = torch.tensor([1.5, -0.0, 0.0, float("inf"), -float("inf"), float("nan")])
+    hidden = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # NaN with every bit set, as on CUDA
+    values = torch.cat([special, hidden]).repeat(1000)
+    rounded = torch.empty(8000, dtype=torch.bfloat16)
+    store(rounded, values, noise(8000))
+    torch.testing.assert_close(rounded.float(), values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_noise_is_the_same_for_a_seed_and_differs_between_parameters() -> None:
+    assert torch.equal(noise(1001, 3, 1), noise(1001, 3, 1))
+    assert (noise(1001, 3, 1) == noise(1001, 3, 2)).float().mean() < 0.01
+    bits = (noise(40_000)[:, None].int() >> torch.arange(16)) & 1
+    assert (bits.float().mean(0) - 0.5).abs().max() < 0.02  # each of the 16
+
+
+ROUNDED = {name: config for name, config in CONFIGS.items() if config.get("stochastic_rounding")}
+
+
+@pytest.mark.parametrize("settings", ROUNDED.values(), ids=ROUNDED.keys())
+def test_small_updates_move_bfloat16_weights_in_the_mean_as_float32_ones(settings: dict[str, Any]) -> None:
+    """Updates of a fortieth of a unit in the last place, all of which rounding to nearest loses."""
+    lr = 1e-4
+    mean = {}
+    for dtype, rounding in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(200, 200, bias=False)
+        torch.nn.init.ones_(model.weight).data.add_(0.25)
+        model.to(dtype)
+        optimizer = build(model, {**settings, "stochastic_rounding": rounding})
+        optimizer.set_lr(lr)
+        for _ in range(20):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        mean[dtype, rounding] = model.weight.double().mean().item() - 1.25
+    assert mean[torch.float32, False] == pytest.approx(-20 * lr, rel=0.02)
+    assert mean[torch.bfloat16, False] == 0.0
+    assert mean[torch.bfloat16, True] == pytest.approx(mean[torch.float32, False], rel=0.05)
+
+
+MEASURE_WORKSPACE = """
+import sys
+import torch
+from lean_ft.optim import LossScaler
+from tests.optim.tiny_training import CONFIGS, build
+
+def peak_kib():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+model = torch.nn.Linear(896, 30_000, bias=False, dtype=torch.bfloat16)  # 51 MiB; a float32 copy is 103 MiB
+model.weight.grad = torch.randn_like(model.weight)
+for name, settings in CONFIGS.items():
+    optimizer = build(model, settings)
+    optimizer.set_lr(1e-3)
+    for tensor in optimizer.state_dict().values():
+        tensor.add_(0)  # makes its pages resident
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+    before = peak_kib()
+    optimizer.finish_gradients(LossScaler(enabled=False), None)
+    optimizer.step()
+    print(name, (peak_kib() - before) // 1024)
+    del optimizer, tensor
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets the peak resident size through /proc")
+def test_the_workspace_of_a_step_does_not_grow_with_the_largest_tensor() -> None:
+    """In a process of its own: what the allocator keeps in holes counts as well."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_WORKSPACE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    workspace_mib = {name: int(mib) for name, mib in (line.split() for line in done.stdout.splitlines())}
+    assert workspace_mib.keys() == CONFIGS.keys()
+    assert max(workspace_mib.values()) < 30, workspace_mib

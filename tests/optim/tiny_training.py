@@ -1,0 +1,99 @@
+"""A tiny model with a tied weight, and a training loop as recipes write it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.optim import LossScaler, Optimizer, build_optimizer
+from lean_ft.settings import OptimizerConfig
+
+# Every rule and what changes its arithmetic.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sgd": {"name": "sgd"},
+    "sgd_momentum": {"name": "sgd", "momentum": 0.9},
+    "sgd_rounding": {"name": "sgd", "stochastic_rounding": True},
+    "adamw": {"name": "adamw"},
+    "adamw_clipping": {"name": "adamw", "update_clipping": True},
+    "adamw_rounding": {"name": "adamw", "stochastic_rounding": True},
+    "adamw_8bit": {"name": "adamw_8bit"},
+    "adamw_8bit_clipping_rounding": {"name": "adamw_8bit", "update_clipping": True, "stochastic_rounding": True},
+    "paged_adamw_8bit": {"name": "paged_adamw_8bit"},
+    "adafactor": {"name": "adafactor"},
+    "adafactor_rounding": {"name": "adafactor", "stochastic_rounding": True},
+}
+
+
+class Layer(nn.Linear):
+    """A class of its own, since torch.compile takes no module of torch's by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class TinyModel(nn.Module):
+    """Token ids (B, T) -> logits (B, T, 131); the embedding is the output weight too.
+
+    131 * 72 is no whole number of 8-bit blocks, the norm is too small for codes, and 72 * 72 is neither.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(131, 72)
+        self.norm = nn.LayerNorm(72)
+        self.layers = nn.ModuleList(Layer(72, 72) for _ in range(3))
+        self.head = nn.Linear(72, 131, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, ids: Tensor, call: Callable[..., Tensor] | None = None) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x) if call is None else call(layer, x))
+        return self.head(self.norm(x))
+
+
+def make_batches(steps: int, micro_batches: int = 1, seed: int = 1) -> list[list[Tensor]]:
+    """steps x micro_batches tensors of token ids (2, 9)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randint(0, 131, (2, 9), generator=generator) for _ in range(micro_batches)] for _ in range(steps)]
+
+
+def loss_of(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+    logits = model(ids[:, :-1], **kwargs)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def build(model: nn.Module, settings: dict[str, Any], **kwargs: Any) -> Optimizer:
+    cfg = OptimizerConfig.model_validate(settings)
+    defaults: dict[str, Any] = {"clip_grad_norm": None, "uses_loss_scaling": False, "compile": False}
+    return build_optimizer(model, cfg, **(defaults | kwargs))
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[Sequence[Tensor]],
+    lrs: Sequence[float],
+    max_norm: float | None = None,
+    **kwargs: Any,
+) -> list[Tensor]:
+    """The loop of a recipe; returns the gradient norms."""
+    scaler = LossScaler(enabled=False)
+    norms = []
+    for micro_batches, lr in zip(batches, lrs, strict=True):
+        optimizer.set_lr(lr)
+        for i, ids in enumerate(micro_batches):
+            optimizer.update_in_backward(i == len(micro_batches) - 1)
+            (loss_of(model, ids, **kwargs) / len(micro_batches)).backward()
+        norms.append(optimizer.finish_gradients(scaler, max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Bitwise."""
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
