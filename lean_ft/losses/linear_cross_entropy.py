@@ -111,12 +111,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         losses_dtype = torch.promote_types(compute_dtype, torch.float32)
         loss = torch.zeros((), dtype=losses_dtype, device=hidden.device)
-        # One buffer serves every chunk: mapping a fresh one would cost a CPU as much as computing the softmax.
-        buffer = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0], dtype=compute_dtype)
+        # One tensor serves all chunks but a shorter last: mapping a fresh one costs a CPU as much as the softmax.
+        logits = hidden.new_empty(0, weight.shape[0], dtype=compute_dtype)
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             chunk_hidden = hidden[chunk].to(compute_dtype)  # (C, D)
-            logits = torch.mm(chunk_hidden, projection.T, out=buffer[: chunk_hidden.shape[0]])  # (C, V)
+            if logits.shape[0] != chunk_hidden.shape[0]:
+                logits.resize_(chunk_hidden.shape[0], logits.shape[1])
+            torch.mm(chunk_hidden, projection.T, out=logits)  # (C, V)
             losses = torch.empty(logits.shape[0], dtype=losses_dtype, device=hidden.device)
             softmax_gradient(logits, labels[chunk], losses)
             loss += losses.sum()
@@ -144,25 +146,22 @@ class _WeightGradient:
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
         self.slices: list[Tensor] = []
-        self.product: Tensor | None = None  # of one slice, in the type of the arithmetic
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Adds grad_logits.T (V, C) @ hidden (C, D)."""
         if not self.slices:
             self.slices = [part.new_zeros(part.shape, dtype=self.dtype) for part in self.weight.split(VOCAB_SLICE)]
+        product = torch.empty_like(self.slices[0], dtype=hidden.dtype)
         for total, part in zip(self.slices, grad_logits.split(VOCAB_SLICE, dim=1), strict=True):
-            if self.dtype == hidden.dtype:
+            if total.dtype == hidden.dtype:
                 total.addmm_(part.T, hidden)
             else:
-                if self.product is None:
-                    self.product = torch.empty_like(total, dtype=hidden.dtype)
-                total.add_(torch.mm(part.T, hidden, out=self.product[: part.shape[1]]))
+                total.add_(torch.mm(part.T, hidden, out=product[: part.shape[1]]))
 
     def scaled(self, scale: Tensor) -> Tensor:
         """The gradient times a scalar, in the weight's type; the sum is given up slice by slice."""
         if not self.slices:
             return torch.zeros_like(self.weight)
-        self.product = None
         gradient = torch.empty_like(self.weight)
         self.slices.reverse()
         for rows in gradient.split(VOCAB_SLICE):
