@@ -22,7 +22,7 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
 
 
 def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(assets.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(assets, "_TINY", tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"embedded model is missing.*reinstall"):
         assets.resolve_model_path("tiny")
