@@ -5,6 +5,7 @@ leanft cp  full_finetune_single_device mine.py     # edit the loop, then: leanft
 """
 
 import torch
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from lean_ft.data import Batch, sft_batches
@@ -14,7 +15,7 @@ from lean_ft.models import load_model
 from lean_ft.optim import LossScaler, build_optimizer, learning_rate
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, SFTDataConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, start
+from lean_ft.training import Run, say_answers, start
 
 
 class Config(RecipeConfig):
@@ -23,6 +24,9 @@ class Config(RecipeConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     memory: MemoryConfig = MemoryConfig()
+    eval_answers: NonNegativeInt = Field(
+        0, description="Held-out questions that the model answers before and after training; 0 asks none."
+    )
 
 
 def main(cfg: Config) -> None:
@@ -55,6 +59,7 @@ def main(cfg: Config) -> None:
                 compile=cfg.compile,
             )
 
+    say_answers("before training", model, tokenizer, eval_batches, cfg.eval_answers)
     for step in run.steps():
         lr = learning_rate(cfg.optimizer.lr, cfg.schedule, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
@@ -78,3 +83,4 @@ def main(cfg: Config) -> None:
             with torch.no_grad():
                 losses = torch.stack([loss_of(batch.to(device)) for batch in eval_batches])
             run.log_evaluation(losses.sum() / sum(batch.num_targets for batch in eval_batches))
+    say_answers("after training", model, tokenizer, eval_batches, cfg.eval_answers)

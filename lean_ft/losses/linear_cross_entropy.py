@@ -171,14 +171,15 @@ class _WeightGradient:
 
 def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
     """Writes each row's loss into `losses` (C,) and the gradient of the logits over `logits` (C, V)."""
+    # The exponentials are computed twice, once to be summed and once to be written, so that a compiler has no reason
+    # to keep them in float32, which would take twice the memory of the logits.
     values = logits.to(losses.dtype)
     highest = values.amax(dim=1, keepdim=True)
-    exponentials = (values - highest).exp()
-    total = exponentials.sum(dim=1, keepdim=True)
+    log_total = (values - highest).exp().sum(dim=1, keepdim=True).log() + highest
     labels = labels[:, None]
-    losses.copy_((total.log() + highest - values.gather(1, labels)).squeeze(1))
+    losses.copy_((log_total - values.gather(1, labels)).squeeze(1))
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels
-    logits.copy_(exponentials / total - is_label.to(losses.dtype))
+    logits.copy_((values - log_total).exp() - is_label.to(losses.dtype))
 
 
 def _softmax_gradient_in_blocks(logits: Tensor, labels: Tensor, losses: Tensor) -> None:

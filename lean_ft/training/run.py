@@ -32,6 +32,7 @@ from lean_ft.training.checkpoint import (
     write_checkpoint,
 )
 from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint
+from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.interrupts import StopSignals
 from lean_ft.training.metrics import Counted, Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar, duration, gibibytes, number, say
@@ -233,6 +234,9 @@ class Run:
                 if self._random_state is not None:
                     restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
+                    if step <= self.start_step + 1:
+                        # Before the first step and after it: preparing data and compiling leave much freed memory.
+                        trim_heap()
                     self._logged = False
                     self._metrics.begin_step()
                     yield step
