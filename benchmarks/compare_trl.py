@@ -29,7 +29,8 @@ from results import RESULTS, console, gibibytes, print_result, require_hardware,
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
 
 SIDES = ("ours", "trl")
-OURS = rung_settings("adamw_8bit")
+# A chunk of 512 tokens, half the default: on a CPU it costs no speed and saves 148 MiB of logits.
+OURS = rung_settings("adamw_8bit") | {"memory.loss_chunk_tokens": 512}
 
 
 def ours_command(model: Path, text: Path, run: Path, *, length: int, batch_size: int, steps: int, device: str) -> list:
