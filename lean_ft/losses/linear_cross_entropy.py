@@ -149,10 +149,12 @@ class _WeightGradient:
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Adds grad_logits.T (V, C) @ hidden (C, D)."""
+        parts = grad_logits.split(VOCAB_SLICE, dim=1)
         if not self.slices:
-            self.slices = [part.new_zeros(part.shape, dtype=self.dtype) for part in self.weight.split(VOCAB_SLICE)]
+            self.slices = [(part.T @ hidden).to(self.dtype) for part in parts]
+            return
         product = torch.empty_like(self.slices[0], dtype=hidden.dtype)
-        for total, part in zip(self.slices, grad_logits.split(VOCAB_SLICE, dim=1), strict=True):
+        for total, part in zip(self.slices, parts, strict=True):
             if total.dtype == hidden.dtype:
                 total.addmm_(part.T, hidden)
             else:

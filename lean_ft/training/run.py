@@ -148,6 +148,8 @@ class Run:
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,
         )
+        for note in getattr(self._optimizer, "notes", ()):
+            say("adjusted", note)
 
     def _set_earlier_attempt_aside(self) -> None:
         """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""

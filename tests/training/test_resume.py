@@ -40,11 +40,20 @@ def train(inputs):
     return run
 
 
+RULES = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
+        *(
+            [f"optimizer.name={rule}", f"optimizer.in_backward={in_backward}", f"data.packing={packing}"]
+            for rule in RULES
+            for in_backward in ("false", "true")
+            for packing in ("none", "bfd")
+        ),
         ["optimizer.name=adamw", "clip_grad_norm=0.5"],
-        ["optimizer.name=adamw", "optimizer.in_backward=true", "data.packing=bfd"],
+        ["optimizer.name=adamw_8bit", "model.dtype=bfloat16", "optimizer.update_clipping=true"],
         ["optimizer.name=adamw", "model.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
         ["optimizer.name=adamw", "model.dtype=float16"],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "memory.activation_checkpointing=full"],
