@@ -1,18 +1,18 @@
 """AdamW with both moments in 8 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
 
-State, in bitsandbytes' format: for each moment one uint8 code a parameter, and one float32 scale (the
-largest magnitude) a block of 256: 2.03 bytes a parameter. Tensors of fewer than 4096 elements (norms,
-biases) keep float32 moments.
+State, in bitsandbytes' format: for each moment one uint8 code a parameter, and one float32 scale (the largest
+magnitude) a block of 256: 2.03 bytes a parameter. Tensors of fewer than 4096 elements (norms, biases) keep float32
+moments.
 
 On CUDA, bitsandbytes' kernel does the update; its own `step()` is not used, for it waits for the device at each
 parameter. Paged state lies in CUDA's managed memory: the driver moves it to the host where the GPU has no room.
 Elsewhere, and for what that kernel has not (update clipping, stochastic rounding), the update below runs over slices of
 whole blocks, so no float32 copy of a large tensor is ever made.
 
-Two differences from bitsandbytes below. A second moment is never rounded to zero: one 6e6 times smaller than its
+Two differences from bitsandbytes in that update. A second moment is never rounded to zero: one 6e6 times smaller than its
 block's largest would be, and the first moment beside it, still there, would then be divided by eps alone, an update a
 hundred times too large. And every code is the nearest, where bitsandbytes on a CPU looks codes up with a resolution of
-3e-5 of the block's largest.
+3e-5 of the block's largest. The kernel on CUDA does round second moments to zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,15 +40,13 @@ MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 PAGED_WITHOUT_CUDA = (
-    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is "
-    "ordinary "
+    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
     "memory, as with adamw_8bit."
 )
 
 
 class AdamW8bit(Rule):
-    """AdamW whose moments are kept as 8-bit codes with a scale a block; `paged` keeps them in managed
-    memory."""
+    """AdamW whose moments are kept as 8-bit codes with a scale a block; `paged` keeps them in managed memory."""
 
     def __init__(
         self,
@@ -186,8 +184,7 @@ class AdamW8bit(Rule):
         scalars: tuple[float | Tensor, ...],
         noise: RoundingNoise | None = None,
     ) -> Tensor:
-        """Call on slices of whole blocks, and on the last, ragged block filled up with zeros; sums what
-        they return."""
+        """Call on slices of whole blocks, and on the last, ragged block filled up with zeros; sum what they return."""
         num_elements, device = elements[0].numel(), elements[0].device
         whole = num_elements // BLOCK * BLOCK
         scalar_tensors = tuple(as_scalar_tensor(scalar) for scalar in scalars) if compiled else ()

@@ -78,8 +78,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
     lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
     if lacking and cfg.name == "paged_adamw_8bit":
         raise ValueError(
-            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches the paged "
-            "state of "
+            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches the paged state of "
             f"optimizer.name=paged_adamw_8bit. Set optimizer.{lacking[0]}=false or optimizer.name=adamw_8bit."
         )
     if not lacking:
@@ -87,8 +86,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             import bitsandbytes  # noqa: F401
         except (ImportError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, which cannot be imported here "
-                f"({error}). "
+                f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, which cannot be imported here ({error}). "
                 "Install it for this CUDA version (`pip install bitsandbytes`), or set optimizer.name=adamw."
             ) from error
 

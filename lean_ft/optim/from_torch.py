@@ -50,8 +50,7 @@ class FromTorch(Rule):
         others = [key for key, value in kept.items() if value is not None and not isinstance(value, Tensor)]
         if others:
             raise ValueError(
-                f"{self._class.__name__} keeps {others[0]} as {type(kept[others[0]]).__name__}, but only "
-                "state in tensors can "
-                "be saved. Choose settings under which it keeps tensors, or write a Rule of your own."
+                f"{self._class.__name__} keeps {others[0]} as {type(kept[others[0]]).__name__}, but only tensors can be "
+                "saved. Choose settings under which it keeps tensors, or write a Rule of your own."
             )
         state.tensors.update((key, value) for key, value in kept.items() if value is not None)

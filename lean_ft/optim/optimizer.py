@@ -83,7 +83,7 @@ class Optimizer:
             self._update_leftovers()
             norms = [self._norms[index] for index in sorted(self._norms)]
             return global_norm(norms) if norms else self._zero()
-        grads = [state.grad for state in self._states if state.param.grad is not None]
+        grads = [state.param.grad for state in self._states if state.param.grad is not None]
         if not grads:
             return self._zero()
         norm = global_norm([gradient_norm(grad) for grad in grads]) / scaler.value
@@ -101,8 +101,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters that have a gradient; in backward they are updated already and the step is
-        closed."""
+        """Update the parameters that have a gradient; in backward they are updated already and the step is closed."""
         if self._overflowed:
             self.skipped_steps += 1
             self._overflowed = False
@@ -151,9 +150,8 @@ class Optimizer:
         if unknown or missing:
             problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
             raise ValueError(
-                f"The saved optimizer state does not belong to this model: {problem}. Resume with the "
-                "model and the "
-                "settings that saved it."
+                f"The saved optimizer state does not belong to this model: {problem}. "
+                "Resume with the model and the settings that saved it."
             )
         for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
             names = saved.get(state.name, {})
@@ -171,8 +169,7 @@ class Optimizer:
 
     def _update_and_free(self, state: ParameterState) -> None:
         assert state.index not in self._norms, (
-            f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has "
-            "updated it: "
+            f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has updated it: "
             "reentrant checkpointing or a second backward does this"
         )
         self._norms[state.index] = gradient_norm(state.grad)
@@ -188,8 +185,7 @@ class Optimizer:
 
     def _step_info(self) -> StepInfo:
         if self._noise_seed is None:
-            # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the
-            # same way.
+            # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
             self._noise_seed = int(torch.randint(2**31, ())) if self.rule.draws_noise else 0
         return StepInfo(lr=self.lr, number=self.step_count + 1, noise_seed=self._noise_seed)
 

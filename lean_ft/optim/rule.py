@@ -57,18 +57,15 @@ class Rule:
         if tensors.keys() != state.tensors.keys():
             raise ValueError(
                 f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has "
-                f"{sorted(tensors)}. It was saved by another optimizer: set optimizer.name and its "
-                "settings as in that "
+                f"{sorted(tensors)}. It was saved by another optimizer: set optimizer.name and its settings as in that "
                 "run, or start without its optimizer state."
             )
         for key, own in state.tensors.items():
             saved = tensors[key]
             if saved.shape != own.shape or saved.dtype != own.dtype:
                 raise ValueError(
-                    f"Expected {own.dtype} of shape {tuple(own.shape)} for {state.name}.{key}, but the "
-                    "saved state has "
-                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with the model, dtype and "
-                    "optimizer settings "
+                    f"Expected {own.dtype} of shape {tuple(own.shape)} for {state.name}.{key}, but the saved state has "
+                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with the model, dtype and optimizer settings "
                     "of the run that saved it."
                 )
             own.copy_(saved)

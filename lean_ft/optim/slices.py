@@ -18,7 +18,7 @@ from torch import Tensor
 from lean_ft.optim.rule import ParameterState, StepInfo
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
-GPU_SLICE = 1 << 24
+GPU_SLICE = 1 << 22
 GPU_COMPILED_SLICE = 1 << 30  # below the 2**31 elements that 32-bit indices reach
 
 
@@ -54,9 +54,10 @@ class Sliced:
 
 
 class SliceSum:
-    """Adds up one scalar a slice, at once: kept in a list, small tensors would come to lie in the memory
-    that slices free, the next slice would not fit between them, and the heap would grow to the size of the
-    whole tensor.
+    """Adds up one scalar a slice, at once.
+
+    Kept in a list, the small tensors would come to lie in the memory that slices free, the next slice would not fit
+    between them, and the heap would grow to the size of the whole tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,8 +74,7 @@ def compile_once(function: Callable) -> Callable:
 
 
 def as_scalar_tensor(value: float | Tensor) -> Tensor:
-    """A float32 scalar on the CPU, which kernels on any device take without a copy; a tensor stays as it
-    is."""
+    """A float32 scalar on the CPU, which kernels on any device take without a copy; a tensor stays as it is."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
@@ -114,15 +114,13 @@ class RoundingNoise:
 
     def draw(self, num_elements: int) -> Tensor:
         """int16 (num_elements,), all bits random."""
-        # One 64-bit draw holds four elements' bits: the generator, not the arithmetic, is what costs time
-        # here.
+        # One 64-bit draw holds four elements' bits: the generator, not the arithmetic, is what costs time here.
         words = torch.empty((num_elements + 3) // 4, dtype=torch.int64, device=self._device)
         return words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[:num_elements].data
 
 
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:
-    """Write float32 `value` into `target`, to nearest, or stochastically where `noise` is given (bfloat16
-    only)."""
+    """Write float32 `value` into `target`, to nearest, or a bfloat16 one stochastically where `noise` is given."""
     if noise is None or target.dtype != torch.bfloat16:
         target.copy_(value)
         return

@@ -208,6 +208,23 @@ def test_clipping_scales_gradients_to_the_norm_and_returns_the_one_before() -> N
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), kept, strict=True))
 
 
+def test_a_gradient_of_another_memory_layout_is_clipped_and_used_all_the_same() -> None:
+    weights = []
+    for transposed in (False, True):
+        model = nn.Linear(40, 30, bias=False)
+        nn.init.ones_(model.weight)
+        torch.manual_seed(0)
+        grad = torch.randn(30, 40)
+        model.weight.grad = grad.t().contiguous().t() if transposed else grad
+        optimizer = build(model, {"name": "sgd"}, clip_grad_norm=1.0)
+        optimizer.set_lr(0.1)
+        optimizer.finish_gradients(LossScaler(False), 1.0)
+        optimizer.step()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(*weights)
+    assert (weights[0] - 1.0).norm().item() == pytest.approx(0.1, rel=1e-4)
+
+
 def test_loss_scaling_gives_the_unscaled_update_and_skips_an_overflow() -> None:
     model, plain = TinyModel(torch.float32), TinyModel(torch.float32)
     ids = make_batches(1)[0][0]
