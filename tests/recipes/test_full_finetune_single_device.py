@@ -1,0 +1,99 @@
+"""The recipe on the embedded model: copies of it, both batch layouts, and every precision learn the same thing."""
+
+import json
+import shutil
+
+import pytest
+
+from lean_ft.catalog import load_recipe, recipes
+from lean_ft.config import load_config
+
+NAME = "full_finetune_single_device"
+SETTINGS = (
+    "model.path=tiny",
+    "data.source=tiny/validation.jsonl",
+    "data.max_length=64",
+    "optimizer.lr=1e-3",
+    "batch_size=8",
+    "max_steps=8",
+    "device=cpu",
+)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs a recipe file with settings, and returns the lines of its metrics."""
+
+    def run(*settings: str, recipe=recipes()[NAME], output="run"):
+        module = load_recipe(recipe)
+        folder = tmp_path / output
+        module.main(load_config(module.Config, None, [*SETTINGS, *settings, f"output_dir={folder}"]))
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def numbers(lines):
+    return [(line["loss"], line["grad_norm"], line["tokens"], line["target_tokens"]) for line in lines]
+
+
+def test_a_copy_is_the_recipe(train, tmp_path):
+    copy = shutil.copy(recipes()[NAME], tmp_path / "mine.py")
+    assert numbers(train("model.dtype=float32", recipe=copy, output="copy")) == numbers(train("model.dtype=float32"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_every_precision_follows_float32(train, dtype, packing):
+    reference = train("model.dtype=float32", f"data.packing={packing}")
+    lines = train(f"model.dtype={dtype}", f"data.packing={packing}", output=dtype)
+    for line, expected in zip(lines, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=0.03)
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
+def test_micro_batches_add_up_to_the_whole_batch(train):
+    whole = train("model.dtype=float32", "batch_size=8")
+    parts = train("model.dtype=float32", "batch_size=2", "gradient_accumulation_steps=4", output="parts")
+    for line, expected in zip(parts, whole, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert line["target_tokens"] == expected["target_tokens"]
+
+
+def test_memory_settings_change_no_number(train):
+    plain = train("model.dtype=float32", "optimizer.in_backward=false")
+    lean = train(
+        "model.dtype=float32",
+        "optimizer.in_backward=true",
+        "memory.activation_checkpointing=full",
+        "memory.loss_chunk_tokens=16",
+        output="lean",
+    )
+    for line, expected in zip(lean, plain, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_learning_rate_of_zero_leaves_the_weights_as_they_are(train, tmp_path):
+    from safetensors.torch import load_file
+
+    from lean_ft import load_model
+
+    before = dict(load_model("tiny").named_parameters())
+    train("model.dtype=float32", "optimizer.lr=0", "optimizer.in_backward=true", "optimizer.weight_decay=0.1")
+    after = load_file(tmp_path / "run/step_00000008/model.safetensors")
+    assert all((before[name] == tensor).all() for name, tensor in after.items())
+
+
+def test_evaluation_is_weighted_by_tokens_and_answers_are_asked(train, capsys):
+    lines = train("data.validation_fraction=0.2", "eval_every=4", "eval_answers=5", "model.dtype=float32")
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(evaluations) == 2
+    assert evaluations[1] < evaluations[0]
+    out = capsys.readouterr().out
+    assert "before training" in out
+    assert "after training" in out
+
+
+def test_the_file_reads_in_one_sitting():
+    assert len(recipes()[NAME].read_text().splitlines()) <= 150
