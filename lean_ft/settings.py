@@ -113,10 +113,10 @@ class ScheduleConfig(Settings):
 class MemoryConfig(Settings):
     """Every trade of memory against time."""
 
-    activation_checkpointing: Literal["none", "full", "every_n"] = Field(
+    activation_checkpointing: Literal["none", "full", "every_n", "selective"] = Field(
         "none",
         description="Keep only the input of each layer and recompute the rest in backward: for no layer, every layer, "
-        "or every n-th.",
+        "or every n-th. `selective` is `full` that also keeps what attention returned, and so attends once.",
     )
     checkpoint_every_n: PositiveInt = Field(2, description="The n of `every_n`: layers 0, n, 2n ... recompute.")
     loss_chunk_tokens: NonNegativeInt = Field(

@@ -15,6 +15,7 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
     The compiler then sees the checkpoint, and recomputes in backward only what backward needs.
     """
     if memory.activation_checkpointing != "none":
-        checkpoint_layers(model, every=memory.checkpoint_every_n if memory.activation_checkpointing == "every_n" else 1)
+        every = memory.checkpoint_every_n if memory.activation_checkpointing == "every_n" else 1
+        checkpoint_layers(model, every, keep_attention=memory.activation_checkpointing == "selective")
     if compile:
         compile_layers(model)

@@ -6,17 +6,19 @@ second forward pass: a third more arithmetic if every layer is checkpointed, hal
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174).
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def checkpoint_layers(model: nn.Module, every: int = 1) -> int:
+def checkpoint_layers(model: nn.Module, every: int = 1, *, keep_attention: bool = False) -> int:
     """Checkpoints layers 0, `every`, 2 `every` ... of a decoder, and returns how many those are.
 
-    Random state is restored for the recomputation, so dropout drops the same values twice.
+    With `keep_attention` a layer also keeps what its attention returned, one more hidden state a token, and does not
+    attend again in backward. Random state is restored for the recomputation, so dropout drops the same values twice.
 
     Raises:
         ValueError: when the model has no `layers`, or `every` is below 1.
@@ -32,9 +34,19 @@ def checkpoint_layers(model: nn.Module, every: int = 1) -> int:
     for layer in chosen:
         # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in
         # every layer, and compiles it once.
-        layer.forward = MethodType(_checkpointed_forward, layer)
+        layer.forward = MethodType(_selectively_checkpointed if keep_attention else _checkpointed, layer)
     return len(chosen)
 
 
-def _checkpointed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _selectively_checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    attention = any(part in str(operation) for part in ("attention", "attn"))
+    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE

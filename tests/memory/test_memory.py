@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lean_ft import load_model
 from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers
 from lean_ft.settings import MemoryConfig
 
@@ -138,3 +140,30 @@ def test_settings_choose_the_layers() -> None:
     apply_memory(model, MemoryConfig(activation_checkpointing="every_n", checkpoint_every_n=3), compile=False)
     gradients(model)
     assert [layer.forwards for layer in model.layers] == [2, 1, 1, 2]
+
+
+class AttentionCount(TorchDispatchMode):
+    """Counts the forward passes of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forwards += "attention" in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards_a_layer"), [("none", 1), ("full", 2), ("selective", 1)])
+def test_selective_checkpointing_attends_once_and_leaves_the_gradients_as_they_are(
+    checkpointing: str, forwards_a_layer: int
+) -> None:
+    tokens = torch.arange(24).view(2, 12)
+    plain, model = load_model("tiny"), load_model("tiny")
+    apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=False)  # type: ignore[arg-type]
+    plain(tokens).square().mean().backward()
+    with AttentionCount() as attention:
+        model(tokens).square().mean().backward()
+    assert attention.forwards == forwards_a_layer * len(model.layers)
+    for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, got.grad)
