@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
                 compile=cfg.compile,
             )
 
-    say_answers("before training", model, tokenizer, eval_batches, cfg.eval_answers)
+    say_answers(f"at step {run.start_step}", model, tokenizer, eval_batches, cfg.eval_answers)
     for step in run.steps():
         lr = learning_rate(cfg.optimizer.lr, cfg.schedule, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
@@ -83,4 +83,4 @@ def main(cfg: Config) -> None:
             with torch.no_grad():
                 losses = torch.stack([loss_of(batch.to(device)) for batch in eval_batches])
             run.log_evaluation(losses.sum() / sum(batch.num_targets for batch in eval_batches))
-    say_answers("after training", model, tokenizer, eval_batches, cfg.eval_answers)
+    say_answers(f"at step {run.total_steps}", model, tokenizer, eval_batches, cfg.eval_answers)

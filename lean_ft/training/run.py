@@ -166,10 +166,10 @@ class Run:
         compare_data(self.cfg, self._batches.fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
+        restore_weights(folder, self._model)  # of a complete run, too: it can still be asked for answers
         if self.start_step >= self.total_steps:
-            return  # nothing to restore for
+            return
 
-        restore_weights(folder, self._model)
         restore_optimizer(folder, self._optimizer)
         self._batches.load_state_dict(state["batches"])
         if self._scaler is not None and state["scaler"] is not None:
