@@ -171,7 +171,7 @@ def describe(result: dict[str, Any]) -> str:
     peer = f"; TRL {trl} in its defaults ({said})" if said else ""
     return (
         f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
-        f"{settings['batch_size']}; lean_ft in bfloat16 with full checkpointing, compile, chunked cross-entropy and "
+        f"{settings['batch_size']}; lean_ft in bfloat16 with selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and "
         f"8-bit AdamW in backward{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
         f"{settings['steps']} steps each"
     )
