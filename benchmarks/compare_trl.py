@@ -4,7 +4,7 @@
     python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1
     python benchmarks/compare_trl.py --lengths 1024 --only ours
 
-Ours: bfloat16 weights and arithmetic, full checkpointing, compiled layers and loss, logits a chunk at a time, 8-bit
+Ours: bfloat16 weights and arithmetic, selective checkpointing, compiled layers and loss, logits a chunk at a time, 8-bit
 AdamW that steps in backward. TRL: its defaults, which `trl_sft.py` states and the result records. The two differ in
 precision, then, each being what its users get; what that does to training is another measurement.
 
