@@ -41,10 +41,15 @@ class DecoderConfig:
     initializer_range: float
 
 
+def feed_forward(config: DecoderConfig, layer_index: int) -> nn.Module:
+    """Returns the feed-forward layer, (B, T, D) to (B, T, D), of layer `layer_index`."""
+    return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+
 class Block(nn.Module):
     """One layer: attention, then the feed-forward layer, each normed on its way in and added to the residual."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(
@@ -56,7 +61,7 @@ class Block(nn.Module):
             output_bias=config.output_bias,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = feed_forward(config, layer_index)
 
     def forward(
         self,
@@ -77,7 +82,7 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
