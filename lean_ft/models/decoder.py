@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lean_ft.models.attention import Attention
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.layers import MLP, RMSNorm
+from lean_ft.models.moe import MixtureConfig, MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 
 
@@ -39,10 +40,13 @@ class DecoderConfig:
     tied_embeddings: bool
     rope: RopeConfig
     initializer_range: float
+    mixture: MixtureConfig | None = None  # of experts, in the layers that it names
 
 
 def feed_forward(config: DecoderConfig, layer_index: int) -> nn.Module:
-    """Returns the feed-forward layer, (B, T, D) to (B, T, D), of layer `layer_index`."""
+    """Returns the feed-forward layer of layer `layer_index`: (B, T, D) to (B, T, D), a mixture's with router logits."""
+    if config.mixture is not None and layer_index in config.mixture.layers:
+        return MixtureOfExperts(config.hidden_size, config.mixture)
     return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
