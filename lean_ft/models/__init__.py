@@ -1,7 +1,8 @@
 """Models: one decoder for every dense family, and Hugging Face folders in and out."""
 
 from lean_ft.models.cache import KVCache
-from lean_ft.models.decoder import Block, Decoder, DecoderConfig
+from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.decoder import Block, Decoder
 from lean_ft.models.families import decoder_config
 from lean_ft.models.generation import generate, generate_steps
 from lean_ft.models.hf_format import build_decoder, load_model, save_model
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "KVCache",
+    "LayerConfig",
     "RMSNorm",
     "RopeConfig",
     "build_decoder",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lean_ft.models.decoder import DecoderConfig
+from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
 
 
@@ -137,7 +137,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         vocab_size=_count(fields, "vocab_size", where),
         hidden_size=hidden_size,
         intermediate_size=_count(fields, "intermediate_size", where),
-        num_layers=_count(fields, "num_hidden_layers", where),
+        layers=(LayerConfig(_rope_config(fields, where)),) * _count(fields, "num_hidden_layers", where),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -147,7 +147,6 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         output_bias=bias(family.output_bias),
         mlp_bias=bias(family.mlp_bias),
         tied_embeddings=_flag(fields, "tie_word_embeddings", where),
-        rope=_rope_config(fields, where),
         initializer_range=_positive(fields, "initializer_range", where),
     )
 

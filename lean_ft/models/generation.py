@@ -68,7 +68,8 @@ def generate_steps(
 
     running = [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = torch.nn.functional.linear(hidden, model.output_weight.detach())  # (B, V)
+        with torch.no_grad():
+            logits = model.logits(hidden)  # (B, V)
         tokens = _next_tokens(logits, temperature, top_k, top_p, generator)  # (B,)
         step = [token if goes_on else None for token, goes_on in zip(tokens.tolist(), running, strict=True)]
         yield step

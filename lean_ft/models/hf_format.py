@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lean_ft.assets import resolve_model_path
-from lean_ft.models.decoder import Decoder, DecoderConfig
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.decoder import Decoder
 from lean_ft.models.families import decoder_config
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
@@ -60,14 +61,15 @@ def load_model(
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms 1."""
+    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that
+    scale by 1."""
     model = _empty_decoder(config, dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1.0 - config.norm_weight_offset)
             else:
                 parameter.normal_(0.0, config.initializer_range)
     return model

@@ -16,32 +16,14 @@ intermediate features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-
-
-@dataclass(frozen=True)
-class MixtureConfig:
-    """What a mixture computes, each fact named by its effect."""
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int  # of one expert
-    layers: frozenset[int]  # those that have experts; the others have one feed-forward layer for all tokens
-    weights_sum_to_one: bool  # a token's weights are a softmax over its own experts, not over all
-    router_bias: bool = False
-    expert_bias: bool = False
-    # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
-    input_first: bool = False
-    gate_scale: float = 1.0  # the activation is gate * sigmoid(gate_scale * gate) * (up + up_offset)
-    up_offset: float = 0.0
-    limit: float | None = None  # gates are clamped from above, ups from both sides
 
 
 class Router(nn.Module):

@@ -49,13 +49,13 @@ def test_published_configs_are_read():
     assert (llama.num_layers, llama.num_heads, llama.num_kv_heads, llama.head_dim) == (16, 32, 8, 64)
     assert llama.tied_embeddings
     assert llama.norm_eps == 1e-5
-    assert llama.rope == RopeConfig(
+    assert llama.layers[0].rope == RopeConfig(
         500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
     )
     qwen = decoder_config(QWEN2_5_0_5B)
     assert (qwen.qkv_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
     assert (qwen.hidden_size, qwen.head_dim, qwen.vocab_size, qwen.max_positions) == (896, 64, 151936, 32768)
-    assert qwen.rope == RopeConfig(1e6)
+    assert qwen.layers[0].rope == RopeConfig(1e6)
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_2_1B, QWEN2_5_0_5B], ids=["llama", "qwen2"])
@@ -77,12 +77,12 @@ def test_absent_fields_mean_what_they_mean_to_transformers(family):
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.initializer_range == theirs.initializer_range
-    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    assert ours.layers[0].rope == RopeConfig(theirs.rope_parameters["rope_theta"])
 
 
 def test_linear_scaling_in_its_oldest_spelling():
     config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}
-    assert decoder_config(config).rope == RopeConfig(1e4, "linear", factor=2.0)
+    assert decoder_config(config).layers[0].rope == RopeConfig(1e4, "linear", factor=2.0)
 
 
 def test_head_dim_and_key_heads_are_derived():

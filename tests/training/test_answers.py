@@ -92,6 +92,9 @@ class Parrot(torch.nn.Module):
         cache.said += 1
         return self.output_weight[token].expand(*ids.shape, -1)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.output_weight.T
+
 
 @pytest.mark.parametrize(
     ("said", "right"),
