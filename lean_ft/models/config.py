@@ -21,6 +21,7 @@ class MixtureConfig:
     gate_scale: float = 1.0  # the activation is gate * sigmoid(gate_scale * gate) * (up + up_offset)
     up_offset: float = 0.0
     limit: float | None = None  # gates are clamped from above, ups from both sides
+    router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ class Decoder(nn.Module):
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.generation_config: bytes | None = None
-        self.router_aux_loss_coef = 0.0
+        self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
+        self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
         self._router_logits: list[Tensor] = []  # (B * T, experts) a mixture, of the last forward pass
 
     @property
@@ -197,11 +198,9 @@ class Decoder(nn.Module):
         where there are no routers, or none that trains. is_token (B, T) bool: False on padding, which does not count.
         """
         router_logits, self._router_logits = self._router_logits, []
-        if not router_logits:
+        if self.mixture is None or not router_logits:
             return torch.zeros((), device=self.output_weight.device)
-        mixture = next(layer.mixture for layer in self.config.layers if layer.mixture is not None)
-        balance = load_balancing_loss(router_logits, mixture.experts_per_token, is_token)
-        return self.router_aux_loss_coef * balance
+        return self.router_aux_loss_coef * load_balancing_loss(router_logits, self.mixture.experts_per_token, is_token)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.model.embed_tokens(input_ids)

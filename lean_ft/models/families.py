@@ -7,12 +7,23 @@ with a wrong formula shows a plausible loss and is worth nothing. Both spellings
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lean_ft.models.config import DecoderConfig, LayerConfig
+from torch import Tensor
+
+from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A family's mixture of experts: its facts, and the fields of config.json that say the others."""
+
+    intermediate_size: str  # the field
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,17 @@ class Family:
     mlp_bias: bool | str
     # What a field means where config.json leaves it out; None for num_key_value_heads: as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    mixture: Mixture | None = None
+    # Parts of parameters' names, with what the folder has in their place: several names where a parameter's first
+    # dimension is cut into so many parts, and `*` for its index in a stack of experts.
+    on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+
+_EXPERTS_ON_DISK = {
+    "mlp.router.": ("mlp.gate.",),
+    "mlp.experts.gate_up_proj": ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -38,6 +59,26 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         mlp_bias=False,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    ),
+    "mixtral": Family(
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        mixture=Mixture("intermediate_size", facts={"weights_sum_to_one": True}),
+        on_disk={
+            "mlp.router.": ("block_sparse_moe.gate.",),
+            "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+        },
     ),
 }
 
@@ -76,6 +117,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (False,),
     "num_local_experts": (0, 1),
     "num_experts": (0, 1),
+    "router_jitter_noise": (0.0,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
@@ -106,7 +148,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{where}: model_type is {family_name!r}; expected one of {_listed(FAMILIES)}."
             f"{_nearest(family_name, FAMILIES)} Other families are not supported yet."
         )
-    _refuse_other_mathematics(config, where)
+    _refuse_other_mathematics(config, family, where)
     fields = {**_DEFAULTS, **family.defaults, **config}
 
     def bias(value: bool | str) -> bool:
@@ -137,7 +179,10 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         vocab_size=_count(fields, "vocab_size", where),
         hidden_size=hidden_size,
         intermediate_size=_count(fields, "intermediate_size", where),
-        layers=(LayerConfig(_rope_config(fields, where)),) * _count(fields, "num_hidden_layers", where),
+        layers=tuple(
+            LayerConfig(_rope_config(fields, where), mixture=_mixture_config(fields, family, i, where))
+            for i in range(_count(fields, "num_hidden_layers", where))
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -151,7 +196,49 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     )
 
 
-def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
+def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the folder of a family holds of one parameter: a name there, and a contiguous view of it."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    names = {} if family is None else family.on_disk
+    part = next((part for part in names if part in name), None)
+    if part is None:
+        yield name, parameter
+        return
+    places = [name.replace(part, place) for place in names[part]]
+    stack = [(str(i), matrix) for i, matrix in enumerate(parameter)] if "*" in places[0] else [("", parameter)]
+    for index, matrix in stack:
+        for place, piece in zip(places, matrix.chunk(len(places)), strict=True):
+            yield place.replace("*", index), piece
+
+
+def _mixture_config(fields: Mapping[str, Any], family: Family, layer: int, where: str) -> MixtureConfig | None:
+    """The mixture of experts of a layer; None where it has none."""
+    if family.mixture is None:
+        return None
+    step = _count({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step", where)
+    if layer in (fields.get("mlp_only_layers") or ()) or (layer + 1) % step:
+        return None
+    # transformers has written both names, for all of these families.
+    fields = {**fields, "num_experts": fields.get("num_local_experts") or fields["num_experts"]}
+    returns_logits = _flag({"output_router_logits": False, **fields}, "output_router_logits", where)
+    config = MixtureConfig(
+        num_experts=_count(fields, "num_experts", where),
+        experts_per_token=_count(fields, "num_experts_per_tok", where),
+        intermediate_size=_count(fields, family.mixture.intermediate_size, where),
+        # transformers adds the loss only where it also returns what the loss is made from.
+        router_aux_loss_coef=_at_least_0(fields, "router_aux_loss_coef", where) if returns_logits else 0.0,
+        **family.mixture.facts,
+        **{fact: _required(fields, name, where) for fact, name in family.mixture.fields.items()},
+    )
+    if config.experts_per_token > config.num_experts:
+        raise ValueError(
+            f"{where}: num_experts_per_tok is {config.experts_per_token}, of {config.num_experts} experts; expected at "
+            "most all of them."
+        )
+    return config
+
+
+def _refuse_other_mathematics(config: Mapping[str, Any], family: Family, where: str) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
@@ -169,6 +256,8 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
         )
     for name, neutral in _NEUTRAL_VALUES.items():
         value = config.get(name)
+        if family.mixture is not None and name in ("num_local_experts", "num_experts"):
+            continue
         if value is not None and value not in neutral:
             allowed = " or ".join(["absent", *map(repr, neutral)])
             raise ValueError(
@@ -242,6 +331,13 @@ def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
     value = _required(fields, name, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{where}: {name} is {value!r}; expected a positive number.")
+    return float(value)
+
+
+def _at_least_0(fields: Mapping[str, Any], name: str, where: str) -> float:
+    value = _required(fields, name, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{where}: {name} is {value!r}; expected 0 or a positive number.")
     return float(value)
 
 
