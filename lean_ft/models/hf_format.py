@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lean_ft.assets import resolve_model_path
 from lean_ft.models.config import DecoderConfig
@@ -116,16 +116,17 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         _write(folder / "generation_config.json", model.generation_config)
 
 
-def tensors_on_disk(model: Decoder) -> dict[str, Tensor]:
+def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
     """Returns what the folder of a model holds, by name: its parameters, without gradients.
 
     Where the family stores a parameter in parts, they are views of it, so reading and writing them takes no copy.
     """
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for place, tensor in parameters_on_disk(model.hf_config, name, parameter.detach()):
-            tensors[place] = tensor
-    return tensors
+    hf_config = getattr(model, "hf_config", {})
+    return {
+        place: tensor
+        for name, parameter in model.named_parameters()
+        for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
+    }
 
 
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:

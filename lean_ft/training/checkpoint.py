@@ -219,7 +219,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
-    tensors = tensors_on_disk(model)  # pyright: ignore[reportArgumentType]
+    tensors = tensors_on_disk(model)
     if different := sorted(stored.keys() ^ tensors.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
