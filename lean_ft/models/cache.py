@@ -52,11 +52,13 @@ class KVCache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length; known without asking the device
         self.starts_empty = True
+        self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.positions = torch.empty(0, device=device)
 
-    def begin(self, num_tokens: int) -> Tensor:
+    def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
 
+        lengths (B,): how many of them are no padding; where left out all. Padding is overwritten by what comes next.
         Raises ValueError where they do not fit.
         """
         self.starts_empty = self.filled == 0
@@ -68,6 +70,7 @@ class KVCache:
         self.filled += num_tokens
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
+        self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
         return self.positions
 
     def visible(self, window: int | None) -> Tensor:
@@ -77,10 +80,6 @@ class KVCache:
         seen = indices <= positions
         return seen if window is None else seen & (indices > positions - window)
 
-    def advance(self, num_tokens: int) -> None:
-        """Counts `num_tokens` more in every row as filled."""
-        self.lengths = self.lengths + num_tokens
-
-    def truncate(self, lengths: Tensor) -> None:
-        """Forgets what lies beyond `lengths` (B,): the padding of rows that are shorter than the longest."""
-        self.lengths = torch.minimum(self.lengths, lengths)
+    def advance(self) -> None:
+        """Counts as filled what `begin` made room for."""
+        self.lengths = self.next_lengths

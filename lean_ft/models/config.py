@@ -14,12 +14,14 @@ class MixtureConfig:
     experts_per_token: int
     intermediate_size: int  # of one expert
     weights_sum_to_one: bool  # a token's weights are a softmax over its own experts, not over all
+    router_name: Literal["gate", "router"] = "gate"  # Hugging Face's, of the module
     router_bias: bool = False
     expert_bias: bool = False
     # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
     input_first: bool = False
-    gate_scale: float = 1.0  # the activation is gate * sigmoid(gate_scale * gate) * (up + up_offset)
-    up_offset: float = 0.0
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
+    up_offset: float = 0.0  # it is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
     router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
 

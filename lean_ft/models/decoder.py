@@ -140,15 +140,17 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         return_hidden: bool = False,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
         packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
-        on from what it holds, and it is advanced.
+        on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
 
-        Raises ValueError for a cache together with cu_seqlens, positions or gradients, and where the cache is full.
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, and
+        where the cache is full.
         """
         num_rows, num_tokens = input_ids.shape
         if cache is not None:
@@ -156,20 +158,22 @@ class Decoder(nn.Module):
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
             if torch.is_grad_enabled():
                 raise ValueError("a cache keeps no gradients: call the model inside torch.no_grad().")
-            positions = cache.begin(num_tokens)
+            positions = cache.begin(num_tokens, lengths)
+        elif lengths is not None:
+            raise ValueError("lengths go with a cache alone: without one padding on the right changes nothing.")
         elif cu_seqlens is not None:
             _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
                 indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-                document = torch.bucketize(indices, cu_seqlens, right=True) - 1
-                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+                positions = (indices - cu_seqlens[_document_of(indices, cu_seqlens)]).view(num_rows, num_tokens)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
 
         hidden = self._embed(input_ids)
-        turns = {rope: rotary(positions, hidden.dtype) for rope, rotary in self.rotary.items()}
         self._router_logits = []
         keeps_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        text_lengths = self._text_lengths(positions, cu_seqlens, cache)
+        turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
@@ -182,7 +186,7 @@ class Decoder(nn.Module):
         if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
             hidden = hidden / self.config.logits_divisor
         if cache is not None:
-            cache.advance(num_tokens)
+            cache.advance()
         return hidden if return_hidden else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -201,6 +205,20 @@ class Decoder(nn.Module):
         if self.mixture is None or not router_logits:
             return torch.zeros((), device=self.output_weight.device)
         return self.router_aux_loss_coef * load_balancing_loss(router_logits, self.mixture.experts_per_token, is_token)
+
+    def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
+        """The length of the text that each position belongs to, (B or 1, T or 1), if any frequency depends on it."""
+        if not any(rope.depends_on_length for rope in self.rotary):
+            return None
+        if cache is not None:
+            return cache.next_lengths[:, None]
+        if cu_seqlens is None:
+            return positions.amax(-1, keepdim=True) + 1
+        flat = positions.flatten()
+        document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
+        last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
+        last = last.scatter_reduce(0, document, flat, "amax")
+        return (last[document] + 1).view(positions.shape)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.model.embed_tokens(input_ids)
@@ -221,6 +239,11 @@ class Decoder(nn.Module):
             weight.dtype,
             weight.device,
         )
+
+
+def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number of the document that each of the flattened batch's `indices` lies in."""
+    return torch.bucketize(indices, cu_seqlens, right=True) - 1
 
 
 def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:

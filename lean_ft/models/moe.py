@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+from lean_ft.models.layers import ACTIVATIONS
 
 
 class Router(nn.Module):
@@ -74,13 +75,13 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
-        self.router = Router(hidden_size, config.num_experts, config.router_bias)
+        self.add_module(config.router_name, Router(hidden_size, config.num_experts, config.router_bias))
         self.experts = Experts(hidden_size, config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (..., D); returns what its experts make of it (..., D), and the router's logits (N, E)."""
         tokens = x.flatten(0, -2)
-        logits = self.router(tokens)
+        logits = getattr(self, self.config.router_name)(tokens)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.config.weights_sum_to_one:
             scores, chosen = scores.topk(self.config.experts_per_token)
@@ -203,7 +204,7 @@ def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor
 
 
 def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-    """What the activation multiplies: silu's argument, and the up-projection with its offset."""
+    """What is multiplied: the activation's argument, and the up-projection with its offset."""
     gate, up = _gate_and_up(factors, config)
     if config.limit is not None:
         gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
@@ -213,18 +214,18 @@ def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
 
 
 def _activation(factors: Tensor, config: MixtureConfig) -> Tensor:
-    # gate * sigmoid(scale * gate) is silu(scale * gate) / scale.
     gate, up = _clamped(factors, config)
-    product = F.silu(gate).mul_(up)
+    product = ACTIVATIONS[config.activation].value(gate).mul_(up)
     return product if config.gate_scale == 1.0 else product.div_(config.gate_scale)
 
 
 def _activation_gradient(factors: Tensor, grad: Tensor, config: MixtureConfig) -> Tensor:
     gate, up = _clamped(factors, config)
+    value, backward = ACTIVATIONS[config.activation]
     result = torch.empty_like(factors)
     grad_gate, grad_up = _gate_and_up(result, config)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-    grad_up.copy_(F.silu(gate).mul_(grad))
+    grad_gate.copy_(backward(grad * up, gate))
+    grad_up.copy_(value(gate).mul_(grad))
     if config.gate_scale != 1.0:
         grad_up.div_(config.gate_scale)
     if config.limit is not None:

@@ -191,12 +191,18 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
             lambda f: replace_weights(f, lambda t: t.pop(Q_PROJ)),
             r"the weights lack model\.layers\.0\.self_attn\.q_proj\.weight, which config\.json calls for",
         ),
-        (lambda f: edit_config(f, num_hidden_layers=4), r"the weights lack model\.layers\.2\..* and 20 more"),
+        (
+            lambda f: edit_config(f, num_hidden_layers=4, layer_types=None),
+            r"the weights lack model\.layers\.2\..* and 20 more",
+        ),
         (
             lambda f: replace_weights(f, lambda t: t.update(extra=torch.ones(1))),
             r"model\.safetensors: config\.json has no place for extra",
         ),
-        (lambda f: edit_config(f, num_hidden_layers=1), r"no place for model\.layers\.1\..* and 8 more"),
+        (
+            lambda f: edit_config(f, num_hidden_layers=1, layer_types=None),
+            r"no place for model\.layers\.1\..* and 8 more",
+        ),
         (
             lambda f: replace_weights(f, lambda t: t.update({Q_PROJ: t[Q_PROJ][:, 1:].contiguous()})),
             r"model\.safetensors: model\.layers\.0\.self_attn\.q_proj\.weight has the shape \[48, 47\]; .* \[48, 48\]",

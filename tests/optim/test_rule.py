@@ -15,10 +15,9 @@ class Parameters(nn.Module):
         self.norm = nn.Parameter(torch.ones(8))
 
 
-def test_stacked_matrices_decay_and_stacked_biases_do_not(rule) -> None:
-    settings = {key: value for key, value in rule.items() if key != "stochastic_rounding"}
+def test_stacked_matrices_decay_and_stacked_biases_do_not(settings) -> None:
     model = Parameters()
-    cfg = OptimizerConfig(**settings)
+    cfg = OptimizerConfig(**{**settings, "stochastic_rounding": False})
     optimizer = build_optimizer(model, cfg, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
