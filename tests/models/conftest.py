@@ -17,6 +17,7 @@ MakeCheckpoint = Callable[..., tuple[Path, Reference]]
 def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) -> Reference:
     """transformers' model with weights large enough that a wrong formula shows, norms and biases included."""
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    config._experts_implementation = "eager"  # its others want sizes in multiples of 16 bytes
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

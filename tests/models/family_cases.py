@@ -194,4 +194,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral_window_tied": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7, "head_dim": 12}
+        | {"tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3_moe_some_layers": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe_tied_biases": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 6}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5},
+    ),
+    "gpt_oss_listed_windows": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "head_dim": 8,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": YARN,
+            "swiglu_alpha": 0.8,
+            "attention_bias": False,
+        },
+    ),
 }

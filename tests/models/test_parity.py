@@ -191,6 +191,14 @@ def configurations(draw) -> tuple[str, dict]:
         "embedding_multiplier": st.floats(0.5, 12.0),
         "residual_multiplier": st.floats(0.1, 1.0),
         "logits_scaling": st.floats(0.5, 8.0),
+        "num_experts": st.integers(3, 6),
+        "num_local_experts": st.integers(3, 6),
+        "num_experts_per_tok": st.integers(2, 3),
+        "moe_intermediate_size": st.integers(3, 20),
+        "norm_topk_prob": st.booleans(),
+        "decoder_sparse_step": st.integers(1, 2),
+        "swiglu_alpha": st.floats(0.5, 2.0),
+        "swiglu_limit": st.floats(0.3, 7.0),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
@@ -208,7 +216,7 @@ def configurations(draw) -> tuple[str, dict]:
         chosen["rope_parameters"] = dict(rope)
     return model_type, {
         **chosen,
-        activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
+        activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])) if model_type != "gpt_oss" else "silu",
         "hidden_size": num_heads * head_dim if model_type == "phi3" else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
