@@ -60,6 +60,7 @@ def main(cfg: Config) -> None:
                 model.output_weight,
                 batch.labels,
                 num_targets=batch.num_targets,
+                softcap=model.config.logits_softcap,
                 chunk_tokens=cfg.memory.loss_chunk_tokens,
                 accumulation_dtype=cfg.memory.loss_accumulation_dtype,
                 compile=cfg.compile,

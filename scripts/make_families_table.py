@@ -16,9 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.models.families import FAMILIES
-from tests.models.family_cases import CASES
-from tests.models.test_parity import COLUMNS
+from lean_ft.models.families import FAMILIES  # noqa: E402
+from tests.models.family_cases import CASES  # noqa: E402
+from tests.models.test_parity import COLUMNS  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 MARKS = "<!-- table -->", "<!-- end of table -->"

@@ -63,7 +63,7 @@ def generate_steps(
     capacity = max(map(len, prompts)) + max_new_tokens
     cache, hidden = _read(model, texts, capacity)
     running = [True] * len(prompts)
-    for _ in range(max_new_tokens):
+    for count in range(1, max_new_tokens + 1):
         with torch.no_grad():
             logits = model.logits(hidden)  # (B, V)
         tokens = _next_tokens(logits, temperature, top_k, top_p, generator)  # (B,)
@@ -71,7 +71,7 @@ def generate_steps(
         step = [token if goes_on else None for token, goes_on in zip(new, running, strict=True)]
         yield step
         running = [token is not None and token not in stop_ids for token in step]
-        if not any(running):
+        if count == max_new_tokens or not any(running):
             return
         for text, token in zip(texts, new, strict=True):
             text.append(token)

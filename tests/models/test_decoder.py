@@ -101,6 +101,16 @@ def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
         torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
 
 
+def test_the_multiplier_of_embeddings_is_rounded_as_it_was_in_training(make_checkpoint):
+    """sqrt(48) = 6.928 is 6.9375 in bfloat16."""
+    folder, reference = make_checkpoint("gemma", dtype=torch.bfloat16)
+    ids, embedded = token_ids(2, 9), []
+    model = load_model(folder, dtype=torch.bfloat16)
+    model.layers[0].register_forward_pre_hook(lambda layer, args: embedded.append(args[0]))
+    model(ids)
+    assert torch.equal(embedded[0], reference.model.embed_tokens(ids))
+
+
 def test_boundaries_of_another_batch_are_refused(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0])
     with pytest.raises(ValueError, match="has a document longer than a row of 10 tokens"):
