@@ -59,7 +59,10 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def _has_kernel(*operands: Tensor) -> bool:
     """The kernel wants bfloat16 on CUDA, and all strides but the unit one in whole 16 bytes."""
     return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in x.stride())
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and x.data_ptr() % 16 == 0
+        and all(s == 1 or s % 8 == 0 for s in x.stride())
         for x in operands
     )
 

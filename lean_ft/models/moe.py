@@ -103,7 +103,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int,
     choices = probability = torch.zeros(num_experts, device=counted.device)
     for logits in router_logits:
         chosen = logits.detach().topk(experts_per_token).indices
-        choices = choices + torch.zeros_like(choices).scatter_add(0, chosen.flatten(), counted.expand_as(chosen).flatten())
+        choices = choices.scatter_add(0, chosen.flatten(), counted.expand_as(chosen).flatten())
         probability = probability + (logits.float().softmax(-1) * counted).sum(0)
     num_counted = counted.sum().clamp(min=1) * len(router_logits)
     return num_experts * (choices / num_counted) @ (probability / num_counted)
