@@ -399,6 +399,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
             "expected the first to be a multiple of the second."
         )
+    facts: dict[str, Any] = {name: fact(fields) if callable(fact) else fact for name, fact in family.facts.items()}
     read = DecoderConfig(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
@@ -412,7 +413,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         tied_embeddings=fields.flag("tie_word_embeddings"),
         norm_eps=fields.positive("rms_norm_eps"),
         activation=_activation(fields, family),
-        **{name: fact(fields) if callable(fact) else fact for name, fact in family.facts.items()},
+        **facts,
     )
     _refuse_other_mathematics(config, fields.read, where)
     return read
