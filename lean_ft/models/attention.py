@@ -126,11 +126,11 @@ def attend_documents(
     query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
     documents' boundaries in the N = B * T tokens; sinks (H,). No document is longer than a row.
     """
-    flat = [x.flatten(0, 1) for x in (query, key, value)]  # (N, heads, D)
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
-        attended = _attend_varlen(*flat, cu_seqlens, query.shape[1], scoring)
+        attended = _attend_varlen(q, k, v, cu_seqlens, query.shape[1], scoring)
     else:
-        attended = document_attention(*flat, cu_seqlens, sinks, scoring.scale, scoring.window, scoring.softcap)
+        attended = document_attention(q, k, v, cu_seqlens, sinks, scoring.scale, scoring.window, scoring.softcap)
     return attended.view(query.shape)
 
 

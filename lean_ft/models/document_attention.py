@@ -102,7 +102,7 @@ def document_attention_backward(
         delta = (grads.float() * outs.float()).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, T)
         values_and_ones = torch.cat((values, values.new_ones(*values.shape[:2], 3)), -1).transpose(1, 2)
-        grad_keys, grad_values = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values))
+        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, T, D)
         for block in _blocks(queries, window):
             weights, slope, sink_weights = softmax(block)
             weights = weights.to(query.dtype)  # (K, R, C)

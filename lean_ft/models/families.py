@@ -487,7 +487,6 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 # Fields that change the mathematics, with the values at which they change nothing. Absent and null are always such.
 # Biases are not among them: a bias that is not expected shows in the weights.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1,),
     "sliding_window": (),
     "sliding_window_pattern": (),
     "use_sliding_window": (False,),

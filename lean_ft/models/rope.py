@@ -172,6 +172,7 @@ class RotaryEmbedding:
             self._frequencies[positions.device] = frequencies
         if not self.rope.depends_on_length:
             return frequencies
+        assert self.rope.original_max_positions is not None
         if lengths is None:
             lengths = positions.amax(-1, keepdim=True) + 1
         is_long = (lengths > self.rope.original_max_positions)[..., None]
