@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lean_ft.models import Decoder, build_decoder, decoder_config, generate, load_model, save_model
 from lean_ft.models.families import FAMILIES
 from tests.models.conftest import Reference, reference_model
-from tests.models.family_cases import CASES, NUM_TOKENS, YARN, longrope
+from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
 
 # The columns of the table of families, by the test that stands for each.
 COLUMNS = {
@@ -159,6 +159,30 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     assert not report["unexpected_keys"]
     ids = token_ids(2, 20)
     assert torch.equal(logits_of(reopened, ids), logits_of(reference, ids))
+
+
+def test_the_text_part_of_gemma3_loads_once_it_is_saved_by_itself(tmp_path):
+    """As the message says that refuses the whole."""
+    text = {**SIZES, "head_dim": 8, "sliding_window": 6}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"image_token_index": 98, "boi_token_index": 99, "eoi_token_index": 100, "mm_tokens_per_image": 4}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **ids)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in whole.model.language_model.parameters():
+            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="model_type is 'gemma3'.*language_model"):
+        load_model(tmp_path / "whole")
+
+    alone = transformers.Gemma3ForCausalLM(config.text_config)
+    alone.model, alone.lm_head = whole.model.language_model, whole.lm_head
+    alone.save_pretrained(tmp_path / "alone")
+    ids = token_ids(2, 20).clamp(max=97)
+    expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(load_model(tmp_path / "alone")(ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def decoder_of(reference: Reference) -> Decoder:
