@@ -51,6 +51,9 @@ class RepositoryName(NamedTuple):
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
+    def at(self, commit: str) -> "RepositoryName":
+        return RepositoryName(self.repo, commit)
+
     @property
     def names_commit(self) -> bool:
         """Whether the revision is a full commit hash, which never means anything else later."""

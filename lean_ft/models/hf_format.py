@@ -31,7 +31,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
 ) -> Decoder:
-    """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
+    """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
+    every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
@@ -39,7 +40,7 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
-    folder = resolve_model_path(path)
+    folder = resolve_model_path(path, weights=not random_init)
     hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if random_init:
