@@ -43,6 +43,8 @@ class HubServer:
     # A file's name -> how many of its bytes come before the connection breaks, once for each entry.
     breaks: dict[str, list[int]] = field(default_factory=dict)
     failing_status: int | None = None  # answers everything with this error
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when weights were asked for, and ...
+    stalls: bool = False  # ... are never sent
 
     def __enter__(self) -> "HubServer":
         hub = self
@@ -132,6 +134,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
+            return
+        if self.hub.stalls and name.endswith(".safetensors"):
+            self.hub.stalled.set()
+            threading.Event().wait(20)
             return
         breaks = self.hub.breaks.get(name)
         if breaks:

@@ -2,13 +2,14 @@
 
 import errno
 import socket
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
 
 from lean_ft import hub
-from tests.hub_server import SIGNATURE, TOKEN, HubServer, Repository
+from tests.hub_server import SIGNATURE, TOKEN, Repository
 
 OLD, NEW = "a" * 40, "b" * 40
 FILES = {
@@ -30,19 +31,9 @@ def repository():
 
 
 @pytest.fixture
-def server(repository, tmp_path, monkeypatch):
-    """A hub with `org/model`, which this process takes for the real one; an empty cache and no token."""
-    with HubServer({"org/model": repository}) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-        yield server
+def server(hub_server, repository):
+    hub_server.repositories["org/model"] = repository
+    return hub_server
 
 
 @pytest.fixture
@@ -216,9 +207,10 @@ def test_a_private_repository_needs_a_token(server, repository, monkeypatch):
     assert hub.download("org/model").commit == NEW
 
 
-def test_the_stored_token_serves_too(server, repository, tmp_path):
+def test_the_stored_token_serves_too(server, repository):
     repository.private = True
-    (tmp_path / "token").write_text(TOKEN)
+    Path(constants.HF_TOKEN_PATH).parent.mkdir()
+    Path(constants.HF_TOKEN_PATH).write_text(TOKEN)
     assert hub.download("org/model").commit == NEW
 
 
