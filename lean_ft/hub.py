@@ -374,8 +374,8 @@ def _explanation(error: Exception, name: RepositoryName) -> Exception:
         )
     if caused_by(ConnectionError, TimeoutError) or any(_is_http(cause) for cause in chain):
         return HubUnreachable(
-            f"cannot reach the Hugging Face hub at {constants.ENDPOINT} for {name.repo} ({type(error).__name__}). "
-            "Check the network and the proxy, then give the same command again: what is complete is kept."
+            f"the connection to the Hugging Face hub at {constants.ENDPOINT} failed ({type(error).__name__}). Check the "
+            "network and the proxy, then give the same command again: what is complete is kept."
         )
     if isinstance(error, OSError) and error.filename is not None:
         return error  # a file of the cache or the folder that cannot be written: it names itself

@@ -96,7 +96,7 @@ def test_what_fails_has_one_message_and_code_1(leanft_process, repository, hub_s
     assert answer.err.startswith("error: HF_HUB_OFFLINE is set")
     answer = leanft_process("download", "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert (answer.code, answer.out) == (1, "")
-    assert answer.err.startswith("error: cannot reach the Hugging Face hub at http://127.0.0.1:9")
+    assert answer.err.startswith("error: the connection to the Hugging Face hub at http://127.0.0.1:9")
     assert "Traceback" not in answer.err
 
 
