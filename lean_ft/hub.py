@@ -130,11 +130,11 @@ def model_folder(name: RepositoryName, weights: bool = True) -> Path:
         return cached
     try:
         return download(*name, exclude=() if weights else (WEIGHTS,)).folder
-    except HubUnreachable as error:
+    except HubUnreachable:
         if cached is None:
             raise
         if not name.names_commit:
-            _log.warning("%s Taking the copy in the cache, commit %s.", error, cached.name)
+            _log.warning(_FROM_CACHE, name, cached.name)
         return cached
 
 
@@ -148,12 +148,15 @@ def resolve_commit(name: RepositoryName) -> str:
         return name.revision
     try:
         return _list_files(name)[0]
-    except HubUnreachable as error:
+    except HubUnreachable:
         cached = find_cached(name, weights=False)
         if cached is None:
             raise
-        _log.warning("%s Taking the copy in the cache, commit %s.", error, cached.name)
+        _log.warning(_FROM_CACHE, name, cached.name)
         return cached.name
+
+
+_FROM_CACHE = "%s: no way to the Hugging Face hub, so it is the copy in the cache, commit %s."
 
 
 def find_cached(name: RepositoryName, weights: bool = True) -> Path | None:
@@ -199,7 +202,8 @@ def _select(name: RepositoryName, sizes: dict[str, int], include: Sequence[str],
     """The files to fetch: small ones, then config.json, then weights, so that what comes later vouches for the rest."""
     left_out = exclude if include else (*SKIPPED, *exclude)
     wanted = [f for f in sizes if (not include or _matches(f, include)) and not _matches(f, left_out)]
-    if not include and not any(_matches(f, (WEIGHTS,)) for f in sizes):
+    has_weights = any(_matches(f, (WEIGHTS,)) and not _matches(f, SKIPPED) for f in sizes)
+    if not include and not has_weights and WEIGHTS not in exclude:
         others = sorted(f for f in sizes if _matches(f, SKIPPED))
         found = f"It has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}. " if others else ""
         raise ValueError(
@@ -364,7 +368,7 @@ def _explanation(error: Exception, name: RepositoryName) -> Exception:
         )
     if caused_by(errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         return HubUnreachable(
-            f"HF_HUB_OFFLINE is set, so nothing is fetched, and {name} is not complete in the cache "
+            f"HF_HUB_OFFLINE is set, so {name} is not fetched; a run takes what is whole in the cache, "
             f"{constants.HF_HUB_CACHE}. Unset it to download."
         )
     if status is not None:

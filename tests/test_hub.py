@@ -142,9 +142,10 @@ def test_patterns_that_leave_nothing(server):
 
 
 def test_a_repository_without_safetensors(server, repository):
-    del repository.commits[NEW]["model.safetensors"], repository.commits[NEW]["consolidated.safetensors"]
-    with pytest.raises(ValueError, match=r"no safetensors weights.*It has onnx/model\.onnx, original/"):
+    del repository.commits[NEW]["model.safetensors"]
+    with pytest.raises(ValueError, match=r"no safetensors weights.*It has consolidated\.safetensors, onnx/model\.onnx"):
         hub.download("org/model")
+    assert hub.model_folder(hub.parse_name("org/model"), weights=False).name == NEW  # its tokenizer can be had
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors"])
@@ -259,7 +260,7 @@ def test_no_network(server, no_network):
 
 def test_offline_by_choice(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(hub.HubUnreachable, match=r"HF_HUB_OFFLINE is set.*org/model is not complete in the cache"):
+    with pytest.raises(hub.HubUnreachable, match="HF_HUB_OFFLINE is set, so org/model is not fetched"):
         hub.download("org/model")
     assert server.requests == []
 
@@ -295,7 +296,10 @@ def test_a_model_is_fetched_once_and_serves_without_a_network(server, no_network
     no_network()
     assert hub.model_folder(name) == folder
     assert hub.resolve_commit(name) == NEW
-    assert all("cache, commit " + NEW in record.message for record in caplog.records)
+    assert all(
+        f"org/model: no way to the Hugging Face hub, so it is the copy in the cache, commit {NEW}" in record.message
+        for record in caplog.records
+    )
     assert len(caplog.records) == 2
     server.requests.clear()
     assert hub.model_folder(hub.RepositoryName("org/model", NEW)) == folder
