@@ -138,24 +138,6 @@ def model_folder(name: RepositoryName, weights: bool = True) -> Path:
         return cached
 
 
-def resolve_commit(name: RepositoryName) -> str:
-    """The commit that a name stands for now; where the hub cannot be reached, that of its copy in the cache, logged.
-
-    Raises as `download` does.
-    """
-    if name.names_commit:
-        assert name.revision is not None
-        return name.revision
-    try:
-        return _list_files(name)[0]
-    except HubUnreachable:
-        cached = find_cached(name, weights=False)
-        if cached is None:
-            raise
-        _log.warning(_FROM_CACHE, name, cached.name)
-        return cached.name
-
-
 _FROM_CACHE = "%s: no way to the Hugging Face hub, so it is the copy in the cache, commit %s."
 
 

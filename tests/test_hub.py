@@ -295,7 +295,7 @@ def test_a_model_is_fetched_once_and_serves_without_a_network(server, no_network
     assert folder.name == NEW
     no_network()
     assert hub.model_folder(name) == folder
-    assert hub.resolve_commit(name) == NEW
+    assert hub.model_folder(name, weights=False) == folder
     assert all(
         f"org/model: no way to the Hugging Face hub, so it is the copy in the cache, commit {NEW}" in record.message
         for record in caplog.records
@@ -308,9 +308,8 @@ def test_a_model_is_fetched_once_and_serves_without_a_network(server, no_network
 
 def test_a_model_that_is_not_cached_needs_the_network(server, no_network):
     no_network()
-    for use in (hub.model_folder, hub.resolve_commit):
-        with pytest.raises(hub.HubUnreachable):
-            use(hub.parse_name("org/model"))
+    with pytest.raises(hub.HubUnreachable):
+        hub.model_folder(hub.parse_name("org/model"))
 
 
 def test_weights_wait_until_they_are_wanted(server):

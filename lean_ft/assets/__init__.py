@@ -39,13 +39,14 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
 
 def pin_model_path(path: str | Path) -> str | Path:
     """Returns a model path that means the same model for good: a repository of the hub at the commit that it is at now
-    (`org/name@commit`), anything else as it is. Raises as `resolve_model_path` does for a repository.
+    (`org/name@commit`), anything else as it is. Of the repository all but its weights is fetched. Raises as
+    `resolve_model_path` does for one.
     """
     name = repository_name(path)
     if name is None or name.names_commit:
         return path
     with _no_folder_either(path):
-        return str(name.at(hub.resolve_commit(name)))
+        return str(name.at(hub.model_folder(name, weights=False).name))
 
 
 def repository_name(path: str | Path) -> hub.RepositoryName | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import constants
 
 from lean_ft.assets import resolve_model_path
 from tests.cli.conftest import CHECKOUT
@@ -141,7 +142,7 @@ def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository,
     assert hub_server.fetched() == ["model.safetensors"]
 
 
-def test_a_repository_answers_as_its_folder_does(leanft, repository, hub_server):
+def test_a_repository_answers_as_its_folder_does_without_a_network_too(leanft, repository, hub_server, monkeypatch):
     settings = ["prompt=What is the capital of Zanemar?", "model.dtype=float32", "max_new_tokens=5", "device=cpu"]
     by_name = leanft("run", "generate", "model.path=org/tiny", *settings)
     assert by_name.code == 0, by_name.err
@@ -149,6 +150,10 @@ def test_a_repository_answers_as_its_folder_does(leanft, repository, hub_server)
     hub_server.requests.clear()
     assert leanft("run", "generate", f"model.path=org/tiny@{COMMIT}", *settings).out == by_name.out
     assert hub_server.requests == []
+    hub_server.failing_status = 400
+    assert leanft("run", "generate", "model.path=org/tiny", *settings).code == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert leanft("run", "generate", "model.path=org/tiny", *settings).out == by_name.out
 
 
 def test_validating_asks_no_hub(leanft, repository, hub_server, tmp_path):
