@@ -33,7 +33,8 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
 ) -> Decoder:
-    """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
+    """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
+    every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
@@ -42,7 +43,7 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
-    folder = resolve_model_path(path)
+    folder = resolve_model_path(path, weights=not random_init)
     hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):

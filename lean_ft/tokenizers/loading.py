@@ -28,14 +28,14 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of the model folder `path` (or of the embedded model, `tiny`).
+    """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
 
     Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
     as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
     beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
     where the folder has no tokenizer or its files contradict each other.
     """
-    folder = resolve_model_path(path)
+    folder = resolve_model_path(path, weights=False)
     config = _read_json(folder / "tokenizer_config.json")
     for key, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(key, value)
