@@ -69,6 +69,11 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Returns the scaled frequencies (head_dim / 2,), radians a position."""
+    return SCALINGS[rope.scaling](rope, head_dim)[0]
+
+
 class RotaryEmbedding:
     """Computes cos and sin for positions.
 

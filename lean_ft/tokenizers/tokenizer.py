@@ -78,6 +78,31 @@ class Tokenizer:
         return template.source if template else None
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja sources of all templates by name; `default` is the one for chats without tools."""
+        return {name: template.source for name, template in self._chat_templates.items()}
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are found in the text before it is split, with their ids."""
+        return dict(self._vocabulary.added)
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Those of `added_tokens` that a chat template writes and nobody can type."""
+        return self._vocabulary.control
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model expects bos in front of a text."""
+        return self._vocabulary.adds_bos
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether the model expects eos behind a text."""
+        return self._vocabulary.adds_eos
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """`bos_token`, `eos_token` and so on, as chat templates see them."""
         return dict(self._special_tokens)
@@ -101,6 +126,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `ids`."""
         return self._vocabulary.decode(list(map(int, ids)), skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the tokenizer's file spells it, or None."""
+        return self._vocabulary.token_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the tokenizer's file spells it; empty where there is no such id."""
+        return self._vocabulary.id_token(token_id) or ""
 
     def render(
         self,
