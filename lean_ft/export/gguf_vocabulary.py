@@ -97,9 +97,23 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
             f"{folder / 'tokenizer.json'}: llama.cpp would not give this tokenizer's ids. It splits text by rules that "
             f"have a name there; this file's is none of those known here ({known})."
         )
+    missing = [byte for byte, letter in _byte_letters().items() if letter not in model["vocab"]]
+    if missing:
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} has no token for {len(missing)} of the bytes that text is made of (the first "
+            f"is 0x{missing[0]:02X}); llama.cpp stops at such text, and at load where it is the line break."
+        )
     tokens, types = _listed(model["vocab"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return GGUFVocabulary("gpt2", tokens, types, _PRE_TOKENIZERS[rule], merges=merges)
+
+
+def _byte_letters() -> dict[int, str]:
+    """The letters that byte-level BPE writes for the bytes that UTF-8 has: themselves, or from U+0100 on (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    return {byte: letters[byte] for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 def _splitting_rule(pre_tokenizer: dict[str, Any] | None) -> list[tuple[str, Any]]:
@@ -146,6 +160,12 @@ def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     model = spec["model"]
     if model["type"] != "BPE":
         raise ValueError(f"{folder / 'tokenizer.json'} is a {model['type']} tokenizer; expected BPE.")
+    steps = [step["type"] for step in (spec.get("normalizer") or {}).get("normalizers", [])]
+    if spec.get("pre_tokenizer") is not None or steps not in (["Prepend", "Replace"], ["Replace"]):
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} marks where words begin by a rule of its own (a pre-tokenizer), and llama.cpp "
+            "puts the mark before every text. Put the model's tokenizer.model beside it."
+        )
     tokens, types = _listed(model["vocab"])
     types = [BYTE if _BYTE_PIECE.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]
     if model.get("unk_token") is not None:
