@@ -8,13 +8,12 @@ from pathlib import Path
 
 from lean_ft.assets import resolve_model_path
 from lean_ft.models.hf_format import WEIGHTS_INDEX
-from lean_ft.tokenizers import TOKENIZER_FILES
+from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES
 from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, list_checkpoints
 from lean_ft.training.progress import gibibytes, say
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES}
-_TEMPLATE_FOLDERS = {"chat_templates", "additional_chat_templates"}
 
 
 def find_source(source: str | Path) -> Path:
@@ -70,7 +69,7 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
 
 def _is_of_a_model(entry: Path) -> bool:
     if entry.is_dir():
-        return entry.name in _TEMPLATE_FOLDERS
+        return entry.name in TEMPLATE_FOLDERS
     return entry.name in _OF_A_MODEL or (entry.suffix == ".safetensors" and entry.name.startswith("model"))
 
 

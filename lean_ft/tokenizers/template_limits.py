@@ -261,7 +261,7 @@ class _Counting(NodeTransformer):
         return _filter("(charge)", node)
 
 
-def _filter(name: str, node: nodes.Expr) -> nodes.Filter:
+def _filter(name: str, node: Any) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -284,10 +284,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment comes before the value
 
     @functools.wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*all_given: Any, **kwargs: Any) -> Any:
         budget = _active.get()
         budget.step()
-        given: tuple[Any, ...] = args[first:]
+        given = list(all_given[first:])
         for value in given:
             budget.weigh(value)
         for value in [*given[1:], *kwargs.values()]:
@@ -308,7 +308,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             isinstance(value, str | list | tuple) for value in [*given[2:], kwargs.get("start")]
         ):
             raise TemplateLimitError("it sums what are no numbers")
-        return budget.charge(function(*args, **kwargs))
+        return budget.charge(function(*all_given, **kwargs))
 
     setattr(bounded, _MARK, True)
     return bounded

@@ -235,8 +235,11 @@ class Tokenizer:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
+            # Named templates lie in a folder of their own.
             target = (
-                folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+                folder / file.name
+                if file.suffix != ".jinja" or file.name == "chat_template.jinja"
+                else folder / file.parent.name / file.name
             )
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
