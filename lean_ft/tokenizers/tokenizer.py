@@ -116,7 +116,7 @@ class Tokenizer:
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
             return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
-        ids = self._vocabulary.encode([text], [[]])[0].ids.tolist()
+        ids = self._vocabulary.encode_ids(text)
         if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
