@@ -99,7 +99,30 @@ class TestTokenizerJson:
 
 # What tokenizers trip over: scripts, emoji with joiners, runs of spaces of many kinds, code, control tokens.
 PARTS = st.sampled_from(
-    ["<|im_start|>", "<|im_end|>", "<think>", "don't", "x_1=[i**2]", "12345", "你好", "مرحبا", "नमस्ते", "İ", "ﬁ", "½", "é", "👩\u200d👩\u200d👧\u200d👦", "🦙", " ", "   ", "\t", "\n\n", "\xa0", "\u3000", "\u200b"]
+    [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "don't",
+        "x_1=[i**2]",
+        "12345",
+        "你好",
+        "مرحبا",
+        "नमस्ते",
+        "İ",
+        "ﬁ",
+        "½",
+        "é",
+        "👩\u200d👩\u200d👧\u200d👦",
+        "🦙",
+        " ",
+        "   ",
+        "\t",
+        "\n\n",
+        "\xa0",
+        "\u3000",
+        "\u200b",
+    ]
 )
 TEXT = st.lists(PARTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map("".join)
 
