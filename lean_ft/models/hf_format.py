@@ -21,7 +21,7 @@ from lean_ft.models.families import decoder_config, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
@@ -69,6 +69,15 @@ def load_model(
     return model
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
+    dtype: torch.dtype | None = None
+    for tensor in _stored_tensors(folder).values():
+        if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype if dtype in _DTYPES else torch.float32
+
+
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
@@ -105,9 +114,9 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write(folder / _INDEX, _as_json(index))
-    current = {*shards, _INDEX} if len(shards) > 1 else set(shards)
-    for stale in [folder / _INDEX, *folder.glob("model*.safetensors")]:
+        _write(folder / WEIGHTS_INDEX, _as_json(index))
+    current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
+    for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
@@ -140,17 +149,17 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the folder's safetensors files, by name, read from their headers."""
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
-    if not (folder / _INDEX).exists():
+    if not (folder / WEIGHTS_INDEX).exists():
         raise ValueError(_no_weights(folder))
-    index = _read_json(folder / _INDEX, "it lists the weight files.")
+    index = _read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{folder / _INDEX}: expected an object weight_map from tensor names to file names.")
-    headers = {name: read_header(_inside(folder, name, folder / _INDEX)) for name in set(weight_map.values())}
+        raise ValueError(f"{folder / WEIGHTS_INDEX}: expected an object weight_map from tensor names to file names.")
+    headers = {name: read_header(_inside(folder, name, folder / WEIGHTS_INDEX)) for name in set(weight_map.values())}
     absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
     if absent:
         raise ValueError(
-            f"{folder / _INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
+            f"{folder / WEIGHTS_INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
             "are not of one model: download or copy the folder again."
         )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
@@ -239,7 +248,7 @@ def _no_weights(folder: Path) -> str:
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
     found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
     return (
-        f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
+        f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
     )
 

@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Named templates beside `chat_template.jinja`: transformers 5 writes the first.
+TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -85,7 +87,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         eos_id=ids.get("eos_token"),
         pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
         files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        + sorted((folder / "chat_templates").glob("*.jinja")),
+        + [file for name in TEMPLATE_FOLDERS for file in sorted((folder / name).glob("*.jinja"))],
     )
 
 
@@ -172,8 +174,9 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         templates = dict(in_config or {})
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((folder / "chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+    for name in TEMPLATE_FOLDERS:
+        for file in sorted((folder / name).glob("*.jinja")):
+            templates[file.stem] = file.read_text(encoding="utf-8")
     return templates
 
 
