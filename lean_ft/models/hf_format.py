@@ -57,6 +57,16 @@ def load_model(
     return model
 
 
+def empty_model(path: str | Path, dtype: torch.dtype) -> Decoder:
+    """Returns the model that the folder's config.json describes, of shapes alone: its parameters are on `meta`.
+
+    Raises ValueError as `load_model` does.
+    """
+    folder = resolve_model_path(path)
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+    return _empty_decoder(decoder_config(hf_config, where=str(folder / "config.json")), dtype)
+
+
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:

@@ -1,0 +1,1 @@
+"""The planner: what a recipe takes, known before it runs."""
