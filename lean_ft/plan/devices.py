@@ -4,7 +4,7 @@ Rates are the makers' published ones for dense 16-bit (float32 accumulate) and f
 what training reaches of them in practice: 60 % of the arithmetic, 80 % of the bandwidth.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lean_ft.spelling import did_you_mean
 
@@ -27,9 +27,8 @@ class Device:
     host_bytes_per_second: float  # to and from the host's memory
 
     @property
-    def usable_bytes(self) -> int | None:
-        """What tensors can take of it."""
-        return None if self.memory_bytes is None else self.memory_bytes - CUDA_RESERVED_BYTES
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
 
 
 def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s: float, link_gb_s: float) -> Device:
@@ -82,3 +81,25 @@ def find_device(name: str) -> Device:
 
 def _plain(name: str) -> str:
     return name.lower().replace(" ", "").replace("nvidia", "").replace("geforce", "")
+
+
+def choose_device(name: str | None, setting: str) -> Device:
+    """The device to plan for: the named card, else the one that `device=setting` would run on.
+
+    A GPU that is here and not in the list keeps its own memory and takes an A100's rates.
+    """
+    if name is not None:
+        return find_device(name)
+    import torch
+
+    if setting != "cpu" and torch.cuda.is_available():
+        here = torch.cuda.get_device_properties(0)
+        known = max(
+            (card for card in DEVICES.values() if _plain(card.name) in _plain(here.name)),
+            key=lambda card: len(card.name),
+            default=DEVICES["A100 80GB"],
+        )
+        return replace(known, name=here.name, memory_bytes=here.total_memory)
+    if setting == "cuda":
+        return DEVICES["A100 80GB"]
+    return CPU

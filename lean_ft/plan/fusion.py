@@ -35,7 +35,12 @@ def fusing_backend(trace: Trace) -> Callable:
         call._boxed_call = True  # its arguments come in a list, which it empties, so that they are freed on the way
         return call
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,  # as Inductor does, or what is written in place would be written twice
+    )
 
 
 class _Kernels:

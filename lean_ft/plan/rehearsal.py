@@ -30,7 +30,7 @@ from lean_ft.data import Batch
 from lean_ft.models import empty_model
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.optim.slices import first_slice_only
-from lean_ft.plan.devices import CPU, Device
+from lean_ft.plan.devices import Device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.trace import Moment, Trace
 
@@ -118,7 +118,7 @@ class _Stage:
             kwargs.pop("mode", None)
             return real_compile(*args, **{**kwargs, "backend": backend})
 
-        backward = self.labelled(WORKSPACE, "backward", torch.Tensor.backward)
+        backward = self.labelled(WORKSPACE, "backward, at its start", torch.Tensor.backward)
         with contextlib.ExitStack() as stack:
             for name, value in list(vars(recipe).items()):
                 if id(value) in stand_ins:
@@ -203,7 +203,7 @@ class _Stage:
 
     def softmax_of_first_block(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """The loss's uncompiled passes over a chunk's logits go block by block; one block shows what they take."""
-        limit = 1 << 20 if self.trace.device is CPU else 1 << 25
+        limit = 1 << 20 if self.trace.device.is_cpu else 1 << 25
         rows = max(1, limit // logits.shape[1])
         seconds = self.trace.seconds
         loss_module._softmax_gradient(logits[:rows], labels[:rows], losses[:rows])
