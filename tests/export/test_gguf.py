@@ -235,15 +235,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"for the families llama, mistral, and this is qwen2\. Export a Hugging"):
             export_gguf(folder, file)
 
-    def test_a_sliding_window(self, folder, file, monkeypatch):
-        load = gguf_file.load_model
-
-        def with_window(*arguments, **settings):
-            model = load(*arguments, **settings)
-            model.hf_config = {**model.hf_config, "model_type": "mistral", "sliding_window": 32}
-            return model
-
-        monkeypatch.setattr(gguf_file, "load_model", with_window)
+    def test_a_sliding_window(self, folder, file):
+        self.edit(
+            folder / "config.json",
+            lambda config: config.update(
+                sliding_window=32, use_sliding_window=True, max_window_layers=0, layer_types=None
+            ),
+        )
         with pytest.raises(ValueError, match="sliding_window is 32, and llama.cpp lets every position"):
             export_gguf(folder, file)
 
