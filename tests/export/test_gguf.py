@@ -149,12 +149,17 @@ def test_byte_level_tokens_merges_and_special_ids(make, make_model_folder, file,
     assert field(file, "tokenizer.chat_template") == "{{ messages }}"
 
 
-def spm_ids(file: Path, text: str) -> list[int]:
-    """llama.cpp's SentencePiece: of all neighbours that form a piece, the highest score joins first, leftmost in a tie."""
+def spm_ids(file: Path, texts: list[str]) -> list[list[int]]:
+    """llama.cpp's SentencePiece of each text."""
     tokens, scores = field(file, "tokenizer.ggml.tokens"), field(file, "tokenizer.ggml.scores")
     types = field(file, "tokenizer.ggml.token_type")
     ids = {token: i for i, token in enumerate(tokens) if types[i] in (1, 2, 6)}
-    text = ("▁" if field(file, "tokenizer.ggml.add_space_prefix") and text else "") + text.replace(" ", "▁")
+    prefix = "▁" if field(file, "tokenizer.ggml.add_space_prefix") else ""
+    return [join_pieces((prefix if text else "") + text.replace(" ", "▁"), ids, scores) for text in texts]
+
+
+def join_pieces(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
+    """Of all neighbours that form a piece, the highest score joins first, leftmost in a tie."""
     parts = list(text)
     while True:
         pairs = [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
@@ -178,8 +183,8 @@ def test_sentencepiece_scores_give_the_same_ids(kind, make_model_folder, file, t
     source = make_model_folder(tokenizer=given, tokenizer_config=config, vocab_size=size + 8, hidden_size=32)
     export_gguf(source, file)
     tokenizer = load_tokenizer(source)
-    for text in texts:
-        assert spm_ids(file, text) == tokenizer.encode(text), text
+    for text, expected in zip(texts, spm_ids(file, texts), strict=True):
+        assert tokenizer.encode(text) == expected, text
     assert field(file, "tokenizer.ggml.model") == "llama"
     types = field(file, "tokenizer.ggml.token_type")
     assert types[tokenizer.bos_id] == types[tokenizer.eos_id] == 3
