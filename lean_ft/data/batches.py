@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data.documents import DataReport, Documents
+from lean_ft.data.documents import Documents
+from lean_ft.data.report import DataReport
 
 IGNORED = -100  # the label of positions that are not trained
 PADDED_TO_MULTIPLE_OF = 8

@@ -1,16 +1,17 @@
-"""Tokenised training sequences in flat arrays, and the counts of what became of every row.
+"""Tokenised training sequences in flat arrays.
 
 Legend: N documents, S their tokens in sum.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
+from lean_ft.data.render import Renderer
+from lean_ft.data.report import DataReport
 from lean_ft.data.sources import Digest, Row, read_rows
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
@@ -49,44 +50,6 @@ class Documents:
         )
 
 
-@dataclass
-class DataReport:
-    """What became of the rows of a source."""
-
-    format: str
-    rows: int = 0
-    kept: int = 0
-    truncated: int = 0
-    lost_tokens: int = 0
-    """Tokens cut off by truncation."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
-    tokens: int = 0
-    target_tokens: int = 0
-    """Tokens that carry a label."""
-    packed_rows: int | None = None
-    """Rows of max_length after packing; None without."""
-    packing_efficiency: float | None = None
-    """Share of the packed rows' positions that hold a token."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows ({self.format})"]
-        if self.truncated:
-            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
-        parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
-        share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
-        if self.packed_rows is not None and self.packing_efficiency is not None:
-            parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
-        return "; ".join(parts)
-
-    def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-
-
 def prepare_documents(
     config: SFTDataConfig,
     tokenizer: Tokenizer,
@@ -101,13 +64,15 @@ def prepare_documents(
     rows = read_rows(source, digest)
     first_rows = list(itertools.islice(rows, NUM_ROWS_TO_DETECT))
     reader = RowReader.of(config, first_rows, tokenizer)
+    render = Renderer(config, reader, tokenizer)
     report = DataReport(reader.format)
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     lengths: list[int] = []
     num_targets: list[int] = []
     for some in _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME):
-        kept = list(_kept(some, config, reader, tokenizer, report))
+        kept, counts = render(some)
+        report.add(counts)
         if kept:
             tokens.append(np.concatenate([ids for ids, _ in kept]))
             trained.append(np.concatenate([mask for _, mask in kept]))
@@ -123,7 +88,6 @@ def prepare_documents(
     documents = Documents(
         np.concatenate(tokens), np.concatenate(trained), ends - lengths, np.array(lengths), np.array(num_targets)
     )
-    count(report, documents)
     return documents, report
 
 
@@ -137,32 +101,3 @@ def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:
     iterator = iter(rows)
     while some := list(itertools.islice(iterator, n)):
         yield some
-
-
-def _kept(
-    rows: list[Row], config: SFTDataConfig, reader: RowReader, tokenizer: Tokenizer, report: DataReport
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and trained mask of the rows that can be trained on; counts the others."""
-    passages = [reader.passage(row) for row in rows]
-    for row, (ids, mask) in zip(rows, tokenizer.tokenize(passages), strict=True):
-        report.rows += 1
-        if not mask[1:].any():
-            report.drop("nothing to train on")
-            continue
-        too_many = len(ids) - config.max_length
-        if too_many > 0 and config.overflow == "raise":
-            raise ValueError(
-                f"{row.place}: {len(ids):,} tokens, more than data.max_length={config.max_length:,}. Raise "
-                "it, or set data.overflow=truncate or data.overflow=drop."
-            )
-        if too_many > 0 and config.overflow == "drop":
-            report.drop("longer than max_length")
-            continue
-        if too_many > 0:
-            ids, mask = ids[: config.max_length], mask[: config.max_length]
-            if not mask[1:].any():
-                report.drop("nothing to train on within max_length")
-                continue
-            report.truncated += 1
-            report.lost_tokens += too_many
-        yield ids, mask

@@ -5,8 +5,9 @@ import hashlib
 import numpy as np
 
 from lean_ft.data.batches import Batches, EvalBatches, Rows
-from lean_ft.data.documents import DataReport, Documents, count, prepare_documents
+from lean_ft.data.documents import Documents, count, prepare_documents
 from lean_ft.data.packing import pack
+from lean_ft.data.report import DataReport
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 
