@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
+from lean_ft.data.detection import NUM_ROWS_TO_DETECT
+from lean_ft.data.formats import RowReader
 from lean_ft.data.render import Renderer
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import Digest, Row, read_rows
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.rows import Digest, Row
+from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer
 
 ROWS_AT_A_TIME = 1024  # tokenised together; bounds the Python objects alive
@@ -53,7 +55,7 @@ class Documents:
 def prepare_documents(
     config: SFTDataConfig,
     tokenizer: Tokenizer,
-    source: str | list[str],
+    source: Sources,
     digest: Digest | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, renders, tokenises and truncates every row of `source`.
@@ -61,27 +63,25 @@ def prepare_documents(
     Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when
     nothing is left to train on.
     """
-    rows = read_rows(source, digest)
-    first_rows = list(itertools.islice(rows, NUM_ROWS_TO_DETECT))
-    reader = RowReader.of(config, first_rows, tokenizer)
+    reader = RowReader.of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), tokenizer)
     render = Renderer(config, reader, tokenizer)
-    report = DataReport(reader.format)
+    report = render.empty_report()
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     lengths: list[int] = []
     num_targets: list[int] = []
-    for some in _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME):
+    for some in _batched(read_rows(source, digest, config), ROWS_AT_A_TIME):
         kept, counts = render(some)
         report.add(counts)
+        report.check_bad_rows(config.max_bad_rows)
         if kept:
             tokens.append(np.concatenate([ids for ids, _ in kept]))
             trained.append(np.concatenate([mask for _, mask in kept]))
             lengths += [len(ids) for ids, _ in kept]
             num_targets += [int(mask[1:].sum()) for _, mask in kept]
     if not lengths:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
-            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
+            f"nothing in {source} is left to train on: {report.nothing_left()}. Raise "
             f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
         )
     ends = np.cumsum(lengths)
