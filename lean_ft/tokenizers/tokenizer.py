@@ -102,6 +102,11 @@ class Tokenizer:
         """Text of `ids`."""
         return self._vocabulary.decode(list(map(int, ids)), skip_special_tokens)
 
+    def control_token(self, token_id: int) -> str | None:
+        """The control token that `token_id` is, such as `<|im_end|>`; None for a piece of ordinary text."""
+        token = self._vocabulary.id_token(token_id)
+        return token if token in self._vocabulary.control else None
+
     def render(
         self,
         messages: Messages,

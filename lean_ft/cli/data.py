@@ -1,0 +1,156 @@
+"""`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the model."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.output import stdout
+from lean_ft.config import load_config
+from lean_ft.settings import SFTDataConfig
+
+TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
+CONTROL = Style(color="magenta")
+BAR_WIDTH = 40
+
+app = typer.Typer(
+    help="Look at the data of a run: its lengths, or its rows as the model sees them.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def stats(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the distribution of lengths into a picture, too.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the lengths of a run's rows, and what each maximum length would cost.
+
+    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    """
+    cfg = _settings(recipe, config, overrides)
+    from lean_ft.data import statistics
+    from lean_ft.tokenizers import load_tokenizer
+
+    found = statistics.gather_statistics(cfg.data, load_tokenizer(cfg.model.path))
+    console = stdout()
+    console.print(Text(f"{found.report}\n"))
+    _print_histogram(console, statistics.histogram(found.lengths))
+    shares = [0.05, 0.5, 0.95, 0.99, 1.0]
+    lengths = statistics.quantiles(found.lengths, shares)
+    quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
+    console.print(Text(f"at most this many tokens have: {quantiles}\n"))
+    candidates = statistics.candidate_lengths(found.lengths, cfg.data.max_length)
+    rows = [
+        statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
+    ]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.max_length:,}",
+            f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
+            f"{row.lost_tokens:,} ({row.lost_tokens / found.lengths.sum():.1%})",
+            f"{row.padding:.1%}",
+            f"{row.packed_rows:,}",
+            f"{row.packing_efficiency:.2%}",
+            "as set" if row.max_length == cfg.data.max_length else "",
+        )
+    console.print(table)
+    console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
+    if png is not None:
+        from lean_ft.data.statistics_figure import save_figure
+
+        save_figure(found, cfg.data.max_length, png)
+        console.print(Text(f"wrote {png}"))
+
+
+@app.command()
+def preview(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to share, and print no rows.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show the first rows of a run as the model sees them: what is trained, what is masked, and control tokens.
+
+    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    """
+    cfg = _settings(recipe, config, overrides)
+    from lean_ft.data.preview import preview as look
+    from lean_ft.data.preview_html import preview_page
+    from lean_ft.tokenizers import load_tokenizer
+
+    found = look(cfg.data, load_tokenizer(cfg.model.path), num_rows=rows, batch_size=cfg.batch_size)
+    console = stdout()
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(preview_page(found, f"Preview of {cfg.data.source}"), encoding="utf-8")
+        console.print(Text(f"wrote {html}: {len(found.rows)} rows; {found.report}"))
+        return
+    for number, row in enumerate(found.rows, start=1):
+        _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
+    for note in found.notes:
+        console.print(Text(note, style="yellow"))
+    console.print(Text(f"of {found.report}"))
+
+
+def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> Any:
+    """The settings of the run. Raises ValueError where the recipe has no data to look at."""
+    recipe_file = catalog.find_recipe(recipe)
+    preset_file = catalog.find_preset(config) if config is not None else None
+    config_class = catalog.load_recipe(recipe_file).Config
+    # Nothing is written, so nobody has to say where to.
+    unused = ["output_dir=unused"] if "output_dir" in config_class.model_fields else []
+    cfg = load_config(config_class, preset_file, [*unused, *(overrides or [])])
+    if not isinstance(getattr(cfg, "data", None), SFTDataConfig) or not hasattr(cfg, "model"):
+        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no SFT `data`, or no `model`.")
+    return cfg
+
+
+def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:
+    labels = [f"{first:,}+" if last is None else f"{first:,}-{last:,}" for first, last, _ in bins]
+    width, most = max(map(len, labels)), max(count for _, _, count in bins)
+    digits = len(f"{most:,}")
+    for label, (_, _, count) in zip(labels, bins, strict=True):
+        bar = "█" * -(-count * BAR_WIDTH // most)
+        console.print(Text(f"  {label:>{width}}  {count:>{digits},}  ").append(bar, style="cyan"))
+    console.print()
+
+
+def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None:
+    from lean_ft.data.visible import visible
+
+    for document in row.documents:
+        goes_on = ", goes on from another row" if document.begins_before else ""
+        counts = f"{document.num_tokens:,} tokens, {document.num_trained:,} trained{goes_on}"
+        console.print(Text(f"── row {number}: {document.place}: {counts}", style="bold"))
+        text = Text()
+        for stretch in document.stretches:
+            style = TRAINED if stretch.trained else MASKED
+            # Without colour, what is trained stands between marks.
+            shown = visible(stretch.text)
+            marked = shown if console.is_terminal or not stretch.trained else f"⟦{shown}⟧"
+            text.append(marked, style=style + CONTROL if stretch.control else style)
+        console.print(text, soft_wrap=True)
+    if packed and row.padding:
+        console.print(Text(f"── row {number}: {row.padding:,} positions of padding", style="bold"))
+    console.print()
