@@ -70,7 +70,7 @@ class EntryWriter:
             self._files[name] = ((self._folder / name).open("wb"), values.dtype, 0)
         file, dtype, length = self._files[name]
         assert values.dtype == dtype
-        file.write(memoryview(np.ascontiguousarray(values)).cast("B") if len(values) else b"")
+        file.write(values.tobytes())
         self._files[name] = file, dtype, length + len(values)
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lean_ft.assets import resolve_data_path
-from lean_ft.data.cache import FORMAT, EntryWriter, read_entry, unkept_entry, write_entry
+from lean_ft.data.cache import FORMAT, EntryWriter, read_entry, write_entry
 from lean_ft.data.content import content_digest
 from lean_ft.data.documents import Documents, check_any_left, documents_in_parts
 from lean_ft.data.report import DataReport
@@ -111,9 +111,7 @@ def _settings_of_documents(config: SFTDataConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": longest(config)}
 
 
-def _write_documents(
-    writer: EntryWriter, config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str]
-) -> None:
+def _write_documents(writer: EntryWriter, config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str]) -> None:
     report: DataReport | None = None
     for part, counts in documents_in_parts(config, tokenizer, source):
         for name in ("tokens", "trained", "lengths", "num_targets"):

@@ -30,9 +30,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def map_in_processes(
-    function: Callable[[Item], Result], items: Iterable[Item], num_processes: int
-) -> Iterator[Result]:
+def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
     """`function` of every item, in order. Both, and the results, are pickled.
 
     A ValueError of `function` is raised here, in its place in the order; whatever else goes wrong in a worker is a
