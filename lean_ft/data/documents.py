@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
+from lean_ft.data.detection import NUM_ROWS_TO_DETECT
+from lean_ft.data.formats import RowReader
 from lean_ft.data.render import Renderer
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import Digest, Row, read_rows
+from lean_ft.data.rows import Digest, Row
+from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes, usable_cores
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer
 
 ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive
+ARRAYS = ("tokens", "trained", "lengths", "num_targets")  # what `Documents.of` is made of
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 
@@ -75,7 +78,7 @@ class RowsToDocuments:
 def prepare_documents(
     config: SFTDataConfig,
     tokenizer: Tokenizer,
-    source: str | list[str],
+    source: Sources,
     digest: Digest | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, renders, tokenises and truncates every row of `source`, in memory.
@@ -83,56 +86,47 @@ def prepare_documents(
     Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when
     nothing is left to train on.
     """
-    report: DataReport | None = None
-    parts: list[Documents] = []
-    for part, counts in documents_in_parts(config, tokenizer, source, digest):
-        parts.append(part)
-        if report is None:
-            report = counts
-        else:
-            report.add(counts)
-    assert report is not None
-    documents = Documents.of(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.trained for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.num_targets for part in parts]),
-    )
-    check_any_left(report, config, source)
-    return documents, report
+    parts = Parts(config, tokenizer, source, digest)
+    documents = list(parts)
+    parts.check_any_left()
+    arrays = (np.concatenate([getattr(part, name) for part in documents]) for name in ARRAYS)
+    return Documents.of(*arrays), parts.report
 
 
-def documents_in_parts(
-    config: SFTDataConfig,
-    tokenizer: Tokenizer,
-    source: str | list[str],
-    digest: Digest | None = None,
-) -> Iterator[tuple[Documents, DataReport]]:
-    """The documents of `source`, a few hundred rows at a time and in order, each with the counts of these rows.
+class Parts:
+    """The documents of `source`, a few hundred rows at a time and in order; `report` counts those given so far.
 
-    Many rows are shared out to `config.num_processes`. Raises ValueError as `prepare_documents` does, but for nothing
-    being left.
+    Many rows are shared out to `config.num_processes`. Raises ValueError as `prepare_documents` does.
     """
-    rows = read_rows(source, digest)
-    first_rows = list(itertools.islice(rows, FEW_ROWS + 1))
-    reader = RowReader.of(config, first_rows[:NUM_ROWS_TO_DETECT], tokenizer)
-    to_documents = RowsToDocuments(Renderer(config, reader, tokenizer))
-    num_processes = config.num_processes or usable_cores()
-    batches = _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME)
-    if num_processes == 1 or len(first_rows) <= FEW_ROWS:
-        yield from map(to_documents, batches)
-    else:
-        yield from map_in_processes(to_documents, batches, num_processes)
 
+    def __init__(self, config: SFTDataConfig, tokenizer: Tokenizer, source: Sources, digest: Digest | None = None):
+        self._config, self._source, self._digest = config, source, digest
+        reader = RowReader.of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), tokenizer)
+        render = Renderer(config, reader, tokenizer)
+        self._to_documents = RowsToDocuments(render)
+        self.report = render.empty_report()
 
-def check_any_left(report: DataReport, config: SFTDataConfig, source: str | list[str]) -> None:
-    """Raises ValueError when all rows were dropped."""
-    if report.kept == 0:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
-        raise ValueError(
-            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
-            f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
-        )
+    def __iter__(self) -> Iterator[Documents]:
+        rows = read_rows(self._source, self._digest, self._config)
+        beginning = list(itertools.islice(rows, FEW_ROWS + 1))
+        batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)
+        num_processes = self._config.num_processes or usable_cores()
+        if num_processes == 1 or len(beginning) <= FEW_ROWS:
+            results = map(self._to_documents, batches)
+        else:
+            results = map_in_processes(self._to_documents, batches, num_processes)
+        for documents, counts in results:
+            self.report.add(counts)
+            self.report.check_bad_rows(self._config.max_bad_rows)
+            yield documents
+
+    def check_any_left(self) -> None:
+        """Raises ValueError when all rows were dropped."""
+        if self.report.kept == 0:
+            raise ValueError(
+                f"nothing in {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length "
+                f"(now {self._config.max_length}) or check data.train_on (now {self._config.train_on})."
+            )
 
 
 def count(report: DataReport, documents: Documents) -> None:

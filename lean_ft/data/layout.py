@@ -23,7 +23,7 @@ class Layout:
         self.used: set[str] = set()
         """Keys of the entries in the cache that rows were made of."""
 
-    def rows(self, documents: Documents, report: DataReport, key: str | None, part: str) -> Rows:
+    def rows(self, documents: Documents, report: DataReport, key: str | None, part: str = "all") -> Rows:
         """The rows of `documents`, which are the `part` of the entry `key`; tells `report` how full they are."""
         config = self._config
         arrays = {"starts": documents.starts, "lengths": documents.lengths}

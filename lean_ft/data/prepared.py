@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from lean_ft.assets import resolve_data_path
-from lean_ft.data.cache import FORMAT, EntryWriter, read_entry, write_entry
+from lean_ft.data.cache import FORMAT, Entry, EntryWriter, read_entry, unkept_entry, write_entry
 from lean_ft.data.content import content_digest
-from lean_ft.data.documents import Documents, check_any_left, documents_in_parts
+from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.report import DataReport
+from lean_ft.data.sources import list_sources, source_files
 from lean_ft.data.truncation import longest
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -50,21 +50,25 @@ class Prepared:
     """Of the entry in the cache; None where it is kept for this run alone."""
 
 
-def load_documents(config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str], folder: Path) -> Prepared:
+def load_documents(config: SFTDataConfig, tokenizer: Tokenizer, source: Sources, folder: Path) -> Prepared:
     """The documents of `source`, from the cache in `folder` or newly made. Raises ValueError as `prepare_documents`."""
-    content = source_content(source, folder)
+    content = source_content(config, source, folder)
+    if content is None:
+        digest = hashlib.blake2b(digest_size=16)
+        with unkept_entry(folder) as (writer, mapped):
+            _write_documents(writer, Parts(config, tokenizer, source, digest))
+        return _prepared(mapped[0], digest.hexdigest(), None)
     key = hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), _settings_of_documents(config))
     key = f"documents-{key}"
     entry = read_entry(folder, key)
     if entry is None:
         with write_entry(folder, key) as writer:
-            _write_documents(writer, config, tokenizer, source)
-            if source_content(source, folder) != content:
+            _write_documents(writer, Parts(config, tokenizer, source))
+            if source_content(config, source, folder) != content:
                 raise ValueError(f"a file of {source} changed while it was read. Start again when it is complete.")
         entry = read_entry(folder, key)
         assert entry is not None
-    arrays, about = entry
-    return Prepared(_documents(arrays), DataReport(**about["report"]), content, key)
+    return _prepared(entry, content, key)
 
 
 def load_arrays(folder: Path, key: str | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -81,13 +85,19 @@ def load_arrays(folder: Path, key: str | None, make: Callable[[], dict[str, np.n
     return arrays
 
 
-def source_content(source: str | list[str], folder: Path) -> str:
-    """Hash of the content of the files of `source`, in order. Raises ValueError where one is not a readable file."""
-    paths = [source] if isinstance(source, str) else source
-    try:
-        return hash_of(*(content_digest(resolve_data_path(path), folder / "files") for path in paths))
-    except OSError:
-        return ""  # reading it will tell what is wrong, with its name
+def source_content(config: SFTDataConfig, source: Sources, folder: Path) -> str | None:
+    """Hash of the content of the files of `source`, in order; None where not all are files.
+
+    Of a file's name its endings count, by which CSV is told. Raises ValueError where there is no such file.
+    """
+    files: list[list[Path]] = []
+    for one in list_sources(source, config):
+        found = source_files(one.path)
+        if found is None:
+            return None
+        files.append(found)
+    remembered = folder / "files"
+    return hash_of([[(file.suffixes, content_digest(file, remembered)) for file in some] for some in files])
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
@@ -111,19 +121,14 @@ def _settings_of_documents(config: SFTDataConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": longest(config)}
 
 
-def _write_documents(writer: EntryWriter, config: SFTDataConfig, tokenizer: Tokenizer, source: str | list[str]) -> None:
-    report: DataReport | None = None
-    for part, counts in documents_in_parts(config, tokenizer, source):
-        for name in ("tokens", "trained", "lengths", "num_targets"):
+def _write_documents(writer: EntryWriter, parts: Parts) -> None:
+    for part in parts:
+        for name in ARRAYS:
             writer.append(name, getattr(part, name))
-        if report is None:
-            report = counts
-        else:
-            report.add(counts)
-    assert report is not None
-    check_any_left(report, config, source)
-    writer.about["report"] = report.to_dict()
+    parts.check_any_left()
+    writer.about["report"] = parts.report.to_dict()
 
 
-def _documents(arrays: dict[str, np.ndarray]) -> Documents:
-    return Documents.of(*(arrays[name] for name in ("tokens", "trained", "lengths", "num_targets")))
+def _prepared(entry: Entry, content: str, key: str | None) -> Prepared:
+    arrays, about = entry
+    return Prepared(Documents.of(*(arrays[name] for name in ARRAYS)), DataReport(**about["report"]), content, key)

@@ -1,12 +1,8 @@
 """What happens to a sequence that is longer than it may be."""
 
-import numpy as np
-
 from lean_ft.data.report import DataReport
+from lean_ft.data.rows import Document
 from lean_ft.settings import SFTDataConfig
-
-Document = tuple[np.ndarray, np.ndarray]
-"""(T,) int32 ids and (T,) bool: this token is a label."""
 
 
 def longest(config: SFTDataConfig) -> int | None:
@@ -35,9 +31,11 @@ def fit(document: Document, config: SFTDataConfig, place: str, report: DataRepor
     if config.overflow == "drop":
         report.drop("longer than max_length")
         return None
-    if not mask[1:limit].any():
+    kept = slice(0, limit) if config.truncation_side == "right" else slice(len(ids) - limit, None)
+    ids, mask, full_length = ids[kept], mask[kept], len(ids)
+    if not mask[1:].any():
         report.drop("nothing to train on within max_length")
         return None
     report.truncated += 1
-    report.lost_tokens += len(ids) - limit
-    return ids[:limit], mask[:limit]
+    report.lost_tokens += full_length - limit
+    return ids, mask

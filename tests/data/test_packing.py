@@ -115,7 +115,7 @@ class TestPublishedExamples:
         config = SFTDataConfig(source="-", max_length=4, packing=packing)
         layout = Layout(config, batch_size=3, pad_id=0, folder=tmp_path)
         self.report = DataReport("tokens", tokens=len(tokens), target_tokens=int((lengths - 1).sum()))
-        rows = layout.rows(documents, self.report, None, "all")
+        rows = layout.rows(documents, self.report, None)
         batch = rows.batch(np.arange(len(rows)))
         sizes = (batch.input_ids != 0).sum(1).tolist()
         assert all((row[size:] == 0).all() for row, size in zip(batch.input_ids, sizes, strict=True))

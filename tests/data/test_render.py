@@ -4,8 +4,7 @@ import pickle
 
 from lean_ft.data.formats import RowReader
 from lean_ft.data.render import Renderer
-from lean_ft.data.report import DataReport
-from lean_ft.data.sources import Row
+from lean_ft.data.rows import Row
 from lean_ft.settings import SFTDataConfig
 
 
@@ -30,7 +29,7 @@ def test_a_renderer_can_be_pickled(chat_tokenizer):
 
 def test_reports_of_parts_add_up(plain_tokenizer):
     render, rows = renderer(plain_tokenizer), rows_of(30)
-    whole = DataReport("prompt_completion")
+    whole = render.empty_report()
     for part in (rows[:7], rows[7:7], rows[7:]):
         whole.add(render(part)[1])
     assert whole == render(rows)[1]
