@@ -16,6 +16,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -118,11 +119,48 @@ class SFTDataConfig(RowsConfig):
     truncation_side: Literal["right", "left"] = Field(
         "right", description="Where `overflow=truncate` cuts: `right` keeps the beginning, `left` the end."
     )
-    packing: Literal["none", "bfd"] = Field(
+    packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = Field(
         "none",
-        description="`bfd` fills rows of max_length with whole documents (best-fit decreasing) that cannot see "
-        "each other; `none` pads each batch to its longest row.",
+        description="`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents "
+        "(best-fit decreasing) that cannot see each other; `bfd_split` does so after cutting longer documents, and loses "
+        "nothing. `wrapped` lays all documents end to end and cuts every max_length tokens: those in one row see each "
+        "other. `padding_free` makes a batch of whole documents, however long, one row without padding.",
     )
+    batch_tokens: PositiveInt | None = Field(
+        None,
+        description="Most positions of a batch, padding included, for packing=none: batches hold as many rows of about "
+        "one length as fit, in place of batch_size.",
+    )
+    num_processes: PositiveInt | None = Field(
+        None, description="Processes that tokenise many rows; null starts one for every core that this one may use."
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="Where prepared data is kept for the next start; null is the environment's LEAN_FT_CACHE, or "
+        "lean_ft/data in the user's cache (~/.cache). It can be deleted at any time.",
+    )
+    cache_gib: PositiveFloat = Field(
+        50.0, description="Size, in GiB, above which the data that was not used for longest is deleted from cache_dir."
+    )
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> "SFTDataConfig":
+        if self.packing not in ("none", "bfd") and self.overflow != "truncate":
+            raise ValueError(
+                f"overflow={self.overflow} cannot be with packing={self.packing}, to which no row is too long. Leave it "
+                "out, or set packing=bfd or packing=none."
+            )
+        if self.batch_tokens is not None and self.packing != "none":
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} cannot be with packing={self.packing}: it is for rows that are not "
+                "packed. Set packing=none, or leave it out and set batch_size."
+            )
+        if self.batch_tokens is not None and self.batch_tokens < self.max_length:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so the longest row would "
+                "fit into no batch. Raise the one or lower the other."
+            )
+        return self
 
 
 class PreferenceDataConfig(RowsConfig):

@@ -30,8 +30,10 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     """Tokens that carry a label."""
+    packing: str | None = None
+    """How rows of max_length were packed; None where they were not."""
     packed_rows: int | None = None
-    """Rows of max_length after packing; None without."""
+    """How many those are."""
     packing_efficiency: float | None = None
     """Share of the packed rows' positions that hold a token."""
 
@@ -49,6 +51,8 @@ class DataReport:
         parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
+        if self.packing == "wrapped":
+            parts.append("wrapped: documents in one row see each other, and rows cut them")
         return "; ".join(parts)
 
     def drop(self, reason: str) -> None:

@@ -7,7 +7,7 @@ from lean_ft.settings import SFTDataConfig
 
 def longest(config: SFTDataConfig) -> int | None:
     """Tokens that one document may have; None where packing takes any length."""
-    return config.max_length
+    return config.max_length if config.packing in ("none", "bfd") else None
 
 
 def fit(document: Document, config: SFTDataConfig, place: str, report: DataReport) -> Document | None:

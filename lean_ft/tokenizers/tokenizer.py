@@ -244,6 +244,8 @@ class Tokenizer:
                     "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
                     "character and are used here as markers. Remove it."
                 )
+            if not self._control.search(value):
+                return value, 0
             return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
         if isinstance(value, dict):
             marked = {key: self._mark_literals(inner) for key, inner in value.items()}
