@@ -1,12 +1,12 @@
 """`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the model."""
 
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from lean_ft import catalog
@@ -56,21 +56,23 @@ def stats(
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
     ]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = [("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full", "")]
     for row in rows:
-        table.add_row(
-            f"{row.max_length:,}",
-            f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
-            f"{row.lost_tokens:,} ({row.lost_tokens / found.lengths.sum():.1%})",
-            f"{row.padding:.1%}",
-            f"{row.packed_rows:,}",
-            f"{row.packing_efficiency:.2%}",
-            "as set" if row.max_length == cfg.data.max_length else "",
+        table.append(
+            (
+                f"{row.max_length:,}",
+                f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
+                f"{row.lost_tokens:,} ({row.lost_tokens / found.lengths.sum():.1%})",
+                f"{row.padding:.1%}",
+                f"{row.packed_rows:,}",
+                f"{row.packing_efficiency:.2%}",
+                "as set" if row.max_length == cfg.data.max_length else "",
+            )
         )
-    console.print(table)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for i, cells in enumerate(table):
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        console.print(Text(line, style="" if i else "bold"))
     console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
     if png is not None:
         from lean_ft.data.statistics_figure import save_figure
@@ -131,8 +133,11 @@ def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) 
     width, most = max(map(len, labels)), max(count for _, _, count in bins)
     digits = len(f"{most:,}")
     for label, (_, _, count) in zip(labels, bins, strict=True):
-        bar = "█" * -(-count * BAR_WIDTH // most)
-        console.print(Text(f"  {label:>{width}}  {count:>{digits},}  ").append(bar, style="cyan"))
+        line = Text(f"  {label:>{width}}  {count:>{digits},}  ").append(
+            "█" * -(-count * BAR_WIDTH // most), style="cyan"
+        )
+        line.rstrip()
+        console.print(line)
     console.print()
 
 
@@ -144,12 +149,14 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
         counts = f"{document.num_tokens:,} tokens, {document.num_trained:,} trained{goes_on}"
         console.print(Text(f"── row {number}: {document.place}: {counts}", style="bold"))
         text = Text()
-        for stretch in document.stretches:
-            style = TRAINED if stretch.trained else MASKED
+        for trained, stretches in groupby(document.stretches, key=lambda stretch: stretch.trained):
             # Without colour, what is trained stands between marks.
-            shown = visible(stretch.text)
-            marked = shown if console.is_terminal or not stretch.trained else f"⟦{shown}⟧"
-            text.append(marked, style=style + CONTROL if stretch.control else style)
+            opening, closing = ("⟦", "⟧") if trained and not console.is_terminal else ("", "")
+            text.append(opening)
+            for stretch in stretches:
+                style = TRAINED if trained else MASKED
+                text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
+            text.append(closing)
         console.print(text, soft_wrap=True)
     if packed and row.padding:
         console.print(Text(f"── row {number}: {row.padding:,} positions of padding", style="bold"))

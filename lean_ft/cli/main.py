@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, env, ls, run, validate
+from lean_ft.cli import cat, cp, data, env, ls, run, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 
@@ -28,6 +28,7 @@ app.command("cp")(cp.cp)
 app.command("cat")(cat.cat)
 app.command("validate")(validate.validate)
 app.command("env")(env.env)
+app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)

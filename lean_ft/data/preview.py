@@ -5,7 +5,7 @@ The first rows of the source are read, tokenised, cut and packed as for training
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +118,7 @@ def _rows(
     offsets = rows.offsets
     if rows.layout == "flat":
         offsets = np.append(offsets[:-1:batch_size], offsets[-1])
-    for first, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for first, end in pairwise(offsets):
         shown, used = [], 0
         for piece in rows.order[first:end]:
             start, length = int(rows.starts[piece]), int(rows.lengths[piece])
@@ -145,7 +145,7 @@ def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> 
         end = indices[-1] + 1
         # The text up to here less the text before: some tokenizers drop the space that a text begins with. Where a
         # character's bytes are divided, it belongs to the stretch that completes it.
-        text = tokenizer.decode(ids[:end])
+        text = tokenizer.decode(ids[:end].tolist())
         if is_control:
             stretches.append(Stretch("".join(controls[i] or "" for i in indices), is_trained, True))
         else:

@@ -24,9 +24,10 @@ def save_figure(statistics: Statistics, max_length: int, path: Path) -> None:
     axes.hist(statistics.lengths, bins=NUM_BARS, color="#4c78a8")
     for share, length in zip((0.5, 0.95), quantiles(statistics.lengths, [0.5, 0.95]), strict=True):
         axes.axvline(length, color="#54a24b", linestyle=":", label=f"{share:.0%} have at most {length:,} tokens")
-    axes.axvline(max_length, color="#e45756", label=f"max_length {max_length:,}")
+    if max_length < 1.5 * statistics.lengths.max():  # further off it would squeeze what there is to see
+        axes.axvline(max_length, color="#e45756", label=f"max_length {max_length:,}")
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("sequences")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
