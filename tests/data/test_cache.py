@@ -50,9 +50,13 @@ class TestEntries:
         assert (tmp_path / "a" / "numbers").read_bytes() == np.arange(10, dtype=np.int32).tobytes()
 
     def test_what_fails_leaves_nothing(self, tmp_path: Path):
-        with pytest.raises(KeyError), write_entry(tmp_path, "a") as writer:
-            writer.append("numbers", np.arange(3))
-            raise KeyError
+        def fail() -> None:
+            with write_entry(tmp_path, "a") as writer:
+                writer.append("numbers", np.arange(3))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
         assert names(tmp_path) == []
 
     def test_what_a_killed_run_left_is_no_entry_and_removed_later(self, tmp_path: Path):
