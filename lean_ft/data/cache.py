@@ -93,10 +93,11 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
-        os.utime(path / ABOUT)  # the time of its last use
         arrays = {name: _mapped(path / name, **shape) for name, shape in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none, or one that is being deleted or was damaged: it is made again
+    with contextlib.suppress(OSError):  # somebody else's
+        os.utime(path / ABOUT)  # the time of its last use
     return arrays, about
 
 

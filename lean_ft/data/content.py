@@ -32,9 +32,10 @@ def content_digest(file: Path, remembered: Path) -> str:
             return known
     read_at = time.time()
     digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as content:
-        while part := content.read(READ_BYTES):
-            digest.update(part)
+    with file.open("rb", buffering=0) as content:
+        buffer = memoryview(bytearray(READ_BYTES))
+        while size := content.readinto(buffer):
+            digest.update(buffer[:size])
     after = file.stat()
     unchanged = identity == (after.st_dev, after.st_ino, after.st_size, after.st_mtime_ns, after.st_ctime_ns)
     if unchanged and read_at - max(after.st_mtime, after.st_ctime) > SETTLED_SECONDS:
