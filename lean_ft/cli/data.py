@@ -18,6 +18,7 @@ from lean_ft.settings import SFTDataConfig
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 CONTROL = Style(color="magenta")
 BAR_WIDTH = 40
+NOTES_SHOWN = 5
 
 app = typer.Typer(
     help="Look at the data of a run: its lengths, or its rows as the model sees them.",
@@ -110,7 +111,8 @@ def preview(
         return
     for number, row in enumerate(found.rows, start=1):
         _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
-    for note in found.notes:
+    more = len(found.notes) - NOTES_SHOWN
+    for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
         console.print(Text(note, style="yellow"))
     console.print(Text(f"of {found.report}"))
 
