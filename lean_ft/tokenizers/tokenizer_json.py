@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Encoding as HFEncoding
 from tokenizers import Tokenizer as HFTokenizer
 
+from lean_ft.tokenizers.ascii_words import AsciiWords
 from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, split_at_tokens
 
 # Stand-ins for control tokens while literal ones are encoded: one private-use character each.
@@ -55,14 +56,21 @@ class TokenizerJson:
         self.adds_bos = bos is not None and around_nothing[:1] == [self.token_id(bos)]
         self.adds_eos = eos is not None and around_nothing[-1:] == [self.token_id(eos)]
         self._any_added = any_of(self.added)
+        self._ascii_words = AsciiWords.of(self._tokenizer, json.loads(self._tokenizer.to_str()))
         self._with_stand_ins: tuple[HFTokenizer, dict[str, str], np.ndarray] | None = None
 
     def encode(self, texts: list[str], literals: list[list[Span]]) -> Sequence[Encoding]:
-        whole = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._encode_with_literals(text, literal) if literal else _SortedEncoding(encoding)
-            for text, literal, encoding in zip(texts, literals, whole, strict=True)
+        encodings: list[Encoding | None] = [
+            self._encode_with_literals(text, literal)
+            if literal
+            else self._ascii_words.encode(text)
+            if self._ascii_words is not None
+            else None
+            for text, literal in zip(texts, literals, strict=True)
         ]
+        others = [text for text, encoding in zip(texts, encodings, strict=True) if encoding is None]
+        whole = iter(self._tokenizer.encode_batch(others, add_special_tokens=False))
+        return [_SortedEncoding(next(whole)) if encoding is None else encoding for encoding in encodings]
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids with whatever the file's post-processor puts around a text."""
