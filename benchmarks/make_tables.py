@@ -34,6 +34,8 @@ BENCHMARKS = (
     "attention",
     "optimizer_step",
     "data_preparation",
+    "loading",
+    "tokenizers_gsm8k",
 )
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 

@@ -136,18 +136,17 @@ def _rows(
 
 def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> list[Stretch]:
     """The text of `ids` (T,), cut where `trained` (T,) changes and around control tokens."""
-    controls = [tokenizer.control_token(int(token_id)) for token_id in ids]
+    tokens = [tokenizer.token_text(int(token_id)) for token_id in ids]
+    is_control = [token in tokenizer.control_tokens for token in tokens]
     stretches, end, before = [], 0, ""
-    for (is_trained, is_control), group in groupby(
-        range(len(ids)), key=lambda i: (bool(trained[i]), controls[i] is not None)
-    ):
+    for (is_trained, is_controls), group in groupby(range(len(ids)), key=lambda i: (bool(trained[i]), is_control[i])):
         indices = list(group)
         end = indices[-1] + 1
         # The text up to here less the text before: some tokenizers drop the space that a text begins with. Where a
         # character's bytes are divided, it belongs to the stretch that completes it.
         text = tokenizer.decode(ids[:end].tolist())
-        if is_control:
-            stretches.append(Stretch("".join(controls[i] or "" for i in indices), is_trained, True))
+        if is_controls:
+            stretches.append(Stretch("".join(tokens[i] for i in indices), is_trained, True))
         else:
             stretches.append(Stretch(text[len(before.rstrip("\ufffd")) :], is_trained, False))
         before = text

@@ -72,6 +72,9 @@ class TokenizerJson:
         whole = iter(self._tokenizer.encode_batch(others, add_special_tokens=False))
         return [_SortedEncoding(next(whole)) if encoding is None else encoding for encoding in encodings]
 
+    def encode_ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids with whatever the file's post-processor puts around a text."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids

@@ -54,7 +54,9 @@ def tokenizers() -> dict[str, tuple[Tokenizer, AsciiWords]]:
 
 
 PIECES = st.one_of(
-    st.sampled_from([*ADDED, "the", " said", "'ll", "'VE", "'S", "\n", "\r\n", "  ", "\t", "12", "<|im_", "|>", "others"]),
+    st.sampled_from(
+        [*ADDED, "the", " said", "'ll", "'VE", "'S", "\n", "\r\n", "  ", "\t", "12", "<|im_", "|>", "others"]
+    ),
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=6),
     st.text(st.sampled_from(" \n\r\t'a1."), max_size=8),
 )
@@ -95,7 +97,20 @@ def test_a_text_with_a_token_that_takes_more_than_itself_goes_to_the_library(fla
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"\w+", r"\p{Lu}+|\p{L}", r"\b", r".+", r"(a)", r"[[:alpha:]]", r"[a&&b]", r"(?<=a)b", r"^a", r"a$", r"a{1,2}+", r"\d"],
+    [
+        r"\w+",
+        r"\p{Lu}+|\p{L}",
+        r"\b",
+        r".+",
+        r"(a)",
+        r"[[:alpha:]]",
+        r"[a&&b]",
+        r"(?<=a)b",
+        r"^a",
+        r"a$",
+        r"a{1,2}+",
+        r"\d",
+    ],
 )
 def test_a_pattern_that_may_mean_something_else_is_not_taken_over(pattern: str):
     tokenizer = train(QWEN2)
