@@ -97,7 +97,8 @@ def measure_side(
         *("--side", side, "--data", data, "--tokenizer-folder", tokenizer, "--cache", cache, "--facts-file", facts),
         *("--length", str(length), "--num-processes", str(num_processes)),
     ]
-    environment = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    # A plain traceback, whose last line is not broken where a terminal would end.
+    environment = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TYPER_STANDARD_TRACEBACK": "1"}
     measured = run_measured(command, timeout_seconds=budget.timeout_seconds(), environment=environment)
     row = asdict(measured)
     output = row.pop("output")
