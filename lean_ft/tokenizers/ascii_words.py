@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from lean_ft.tokenizers.vocabulary import SpanEncoding, any_of
 
 MOST_WORDS = 2**17  # remembered; they are forgotten together when there are more
+LONGEST_WORD = 64  # characters; longer ones hardly come again, and would fill the memory
 NOT_PLAIN = re.compile(r"[^\t\n\r -~]")
 NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")  # which leave ASCII as it is
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -88,10 +89,11 @@ class AsciiWords:
         return SpanEncoding(array, ends - lengths, ends)
 
     def _ask(self, word: str) -> tuple[int, ...]:
-        if len(self._ids_of) >= MOST_WORDS:
-            self._ids_of.clear()
         ids = tuple(token.id for token in self._tokenizer.model.tokenize(word.translate(WRITTEN)))
-        self._ids_of[word] = ids
+        if len(word) <= LONGEST_WORD:
+            if len(self._ids_of) >= MOST_WORDS:
+                self._ids_of.clear()
+            self._ids_of[word] = ids
         return ids
 
 

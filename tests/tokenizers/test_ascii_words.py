@@ -58,6 +58,7 @@ PIECES = st.one_of(
         [*ADDED, "the", " said", "'ll", "'VE", "'S", "\n", "\r\n", "  ", "\t", "12", "<|im_", "|>", "others"]
     ),
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=6),
+    st.text(st.characters(max_codepoint=127), max_size=2),
     st.text(st.sampled_from(" \n\r\t'a1."), max_size=8),
 )
 
@@ -67,6 +68,9 @@ PIECES = st.one_of(
 def test_ids_and_places_are_the_librarys(tokenizers: dict[str, tuple[Tokenizer, AsciiWords]], text: str):
     for tokenizer, words in tokenizers.values():
         expected, got = tokenizer.encode(text, add_special_tokens=False), words.encode(text)
+        if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", text):
+            assert got is None  # control characters are the library's
+            continue
         assert got is not None
         assert got.ids.tolist() == expected.ids
         assert list(zip(got.starts.tolist(), got.ends.tolist(), strict=True)) == expected.offsets
@@ -85,6 +89,15 @@ def test_words_are_forgotten_when_there_are_too_many(tokenizers, monkeypatch: py
         assert encoding is not None
         assert encoding.ids.tolist() == tokenizer.encode(text).ids
         assert len(words._ids_of) <= 3
+
+
+def test_long_words_are_not_remembered(tokenizers):
+    tokenizer, words = tokenizers["qwen2"]
+    text = "said " + "others" * 1000
+    encoding = words.encode(text)
+    assert encoding is not None
+    assert encoding.ids.tolist() == tokenizer.encode(text).ids
+    assert max(map(len, words._ids_of)) <= 64
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
