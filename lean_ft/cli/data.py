@@ -53,7 +53,7 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"at most this many tokens have: {quantiles}\n"))
-    candidates = statistics.candidate_lengths(found.lengths, cfg.data.max_length)
+    candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
     ]

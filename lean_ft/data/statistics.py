@@ -56,14 +56,6 @@ def gather_statistics(config: SFTDataConfig, tokenizer: Tokenizer) -> Statistics
     return Statistics(parts.report, lengths, num_targets)
 
 
-def candidate_lengths(lengths: np.ndarray, chosen: int) -> list[int]:
-    """Maximum lengths to compare: powers of two up to the first that cuts nothing, and the `chosen` one."""
-    longest = int(lengths.max())
-    shorter = [candidate for candidate in CANDIDATES if candidate < longest]
-    first_that_fits = CANDIDATES[len(shorter) : len(shorter) + 1]
-    return sorted({*shorter, *first_that_fits, chosen})
-
-
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int) -> AtLength:
     """What `max_length` does to sequences of `lengths` (N,), in batches of `batch_size` shuffled by `seed`."""
     cut = np.minimum(lengths, max_length)

@@ -78,7 +78,7 @@ def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
             continue
         place = f"{path}, line {number}"
         try:
-            yield Row(_object(parse_json(_decode(line))), place)
+            yield Row(_object(parse_json(_decode(line.rstrip(b"\r\n")))), place)
         except ValueError as error:
             yield Row({}, place, problem=f"{error}{hint if 'malformed' in str(error) else ''}")
 

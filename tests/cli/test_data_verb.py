@@ -33,7 +33,7 @@ def run(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
     rows = [{"prompt": "Say [bold]it[/bold]", "completion": "yes " * count} for count in (1, 2, 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [tmp_path / "recipe.py", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=256"]
+    return [tmp_path / "recipe.py", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=300"]
 
 
 def test_stats(leanft, run, tmp_path):
@@ -43,8 +43,10 @@ def test_stats(leanft, run, tmp_path):
     assert "█" in answer.out
     header, *table = [line for line in answer.out.splitlines() if re.match(r" *(max_length|[\d,]+ +\d+ \()", line)]
     assert header.split("  ")[0] == "max_length"
-    assert [line.split()[:2] for line in table][:2] == [["256", "1"], ["512", "1"]]
-    assert table[0].endswith("as set")
+    # 256 to 32k, and the length that is set, where the long row is cut in two places of the table.
+    lengths = ["256", "300", "512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768"]
+    assert [line.split()[:2] for line in table] == [[length, "1" if i < 3 else "0"] for i, length in enumerate(lengths)]
+    assert [line.endswith("as set") for line in table] == [length == "300" for length in lengths]
     assert all(line == line.rstrip() for line in answer.out.splitlines())
     assert (tmp_path / "lengths.png").is_file()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lean_ft.data import sft_batches
-from lean_ft.data.statistics import at_length, candidate_lengths, gather_statistics, histogram, quantiles
+from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles
 from lean_ft.data.statistics_figure import save_figure
 
 Config = Callable[..., Any]
@@ -39,12 +39,6 @@ def test_it_says_what_a_run_then_shows(max_length: int, config: Config, plain_to
     packed, _ = sft_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, batch_size=4, seed=3)
     assert said.packed_rows == packed.report.packed_rows
     assert said.packing_efficiency == pytest.approx(packed.report.packing_efficiency)
-
-
-def test_candidate_lengths():
-    assert candidate_lengths(np.array([1, 700]), 512) == [256, 512, 1024]
-    assert candidate_lengths(np.array([1, 1024]), 100) == [100, 256, 512, 1024]
-    assert candidate_lengths(np.array([1, 90_000]), 90_000)[-2:] == [32768, 90_000]
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 2, 3], [10] * 500 + [9000], list(range(1, 3000)), [63, 64, 65] * 9])
