@@ -1,8 +1,8 @@
 """One side of data_preparation.py, in a process of its own: a JSONL file to packed rows, and the seconds it took.
 
 Both sides start from the file and end with rows packed by best-fit decreasing, on disk: `ours` with `sft_batches`,
-`trl` with `load_dataset` and what SFTTrainer does to its dataset, which
-also builds a trainer around a model too small to matter. Imports and that model are not in the seconds.
+`trl` with `load_dataset` and what SFTTrainer does to its dataset, which also builds a trainer around a model too small
+to matter. Imports and that model are not in the seconds.
 """
 
 import json

@@ -7,13 +7,13 @@
 | wrapped       | all of them one text, cut every `max_length` | full, and documents in one row see each other   |
 | padding_free  | whole, however long                          | a batch is one row: nothing to pack             |
 
-`bfd` and `bfd_split` pack in two ways, of which the one with fewer rows is taken. *Best-fit decreasing* places the longest document first,
-each into the fullest row that still holds it (Johnson 1974). It is bad at the last few tokens of a row, since
-all short documents come last; so *filling* completes one row at a time instead: to the longest document left
-it searches the lengths that together use up the room (minimum bin slack, Gupta and Ho 1999), and repeats the
-combination while documents of these lengths last. On 7,473 GSM8K rows at 1,024 tokens the first wastes 1.5 %,
-the second 0.4 % (Llama 2 tokens). Either takes about a second for a million documents, since all documents of one length are
-placed together.
+`bfd` and `bfd_split` pack in two ways, of which the one with fewer rows is taken. *Best-fit decreasing* places the
+longest document first, each into the fullest row that still holds it (Johnson 1974). It is bad at the last few tokens
+of a row, since all short documents come last; so *filling* completes one row at a time instead: to the longest document
+left it searches the lengths that together use up the room (minimum bin slack, Gupta and Ho 1999), and repeats the
+combination while documents of these lengths last. On 7,473 GSM8K rows at 1,024 tokens the first wastes 1.5 %, the
+second 0.4 % (Llama 2 tokens). Either takes about a second for a million documents, since all documents of one length
+are placed together.
 
 The names and what they do are TRL's, whose packing works on a thousand rows at a time; here it is the whole data
 set. Two differences: a token that `bfd_split` cuts off is still predicted, by the last token before the cut, and of

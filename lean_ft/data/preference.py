@@ -4,9 +4,9 @@ A row has its prompt explicitly, or both answers begin with it: messages by thei
 common characters up to the last space. An answer given as messages may repeat the prompt. What both sides share is
 one list of ids: where a token straddles the end of the prompt it belongs to the answers.
 
-Cutting goes in this order: the end of the sequence is appended (to a chat by its template, to a text as eos); the prompt is cut to its last `max_prompt_length`
-tokens; each answer to its first `max_completion_length`; then the pair to `max_length`. A pair of which a side has
-no token left is dropped and counted, as is one whose sides are the same.
+Cutting goes in this order: the end of the sequence is appended (to a chat by its template, to a text as eos); the
+prompt is cut to its last `max_prompt_length` tokens; each answer to its first `max_completion_length`; then the pair to
+`max_length`. A pair of which a side has no token left is dropped and counted, as is one whose sides are the same.
 """
 
 from collections.abc import Sequence

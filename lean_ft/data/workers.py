@@ -6,6 +6,7 @@ fork, so threads and devices of this process are no danger to it, and it does no
 go through pipes between our own processes alone, never into a file.
 """
 
+import contextlib
 import os
 import pickle
 import signal
@@ -117,20 +118,19 @@ def _work() -> None:
     read = os.fdopen(os.dup(0), "rb")
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the answers
-    function = pickle.load(read)
-    while True:
-        try:
+    # Where the parent was killed, its pipes end in the middle of anything: nobody is left to be told.
+    with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
+        function = pickle.load(read)
+        while True:
             item = pickle.load(read)
-        except EOFError:
-            return
-        try:
-            result = "done", function(item)
-        except ValueError as error:
-            result = "value error", str(error)
-        except Exception:
-            result = "error", traceback.format_exc()
-        pickle.dump(result, answer, protocol=pickle.HIGHEST_PROTOCOL)
-        answer.flush()
+            try:
+                result = "done", function(item)
+            except ValueError as error:
+                result = "value error", str(error)
+            except Exception:
+                result = "error", traceback.format_exc()
+            pickle.dump(result, answer, protocol=pickle.HIGHEST_PROTOCOL)
+            answer.flush()
 
 
 if __name__ == "__main__":
