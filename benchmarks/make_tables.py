@@ -36,6 +36,7 @@ BENCHMARKS = (
     "data_preparation",
     "loading",
     "tokenizers_gsm8k",
+    "planner_accuracy",
 )
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 
