@@ -1,7 +1,8 @@
-"""`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the model."""
+"""`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the weights."""
 
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -35,13 +36,16 @@ def stats(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Draw the distribution of lengths into a picture, too.")
     ] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Predict the peak memory of a step at each length, too; takes a while.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Print the lengths of a run's rows, and what each maximum length would cost.
 
     RECIPE and settings are those of `leanft run`; output_dir may be left out.
     """
-    cfg = _settings(recipe, config, overrides)
+    module, cfg = _settings(recipe, config, overrides)
     from lean_ft.data import statistics
     from lean_ft.tokenizers import load_tokenizer
 
@@ -57,7 +61,9 @@ def stats(
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
     ]
-    table = [("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full", "")]
+    peaks = _peaks(module, cfg, candidates) if peak else {}
+    column = ("peak",) if peak else ()
+    table = [("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full", *column, "")]
     for row in rows:
         table.append(
             (
@@ -67,6 +73,7 @@ def stats(
                 f"{row.padding:.1%}",
                 f"{row.packed_rows:,}",
                 f"{row.packing_efficiency:.2%}",
+                *((peaks[row.max_length],) if peak else ()),
                 "as set" if row.max_length == cfg.data.max_length else "",
             )
         )
@@ -75,6 +82,8 @@ def stats(
         line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
         console.print(Text(line, style="" if i else "bold"))
     console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
+    if peak:
+        console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
     if png is not None:
         from lean_ft.data.statistics_figure import save_figure
 
@@ -97,7 +106,7 @@ def preview(
 
     RECIPE and settings are those of `leanft run`; output_dir may be left out.
     """
-    cfg = _settings(recipe, config, overrides)
+    _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
     from lean_ft.data.preview_html import preview_page
     from lean_ft.tokenizers import load_tokenizer
@@ -117,17 +126,34 @@ def preview(
     console.print(Text(f"of {found.report}"))
 
 
-def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> Any:
-    """The settings of the run. Raises ValueError where the recipe has no data to look at."""
+def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
+    """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
     recipe_file = catalog.find_recipe(recipe)
     preset_file = catalog.find_preset(config) if config is not None else None
-    config_class = catalog.load_recipe(recipe_file).Config
+    module = catalog.load_recipe(recipe_file)
+    config_class = module.Config
     # Nothing is written, so nobody has to say where to.
     unused = ["output_dir=unused"] if "output_dir" in config_class.model_fields else []
     cfg = load_config(config_class, preset_file, [*unused, *(overrides or [])])
     if not isinstance(getattr(cfg, "data", None), SFTDataConfig) or not hasattr(cfg, "model"):
         raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no SFT `data`, or no `model`.")
-    return cfg
+    return module, cfg
+
+
+def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str]:
+    """The predicted peak memory at each maximum length; a dash where batch_tokens allows no such row."""
+    from lean_ft.plan import choose_device, rehearse
+
+    device = choose_device(None, cfg.device)
+    peaks = dict.fromkeys(candidates, "-")
+    with stdout().status("rehearsing a step") as status:
+        for length in candidates:
+            if cfg.data.batch_tokens is None or length <= cfg.data.batch_tokens:
+                status.update(f"rehearsing a step with rows of {length:,} tokens")
+                data = cfg.data.model_copy(update={"max_length": length})
+                peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
+                peaks[length] = f"{peak_bytes / 2**30:.2f} GiB"
+    return peaks
 
 
 def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:

@@ -51,6 +51,22 @@ def test_stats(leanft, run, tmp_path):
     assert (tmp_path / "lengths.png").is_file()
 
 
+def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "Some words."}\n')
+    run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "device=cpu"]
+    settings = ["data.max_length=300", "data.batch_tokens=512"]
+    answer = leanft("data", "stats", *run, *settings, "--peak")
+    assert (answer.code, answer.err) == (0, "")
+    said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
+    planned = leanft("plan", *run, *settings, f"output_dir={tmp_path}/run").out
+    assert re.search(r"peak ([\d.]+ GiB)", planned)[1] in said["300"]  # pyright: ignore[reportOptionalSubscript]
+    assert (
+        "512 tokens a step" in leanft("plan", *run, *settings, f"output_dir={tmp_path}/run", "data.max_length=512").out
+    )
+    assert all("GiB" in said[length] for length in ("256", "300", "512"))
+    assert all(said[length].endswith("-") for length in ("1,024", "32,768"))
+
+
 def test_preview(leanft, run, tmp_path):
     answer = leanft("data", "preview", *run, "--rows", "2")
     assert (answer.code, answer.err) == (0, "")
