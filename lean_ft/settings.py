@@ -270,6 +270,11 @@ class RecipeConfig(Settings):
     )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    plan: bool = Field(
+        True,
+        description="Rehearse one step on shapes before weights are loaded, and tell its peak memory where that matters. "
+        "For a copied recipe that does more than train: false, as the rehearsal calls its main.",
+    )
     output_dir: Path = Field(description="The run directory: config, metrics and checkpoints.")
     resume: str = Field(
         "auto",
