@@ -105,7 +105,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving.
+    `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving; `part_of` is
+    the model_type of the whole where it is the language model of one that reads images too.
     `router_aux_loss_coef` is the weight of `auxiliary_loss`; at 0 it is not computed.
     """
 
@@ -120,6 +121,7 @@ class Decoder(nn.Module):
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
+        self.part_of = ""
         self.generation_config: bytes | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef

@@ -73,7 +73,9 @@ def describe_model(model: nn.Module) -> str:
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     weights = sum(p.numel() * p.element_size() for p in parameters)
-    return f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+    text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+    part_of = getattr(model, "part_of", "")
+    return f"{text}; the language model of a {part_of}, without what reads images" if part_of else text
 
 
 def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device) -> None:
