@@ -100,6 +100,19 @@ class OptimizerConfig(Settings):
     )
 
 
+class LossConfig(Settings):
+    """What the training loss has beside the cross-entropy; held-out losses are plain."""
+
+    label_smoothing: Fraction = Field(
+        0.0, description="Share of each target's probability that is spread over the whole vocabulary."
+    )
+    z_loss: NonNegativeFloat = Field(
+        0.0,
+        description="Coefficient of the squared logarithm of the softmax's normaliser, added to each token's loss: it "
+        "keeps logits from drifting. PaLM took 1e-4.",
+    )
+
+
 class ScheduleConfig(Settings):
     """The learning rate over the run."""
 
@@ -113,14 +126,27 @@ class ScheduleConfig(Settings):
 class MemoryConfig(Settings):
     """Every trade of memory against time."""
 
-    activation_checkpointing: Literal["none", "full", "every_n", "selective"] = Field(
+    activation_checkpointing: Literal["none", "full", "every_n", "selective", "budget"] = Field(
         "none",
         description="Keep only the input of each layer and recompute the rest in backward: for no layer, every layer, "
-        "or every n-th. `selective` is `full` that also keeps what attention returned, and so attends once.",
+        "or every n-th. `selective` is `full` that also keeps what selective_keeps names. `budget` lets the compiler "
+        "choose within activation_budget; it needs compile=true.",
+    )
+    selective_keeps: Literal["attention", "products"] = Field(
+        "attention",
+        description="What `selective` keeps: what attention returned, one hidden state a token and layer, so that it "
+        "attends once; or that and every matrix product, so that only norms and activations are recomputed.",
+    )
+    activation_budget: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.5,
+        description="Share of a layer's activations that `budget` keeps: 0 recomputes all of them, 1 nothing that "
+        "costs time.",
     )
     checkpoint_every_n: PositiveInt = Field(2, description="The n of `every_n`: layers 0, n, 2n ... recompute.")
-    loss_chunk_tokens: NonNegativeInt = Field(
-        1024, description="Target tokens whose logits exist at a time; 0 computes them all at once."
+    loss_chunk_tokens: NonNegativeInt | Literal["auto"] = Field(
+        "auto",
+        description="Target tokens whose logits exist at a time; 0 computes them all at once. `auto` gives them 1/64 of "
+        "the memory that the weights leave on the device, with at least 256 and at most 4096 tokens.",
     )
     loss_accumulation_dtype: Literal["float32", "weight"] = Field(
         "float32",

@@ -16,6 +16,7 @@ class TokenStatistics:
         self.num_right += num_right
         self.entropy += entropy
 
-    def means(self, num_targets: int) -> dict[str, Tensor]:
-        """`token_accuracy` and `entropy`, each a float32 scalar: means over the targets."""
-        return {"token_accuracy": self.num_right / num_targets, "entropy": self.entropy / num_targets}
+    def means(self, num_targets: int, prefix: str = "") -> dict[str, Tensor]:
+        """`token_accuracy` and `entropy`, each a float32 scalar: means over the targets; `prefix` goes before names."""
+        sums = {"token_accuracy": self.num_right, "entropy": self.entropy}
+        return {prefix + name: total / num_targets for name, total in sums.items()}

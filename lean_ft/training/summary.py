@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean_ft.memory import loss_chunk_tokens
 from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig
 from lean_ft.training.metrics import Row
 from lean_ft.training.progress import duration, gibibytes, number, say
@@ -54,7 +55,8 @@ def say_start(
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
         say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
     if isinstance(memory, MemoryConfig):
-        chunk = f"{memory.loss_chunk_tokens} tokens at a time" if memory.loss_chunk_tokens else "all tokens at once"
+        tokens = loss_chunk_tokens(model, memory.loss_chunk_tokens)
+        chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
     batch = f"{cfg.batch_size} sequences"
