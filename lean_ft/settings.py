@@ -148,6 +148,20 @@ class MemoryConfig(Settings):
         description="Target tokens whose logits exist at a time; 0 computes them all at once. `auto` gives them 1/64 of "
         "the memory that the weights leave on the device, with at least 256 and at most 4096 tokens.",
     )
+    activation_offload: bool = Field(
+        False, description="GPU: keep what layers save for backward in pinned host memory, and fetch it back ahead."
+    )
+    tile_mlp: NonNegativeInt = Field(
+        0,
+        description="Tiles of tokens that each feed-forward layer works through one after the other, so that only one "
+        "tile's inner activations exist; 0 takes all tokens at once.",
+    )
+    tied_gradient: Literal["fused", "host", "separate"] = Field(
+        "fused",
+        description="Where the output layer is the embedding: `fused` adds the embedding's rows to the output layer's "
+        "gradient, `separate` makes a gradient each and adds them. `host` is `fused`, and on a GPU the output layer's "
+        "waits in pinned host memory while the layers go backward.",
+    )
     loss_accumulation_dtype: Literal["float32", "weight"] = Field(
         "float32",
         description="Type that sums the output weight's gradient over chunks: `float32`, or the weight's own type, "

@@ -6,6 +6,7 @@ Norm statistics and rotary angles are computed in float32 whatever the dtype of 
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ class Decoder(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.generation_config: bytes | None = None
@@ -105,7 +107,9 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer; the embedding's own where they are tied."""
+        """The parameter (V, D) of the output layer; the embedding's own, or what stands for it, where they are tied."""
+        if self.tied_output_weight is not None:
+            return self.tied_output_weight()
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
