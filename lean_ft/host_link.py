@@ -31,6 +31,14 @@ class Sent:
         self.arrival: int | None = None  # the number of its copy back, if one has begun
 
 
+    @classmethod
+    def on_host(cls, host: Tensor) -> "Sent":
+        """One that has been on the host all along."""
+        sent = cls(host, host)
+        sent.source = None
+        return sent
+
+
 class HostLink:
     """Sends tensors of one CUDA device to pinned host memory and fetches them back, without waiting."""
 
@@ -57,6 +65,10 @@ class HostLink:
         while self._leaving_bytes > self._in_flight_bytes:
             self._let_go()
         return sent
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned host memory, done when this returns."""
+        return self._host_memory(tensor).copy_(tensor)
 
     def prefetch(self, sent: Sent) -> None:
         """Starts the copy back, unless the tensor is on the device still or again."""
