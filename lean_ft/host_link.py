@@ -30,7 +30,6 @@ class Sent:
         self.version = source._version  # of the source when it was sent
         self.arrival: int | None = None  # the number of its copy back, if one has begun
 
-
     @classmethod
     def on_host(cls, host: Tensor) -> "Sent":
         """One that has been on the host all along."""

@@ -39,6 +39,12 @@ class ModelConfig(Settings):
         False,
         description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
     )
+    router_aux_loss_coef: NonNegativeFloat | None = Field(
+        None,
+        description="Mixtures of experts: weight of the router's load-balancing loss, added to the mean loss; 0 leaves "
+        "it out. null takes config.json's own weight if output_router_logits is true there, and 0 if not: as "
+        "transformers does, and so most published models train without it.",
+    )
 
 
 class SFTDataConfig(Settings):

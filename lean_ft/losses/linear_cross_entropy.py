@@ -65,7 +65,7 @@ def linear_cross_entropy(
         num_targets: how many labels are not ignored, if the caller knows it; else it is counted, which makes a GPU wait.
         chunk_tokens: target tokens whose logits exist at a time; 0 takes all of them at once.
         accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
-        softcap: logits become `softcap * tanh(logit / softcap)` first, as some models want; None leaves them.
+        softcap: logits become `softcap * tanh(logit / softcap)` first, as some models want (Gemma 2); None leaves them.
         label_smoothing: share of each target's probability that is spread over the whole vocabulary.
         z_loss: coefficient of the squared logarithm of the softmax's normaliser, which is added to each token's loss.
         statistics: where to add the number of right predictions and the entropy, without gradients.

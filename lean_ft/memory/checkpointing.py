@@ -18,7 +18,6 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-
 # What a name's operations are, by a part of their own names.
 KEPT_OPERATIONS = {
     "nothing": (),

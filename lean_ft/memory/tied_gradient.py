@@ -74,6 +74,7 @@ class _OutputWeight:
 
     def hand_out(self) -> Tensor:
         return self.embedding.weight if self._weight is None else self._weight
+
     def send(self, grad: Tensor) -> Tensor:
         """Sends the gradient away; what it returns stands for it and takes no memory."""
         assert self.link is not None

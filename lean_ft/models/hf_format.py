@@ -12,11 +12,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lean_ft.assets import resolve_model_path
-from lean_ft.models.decoder import Decoder, DecoderConfig
-from lean_ft.models.families import decoder_config
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.families import decoder_config, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"
@@ -30,11 +31,13 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
+    router_aux_loss_coef: float | None = None,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
+    for it by `output_router_logits`. Raises ValueError where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
@@ -42,16 +45,24 @@ def load_model(
     folder = resolve_model_path(path)
     hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
+    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
+        raise ValueError(
+            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
+            "load of experts to balance. Leave it out."
+        )
     if random_init:
         model = build_decoder(config, device, dtype)
+        model.hf_config = hf_config
     else:
         model = _empty_decoder(config, dtype)
+        model.hf_config = hf_config
         stored = _match(model, _stored_tensors(folder), folder)
         model.to_empty(device=device)
-        for name, parameter in model.named_parameters():
-            stored[name].read_into(parameter)
+        for name, tensor in tensors_on_disk(model).items():
+            stored[name].read_into(tensor)
     model.source_folder = folder
-    model.hf_config = hf_config
+    if router_aux_loss_coef is not None:
+        model.router_aux_loss_coef = router_aux_loss_coef
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     return model
@@ -60,14 +71,15 @@ def load_model(
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms 1."""
+    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that
+    scale by 1."""
     model = _empty_decoder(config, dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1.0 - config.norm_weight_offset)
             else:
                 parameter.normal_(0.0, config.initializer_range)
     return model
@@ -84,7 +96,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(model.named_parameters())
+    tensors = tensors_on_disk(model)
     shards = _shards(tensors, max_shard_bytes)
     for file_name, names in shards.items():
         write_file(folder / file_name, {name: tensors[name] for name in names}, {"format": "pt"})
@@ -102,6 +114,19 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
     _write(folder / "config.json", _as_json({**model.hf_config, **dict.fromkeys(spelled, dtype)}))
     if model.generation_config is not None:
         _write(folder / "generation_config.json", model.generation_config)
+
+
+def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what the folder of a model holds, by name: its parameters, without gradients.
+
+    Where the family stores a parameter in parts, they are views of it, so reading and writing them takes no copy.
+    """
+    hf_config = getattr(model, "hf_config", {})
+    return {
+        place: tensor
+        for name, parameter in model.named_parameters()
+        for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
+    }
 
 
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
@@ -149,10 +174,10 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 
 def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """The stored tensor of every parameter; raises ValueError unless they match one to one."""
+    """The stored tensors that make up the parameters; raises ValueError unless they match one to one."""
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(

@@ -19,7 +19,17 @@ from torch.nn.functional import pad
 
 from lean_ft.optim.adamw import AdamW, clipped_lr
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
-from lean_ft.optim.slices import RoundingNoise, SliceSum, as_scalar_tensor, compile_once, cut, flat, slice_length, slices, store
+from lean_ft.optim.slices import (
+    RoundingNoise,
+    SliceSum,
+    as_scalar_tensor,
+    compile_once,
+    cut,
+    flat,
+    slice_length,
+    slices,
+    store,
+)
 
 BLOCK = 128  # elements that share a scale
 MIN_4BIT_ELEMENTS = 4096

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models import save_model
+from lean_ft.models import save_model, tensors_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.training.progress import gibibytes
 from lean_ft.training.random_state import RandomState
@@ -219,18 +219,18 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
-    parameters = dict(model.named_parameters())
-    if different := sorted(stored.keys() ^ parameters.keys()):
+    tensors = tensors_on_disk(model)
+    if different := sorted(stored.keys() ^ tensors.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
-    for name, parameter in parameters.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tuple(parameter.shape), parameter.dtype)
+    for name, tensor in tensors.items():
+        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
         if there != here:
             raise ValueError(
                 f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
                 f"A run goes on with the model and the model.dtype it began with."
             )
-        stored[name].read_into(parameter)
+        stored[name].read_into(tensor)
 
 
 def restore_optimizer(folder: Path, optimizer: Any) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,10 +31,10 @@ class Counted(Protocol):
 
 @dataclass
 class _Pending:
-    """A step whose loss and norm may still be on their way."""
+    """A step whose loss, norm and further values may still be on their way."""
 
     row: Row
-    scalars: dict[str, Tensor]  # loss, grad_norm where there is one, and what else the recipe gave
+    scalars: dict[str, Tensor]
     started: Any
     ended: Any
 
@@ -82,11 +82,11 @@ class Metrics:
         lr: float,
         grad_norm: Tensor | float | None,
         micro_batches: Iterable[Counted],
-        more: Mapping[str, Tensor | float] | None = None,
+        **more: Tensor | float | None,
     ) -> None:
         """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
 
-        `more` are further scalars of the step, by the name of their field.
+        `more` are further values of the step, which end its line; None leaves one out.
         """
         assert self._started is not None
         ended = self._clock.mark()
@@ -105,7 +105,7 @@ class Metrics:
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
         }
-        given = {"loss": loss, "grad_norm": grad_norm, **(more or {})}
+        given = {"loss": loss, "grad_norm": grad_norm, **more}
         scalars = {name: _copy(value) for name, value in given.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
@@ -116,8 +116,8 @@ class Metrics:
         if not pending:
             return []
         # One transfer for all: each .item() would be a wait of its own.
-        device = pending[0].scalars["loss"].device
-        values = iter(torch.stack([scalar.to(device) for p in pending for scalar in p.scalars.values()]).tolist())
+        scalars = [scalar for p in pending for scalar in p.scalars.values()]
+        values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
         for p in pending:
             seconds = self._clock.seconds(p.started, p.ended)
             p.row["step_seconds"] = seconds

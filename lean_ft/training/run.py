@@ -265,18 +265,18 @@ class Run:
         lr: float,
         grad_norm: Tensor | float | None,
         micro_batches: Iterable[Counted],
-        **more: Tensor | float,
+        **more: Tensor | float | None,
     ) -> None:
         """Note the step just taken, once, after the update. Tensors stay on the device until their line is written.
 
         loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
-        scalars of the step, each a field of its line.
+        values for the step's line, None left out.
         """
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
         self._metrics.record(
-            self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, more=more
+            self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **more
         )
 
     def evaluation_due(self) -> bool:

@@ -92,6 +92,18 @@ def test_every_combination_of_terms_equals_the_plain_computation(terms: dict[str
     assert error(exact_weight, plain(hidden, weight, labels)[2]) > 1e-3  # the terms do something
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_capped_logits_equal_the_plain_computation(compile: bool) -> None:
+    hidden, weight, labels = problem()
+    loss = linear_cross_entropy(hidden, weight, labels, softcap=0.8, chunk_tokens=7, compile=compile)
+    loss.backward()
+    exact_loss, exact_hidden, exact_weight = plain(hidden, weight, labels, softcap=0.8)
+    assert abs(exact_loss.item() - plain(hidden, weight, labels)[0].item()) > 1.0
+    assert abs(loss.item() - exact_loss.item()) <= 1e-6 * exact_loss.item()
+    assert error(hidden.grad, exact_hidden) < 2e-6
+    assert error(weight.grad, exact_weight) < 2e-6
+
+
 def test_the_compiled_terms_equal_the_plain_ones() -> None:
     torch._dynamo.reset()
     terms = TERMS[-1]
@@ -121,7 +133,13 @@ def test_accuracy_and_entropy_are_those_of_the_plain_logits_and_take_no_gradient
     statistics = TokenStatistics(hidden.device)
     for rows in (slice(0, 1), slice(1, 3)):
         linear_cross_entropy(
-            hidden[rows], weight, labels[rows], chunk_tokens=7, softcap=softcap, label_smoothing=0.1, statistics=statistics
+            hidden[rows],
+            weight,
+            labels[rows],
+            chunk_tokens=7,
+            softcap=softcap,
+            label_smoothing=0.1,
+            statistics=statistics,
         )
     is_target = labels.flatten() != IGNORED_LABEL
     if softcap is not None:

@@ -30,4 +30,6 @@ def backward(model: Decoder, num_tokens: int = 48) -> dict[str, Tensor]:
 def relative_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """The largest over the parameters, in the Frobenius norm."""
     assert found.keys() == exact.keys()
-    return max(float((found[name].double() - exact[name].double()).norm() / exact[name].double().norm()) for name in exact)
+    return max(
+        float((found[name].double() - exact[name].double()).norm() / exact[name].double().norm()) for name in exact
+    )
