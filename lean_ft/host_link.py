@@ -100,6 +100,11 @@ class HostLink:
             self._wait(arrived)
         self._arriving.clear()
 
+    def synchronize(self) -> None:
+        """The host waits until all copies that were begun are done, and may then use its memory."""
+        self.let_all_go()
+        self._finish()
+
     def _let_go(self) -> None:
         sent, done = self._leaving.popleft()
         self._wait(done)
@@ -118,6 +123,9 @@ class HostLink:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+    def _finish(self) -> None:
+        self._stream.synchronize()
 
     def _wait(self, event: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)

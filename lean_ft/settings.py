@@ -19,6 +19,8 @@ from pydantic import (
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
+
 
 class Settings(BaseModel):
     """A group of settings: unknown keys are errors, values are checked and never silently converted."""
@@ -81,13 +83,36 @@ class SFTDataConfig(Settings):
 class OptimizerConfig(Settings):
     """The update rule and how its state is kept."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = Field(
-        "adamw", description="The update rule. `_8bit` keeps both AdamW moments in 8 bits, in blocks of 256."
+    name: Literal[
+        "adamw",
+        "adamw_8bit",
+        "adamw_8bit_torchao",
+        "paged_adamw_8bit",
+        "adamw_4bit",
+        "adafactor",
+        "muon",
+        "apollo_mini",
+        "sgd",
+    ] = Field(
+        "adamw",
+        description="The update rule. `_8bit` and `_4bit` keep both AdamW moments in so many bits, with a scale a block; "
+        "`_torchao` by torchao's functions in place of bitsandbytes'. `muon` and `apollo_mini` are for the matrices inside "
+        "the layers, with AdamW for the rest. `paged_adamw_8bit` is adamw_8bit with state=paged.",
+    )
+    state: Literal["device", "paged", "streamed"] = Field(
+        "device",
+        description="Where the rule's state lives. GPU: `paged` is CUDA's managed memory, which the driver moves to the "
+        "host where there is no room (adamw_8bit alone); `streamed` is pinned host memory, from which each parameter's "
+        "state travels ahead of its update and back.",
     )
     lr: NonNegativeFloat = Field(2e-5, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW: decay of the two moments.")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.999), description="AdamW: decay of the two moments; also where another rule leaves a part to it."
+    )
     eps: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment.")
-    momentum: Fraction = Field(0.0, description="SGD: momentum; 0 keeps no state.")
+    momentum: Fraction | None = Field(
+        None, description="SGD and Muon: momentum. null is 0 for sgd, which then keeps no state, and 0.95 for muon."
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Decoupled weight decay, for matrices; vectors (norms, biases) are never decayed."
     )

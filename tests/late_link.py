@@ -38,6 +38,13 @@ class LateLink(HostLink):
         """Copies are done in their order, up to this one."""
         self.log.append(("wait", 0))
         while any(queued is event for queued, _, _ in self._queued):
-            _, source, target = self._queued.popleft()
-            with torch.no_grad():
-                target.copy_(source)
+            self._do_next()
+
+    def _finish(self) -> None:
+        while self._queued:
+            self._do_next()
+
+    def _do_next(self) -> None:
+        _, source, target = self._queued.popleft()
+        with torch.no_grad():
+            target.copy_(source)

@@ -51,9 +51,9 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
 
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:
-    tied = isinstance(model, Decoder) and model.lm_head is None
+    tied = model if isinstance(model, Decoder) and model.lm_head is None else None
     device = next(model.parameters()).device
-    if choice == "host" and not tied:
+    if choice == "host" and tied is None:
         raise ValueError(
             "memory.tied_gradient=host is for an output layer that is the embedding, and this model has two weights: no "
             "gradient waits from the one to the other. Set memory.tied_gradient=fused."
@@ -63,5 +63,5 @@ def _place_tied_gradient(model: nn.Module, choice: str) -> None:
             "memory.tied_gradient=host keeps the gradient in the host's memory instead of the GPU's, but the model is "
             f"on {device.type}: it is in the host's memory already. Set memory.tied_gradient=fused."
         )
-    if tied and choice != "separate":
-        fuse_tied_gradient(model, HostLink(device) if choice == "host" else None)
+    if tied is not None and choice != "separate":
+        fuse_tied_gradient(tied, HostLink(device) if choice == "host" else None)

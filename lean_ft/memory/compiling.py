@@ -11,7 +11,7 @@ Source: torchtitan's per-block compilation; PyTorch's activation memory budget (
 a knapsack of bytes against arithmetic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -52,7 +52,7 @@ def _inductor_within(budget: float) -> Callable[..., Any]:
     _tell_cost_of_attention()
     inductor = lookup_backend("inductor")
 
-    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=budget):
             return inductor(graph, inputs)
 

@@ -11,7 +11,7 @@ and a run that is resumed must choose as it did before.
 import math
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lean_ft.environment import memory_bytes
 
@@ -26,6 +26,7 @@ def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
     if chosen != "auto":
         return chosen
     weight = model.output_weight
+    assert isinstance(weight, Tensor)
     total_bytes = memory_bytes(weight.device)
     if total_bytes is None:
         return UNKNOWN_MEMORY_TOKENS

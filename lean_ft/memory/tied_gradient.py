@@ -41,7 +41,7 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     if embedding.padding_idx is not None or embedding.max_norm is not None or embedding.scale_grad_by_freq:
         raise ValueError("fuse_tied_gradient expects an embedding without padding_idx, max_norm and scale_grad_by_freq")
     output = _OutputWeight(embedding, link)
-    embedding.forward = output.look_up
+    setattr(embedding, "forward", output.look_up)  # noqa: B010  (the instance's, which no stub knows)
     model.tied_output_weight = output.hand_out
     if link is not None:
         # Its gradient is there shortly before the embedding's is asked for: the first layer has yet to go backward.

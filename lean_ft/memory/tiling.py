@@ -15,6 +15,7 @@ Shapes: B batch, T tokens of a row, D hidden size.
 """
 
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,11 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
     return len(found)
 
 
-def _tiled(mlp: nn.Module, x: Tensor) -> Tensor:  # (B, T, D)
-    tiles = x.flatten(0, -2).tensor_split(mlp.num_tiles)
+def _tiled(mlp: nn.Module, x: Tensor) -> Any:  # (B, T, D)
+    num_tiles: Any = mlp.num_tiles
     forward = type(mlp).forward
-    return torch.cat([checkpoint(forward, mlp, tile, use_reentrant=False) for tile in tiles]).view(x.shape)
+    tiles = [checkpoint(forward, mlp, tile, use_reentrant=False) for tile in x.flatten(0, -2).tensor_split(num_tiles)]
+    if isinstance(tiles[0], tuple):  # a mixture of experts returns its router's logits beside its result
+        results, *others = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        return results.view(x.shape), *others
+    return torch.cat(tiles).view(x.shape)

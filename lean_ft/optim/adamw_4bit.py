@@ -122,7 +122,7 @@ class AdamW4bit(Rule):
             1 - self.beta2,
             correction2**0.5,
             self.eps,
-            decay_of(state.param, self.weight_decay),
+            decay_of(state, self.weight_decay),
         )
         for part in parts:
             halves, blocks = _halves(part), _blocks(part)

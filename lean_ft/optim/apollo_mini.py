@@ -43,7 +43,7 @@ class ApolloMini(MatrixRule):
 
     def update_matrix(self, state: ParameterState, step: StepInfo) -> None:
         grad = state.grad.view(-1, state.param.shape[-1])  # experts' matrices are one
-        projected = project(grad, seed=state.index + (step.number - 1) // STEPS_A_PROJECTION * 2**32)  # (L,)
+        projected = project(grad, seed=projection_seed(state.index, step.number))  # (L,)
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
         exp_avg.lerp_(projected, 1 - self.beta1)
         exp_avg_sq.lerp_(projected.square(), 1 - self.beta2)
@@ -63,6 +63,11 @@ class ApolloMini(MatrixRule):
             self.weight_decay,
             noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
         )
+
+
+def projection_seed(index: int, step_number: int) -> int:
+    """What draws a parameter's vector in a step. It stays below 2**32: a generator on a CPU drops the bits above."""
+    return (index + (step_number - 1) // STEPS_A_PROJECTION * 2**16) % 2**32
 
 
 def project(grad: Tensor, seed: int) -> Tensor:

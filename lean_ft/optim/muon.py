@@ -55,13 +55,13 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """The matrix (..., R, C) with every singular value near 1, in bfloat16; between 0.5 and 1.5 for all but tiny ones."""
     a, b, c = POLYNOMIAL
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.bfloat16()
+    x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
     x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
 def _advance(grad: Tensor, momentum: Tensor, direction: Tensor, noise: Tensor | None, beta: float | Tensor) -> None:

@@ -34,7 +34,8 @@ class Streamed(Rule):
         self.draws_noise = rule.draws_noise
         self._sent: dict[int, dict[str, Sent]] = {}  # by parameter: the state that lives on the host
         self._following: dict[int, int] = {}  # whose update came after whose, in the last step
-        self._last: int | None = None
+        self._last: int | None = None  # updated in this step
+        self._step_number = 0
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         tensors = self._rule.init_state(param)
@@ -45,17 +46,28 @@ class Streamed(Rule):
         return tensors
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
+        if step.number != self._step_number:
+            # No update of the next step follows one of this: its state would be on the device all through forward.
+            self._step_number, self._last = step.number, None
         for state in states:
             away = self._away(state)
             tensors = {**state.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
             self._prefetch_after(state.index)
             self._rule.update([ParameterState(state.name, state.param, state.index, tensors)], step)
+            # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
+            # after that update comes later on the same stream, and nobody reads the host's state in between.
             for name in away:
                 away[name] = self._link.send(tensors[name], state.tensors[name])
 
+    def settle(self) -> None:
+        self._link.synchronize()
+
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
+        # No copy of the old state may come after, and none that was fetched ahead is used.
+        self._link.synchronize()
+        self._link.forget_arrivals()
+        self._sent.clear()
         self._rule.load_state(state, tensors)  # into the host's tensors, in place
-        self._sent.pop(state.index, None)
 
     def _away(self, state: ParameterState) -> dict[str, Sent]:
         if state.index not in self._sent:
@@ -79,10 +91,15 @@ class Streamed(Rule):
                 ahead_bytes += sent.host.nbytes
 
 
-def refuse_without_cuda(device: torch.device) -> None:
-    """Raises ValueError where there is no other memory to keep state in."""
+def stream_state(rule: Rule, device: torch.device) -> Streamed:
+    """The rule with its state in pinned host memory.
+
+    Raises:
+        ValueError: where there is no other memory to keep state in.
+    """
     if device.type != "cuda":
         raise ValueError(
             "optimizer.state=streamed keeps state in the host's memory and moves it to the GPU for each update, but the "
             f"model is on {device.type}: it is in the host's memory already. Set optimizer.state=device."
         )
+    return Streamed(rule, HostLink(device))
