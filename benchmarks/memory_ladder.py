@@ -45,7 +45,7 @@ class Rung(NamedTuple):
 LADDER = (
     Rung("nothing", "bfloat16 AdamW, nothing else", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
     Rung("compile", "+ compile", {"compile": True}),
-    Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": 1024}),
+    Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": "auto"}),
     Rung("checkpointing", "+ activation checkpointing", {"memory.activation_checkpointing": "full"}),
     Rung("in_backward", "+ step in backward", {"optimizer.in_backward": True}),
     Rung("adamw_8bit", "+ 8-bit AdamW", {"optimizer.name": "adamw_8bit"}),

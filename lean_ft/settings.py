@@ -31,7 +31,10 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """The model that is trained."""
 
-    path: str = Field(description="A Hugging Face model folder, or the embedded model: `tiny`.")
+    path: str = Field(
+        description="A Hugging Face model folder, a repository of the hub (`org/name`, or `org/name@revision`), or the "
+        "embedded model: `tiny`. A run records the commit, and goes on with it."
+    )
     dtype: Literal["bfloat16", "float32", "float16"] = Field(
         "bfloat16",
         description="Type of the weights and the arithmetic. `float16` keeps float32 master weights, computes "

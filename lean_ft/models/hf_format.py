@@ -21,7 +21,7 @@ from lean_ft.models.families import decoder_config, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
@@ -33,7 +33,8 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
 ) -> Decoder:
-    """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
+    """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
+    every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
@@ -42,14 +43,8 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
-    folder = resolve_model_path(path)
-    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
-    config = decoder_config(hf_config, where=str(folder / "config.json"))
-    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
-        raise ValueError(
-            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
-            "load of experts to balance. Leave it out."
-        )
+    folder = resolve_model_path(path, weights=not random_init)
+    hf_config, config = _described(folder, router_aux_loss_coef)
     if random_init:
         model = build_decoder(config, device, dtype)
         model.hf_config = hf_config
@@ -68,6 +63,38 @@ def load_model(
     return model
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
+    dtype: torch.dtype | None = None
+    for tensor in _stored_tensors(folder).values():
+        if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype if dtype in _DTYPES else torch.float32
+
+
+def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
+    """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
+    folder = resolve_model_path(path, weights=False)
+    hf_config, config = _described(folder, router_aux_loss_coef)
+    model = _empty_decoder(config, dtype)
+    model.hf_config = hf_config
+    if router_aux_loss_coef is not None:
+        model.router_aux_loss_coef = router_aux_loss_coef
+    return model
+
+
+def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[str, Any], DecoderConfig]:
+    """The folder's config.json, and what it makes the decoder compute."""
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+    config = decoder_config(hf_config, where=str(folder / "config.json"))
+    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
+        raise ValueError(
+            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
+            "load of experts to balance. Leave it out."
+        )
+    return hf_config, config
+
+
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
@@ -76,7 +103,7 @@ def build_decoder(
     model = _empty_decoder(config, dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith("bias"):  # of experts too, whose stacks are not modules
                 parameter.zero_()
             elif name.endswith("norm.weight"):
                 parameter.fill_(1.0 - config.norm_weight_offset)
@@ -104,9 +131,9 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write(folder / _INDEX, _as_json(index))
-    current = {*shards, _INDEX} if len(shards) > 1 else set(shards)
-    for stale in [folder / _INDEX, *folder.glob("model*.safetensors")]:
+        _write(folder / WEIGHTS_INDEX, _as_json(index))
+    current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
+    for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
@@ -139,17 +166,17 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the folder's safetensors files, by name, read from their headers."""
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
-    if not (folder / _INDEX).exists():
+    if not (folder / WEIGHTS_INDEX).exists():
         raise ValueError(_no_weights(folder))
-    index = _read_json(folder / _INDEX, "it lists the weight files.")
+    index = _read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{folder / _INDEX}: expected an object weight_map from tensor names to file names.")
-    headers = {name: read_header(_inside(folder, name, folder / _INDEX)) for name in set(weight_map.values())}
+        raise ValueError(f"{folder / WEIGHTS_INDEX}: expected an object weight_map from tensor names to file names.")
+    headers = {name: read_header(_inside(folder, name, folder / WEIGHTS_INDEX)) for name in set(weight_map.values())}
     absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
     if absent:
         raise ValueError(
-            f"{folder / _INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
+            f"{folder / WEIGHTS_INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
             "are not of one model: download or copy the folder again."
         )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
@@ -238,7 +265,7 @@ def _no_weights(folder: Path) -> str:
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
     found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
     return (
-        f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
+        f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
     )
 

@@ -139,6 +139,11 @@ def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
     return 1.0 / base[..., None] ** exponents
 
 
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Returns the scaled frequencies (head_dim / 2,), radians a position, of a scaling that has one row of them."""
+    return SCALINGS[rope.scaling](rope, head_dim)
+
+
 class RotaryEmbedding:
     """Computes cos and sin for positions.
 

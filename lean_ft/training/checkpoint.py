@@ -119,7 +119,7 @@ def write_checkpoint(
         write_json(temporary / RANDOM_STATE_FILE, random_state)
         write_json(temporary / MANIFEST, _manifest(temporary, step))
         _sync_folders(temporary)
-        _rename_over(temporary, final)
+        rename_over(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -165,7 +165,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _rename_over(temporary: Path, final: Path) -> None:
+def rename_over(temporary: Path, final: Path) -> None:
     """Give the finished folder its name. A folder cannot replace another in one move, so an old one steps aside."""
     aside = final.with_name(f".{final.name}.old-{os.getpid()}")
     if final.exists():
