@@ -142,7 +142,8 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
     settings = {setting.key: setting for setting in describe(config_class)}
 
     def comment(text: str, indent: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lead = f"{indent}# "
+        return textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=lead, break_on_hyphens=False)
 
     def lines(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
         indent = "  " * len(path)

@@ -306,3 +306,12 @@ def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(accumula
     logits_bytes, eager_bytes, sum_bytes = chunk_tokens * vocab * 2, 4 * (1 << 20) * 4, vocab * dim * 4
     assert held_bytes < sum_bytes + hidden.nbytes + labels.nbytes + 4096  # no logits
     assert memory.peak_bytes < logits_bytes + eager_bytes + 2 * sum_bytes + 2 * hidden.nbytes + 65536
+
+
+def test_a_sum_in_the_weights_own_type_becomes_the_gradient_where_it_lies() -> None:
+    hidden, weight, labels = problem((1, 64), 16, 20_000, torch.bfloat16, ignored=0.0)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16, accumulation_dtype="weight")
+    with PeakMemory() as memory:
+        loss.backward()
+    assert memory.peak_bytes < weight.nbytes // 10
+    assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-2
