@@ -42,6 +42,7 @@ def say_start(
     model: nn.Module,
     report: Any,
     *,
+    state_bytes: int,
     start_step: int,
     total_steps: int,
     steps_per_epoch: int,
@@ -53,7 +54,8 @@ def say_start(
     optimizer, memory = getattr(cfg, "optimizer", None), getattr(cfg, "memory", None)
     if isinstance(optimizer, OptimizerConfig):
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
-        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
+        place = {"device": "", "paged": " of managed memory", "streamed": " in pinned host memory"}[optimizer.state]
+        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}, state {gibibytes(state_bytes)}{place}{in_backward}")
     if isinstance(memory, MemoryConfig):
         tokens = loss_chunk_tokens(model, memory.loss_chunk_tokens)
         chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
