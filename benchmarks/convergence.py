@@ -13,6 +13,7 @@ Writes `results/convergence_<hardware>.json` and a chart of the curves beside it
 
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -32,7 +33,7 @@ BASE: dict[str, Any] = {
     "optimizer.lr": 1e-3,
     "schedule.warmup_steps": 20,
     "optimizer.stochastic_rounding": True,
-    "batch_size": 8,
+    "batch_size": 4,
     "epochs": 100,
 }
 
@@ -160,6 +161,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 300,
     only: Annotated[str, typer.Option(help=f"Some of {', '.join(r.name for r in ROWS)}, with commas.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    jobs: Annotated[int, typer.Option(help="Runs at a time: losses do not mind.")] = 1,
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one run may take.")] = 600,
     budget_seconds: Annotated[
         float | None, typer.Option(help="Time for all of them; what is left over is not run.")
@@ -174,12 +176,15 @@ def main(
     if "float32" not in names:
         raise typer.BadParameter("the row float32 is what the others are compared with: name it too")
     budget = Budget(timeout_seconds, budget_seconds)
-    rows = []
-    for row in ROWS:
-        if row.name in names:
-            rows.append(train(row, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds()))
-            last = f"{rows[-1]['last_loss']:.4f}" if rows[-1]["status"] == "ok" else rows[-1]["reason"]
-            console.print(f"{row.label:<45} {last}", markup=False)
+
+    def run(row: Row) -> dict[str, Any]:
+        result = train(row, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds())
+        last = f"{result['last_loss']:.4f}" if result["status"] == "ok" else result["reason"]
+        console.print(f"{row.label:<45} {last}", markup=False)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = list(pool.map(run, [row for row in ROWS if row.name in names]))
     path = write_result(
         "convergence",
         benchmark="convergence",

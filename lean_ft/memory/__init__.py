@@ -5,6 +5,7 @@ from torch import nn
 from lean_ft.host_link import HostLink
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
+from lean_ft.memory.float8 import float8_products
 from lean_ft.memory.loss_chunk import loss_chunk_tokens
 from lean_ft.memory.offload import offload_activations
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
@@ -16,6 +17,7 @@ __all__ = [
     "apply_memory",
     "checkpoint_layers",
     "compile_layers",
+    "float8_products",
     "fuse_tied_gradient",
     "loss_chunk_tokens",
     "offload_activations",
@@ -24,7 +26,7 @@ __all__ = [
 
 
 def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> None:
-    """Applies the settings to the model, in the one order that works: tile, then checkpoint, compile, and offload.
+    """Applies the settings to the model, in the one order that works: float8, tile, checkpoint, compile, offload.
 
     The compiler then sees what is recomputed, and recomputes only what backward needs; the offload sees what the
     compiled layers keep.
@@ -38,6 +40,8 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
             "memory.activation_checkpointing=budget is the compiler's choice of what to keep, but compile=false: there "
             "is no compiler to choose. Set compile=true, or memory.activation_checkpointing=selective."
         )
+    if memory.float8_products:
+        float8_products(model)
     if memory.tile_mlp:
         tile_mlp(model, memory.tile_mlp)
     if kind in ("full", "every_n", "selective"):

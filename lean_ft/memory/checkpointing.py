@@ -22,7 +22,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 KEPT_OPERATIONS = {
     "nothing": (),
     "attention": ("attention", "attn"),
-    "products": ("attention", "attn", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "_grouped_mm"),
+    "products": (
+        "attention",
+        "attn",
+        "aten.mm.",
+        "aten.addmm.",
+        "aten.bmm.",
+        "aten.linear.",
+        "_scaled_mm",
+        "grouped_m",
+    ),
 }
 Kept = Literal["nothing", "attention", "products"]
 
