@@ -57,6 +57,32 @@ def test_only_one_tile_of_inner_activations_exists() -> None:
     assert len(tokens) == 2 * 4 * len(model.layers)  # each tile forward, and again in backward
 
 
+def test_a_layer_that_returns_more_than_its_result_is_tiled_too() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.expert = nn.Linear(8, 3), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.router(x.flatten(0, -2))
+            return self.expert(x) * logits.softmax(-1)[:, :1].view(*x.shape[:-1], 1), logits
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    mlp = model.layers[0].mlp = Mixture()
+    x, found = torch.randn(2, 7, 8), []
+    for tiles in (1, 3):
+        if tiles > 1:
+            tile_mlp(model, tiles)
+        result, logits = mlp(x)
+        assert result.shape == x.shape and logits.shape == (14, 3)
+        mlp.zero_grad()
+        (result.square().sum() + logits.square().sum()).backward()
+        found.append({name: param.grad.clone() for name, param in mlp.named_parameters()})
+    assert relative_error(found[1], found[0]) < 1e-6
+
+
 def test_what_cannot_be_tiled_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 tiles"):
         tile_mlp(tiny(), 1)
