@@ -28,7 +28,8 @@ from lean_ft.training.run_directory import (
     settings_of,
 )
 
-FREE = {"max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
+FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
+FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "data.validation_source"}  # allowed, with a word
 SAID_GROUPS = ("memory.", "schedule.")
 CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
