@@ -7,7 +7,7 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,17 +24,21 @@ _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
+AfterModule = Callable[[Decoder, str], None]
+
 
 def load_model(
     path: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
+    after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 1 MiB. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 1 MiB. `after_module` is called with the model and each module's name as soon as the module
+    has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
@@ -43,13 +47,11 @@ def load_model(
     hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if random_init:
-        model = build_decoder(config, device, dtype)
+        model = build_decoder(config, device, dtype, after_module)
     else:
         model = _empty_decoder(config, dtype)
         stored = _match(model, _stored_tensors(folder), folder)
-        model.to_empty(device=device)
-        for name, parameter in model.named_parameters():
-            stored[name].read_into(parameter)
+        _fill(model, device, lambda name, parameter: stored[name].read_into(parameter), after_module)
     model.source_folder = folder
     model.hf_config = hf_config
     generation_config = folder / "generation_config.json"
@@ -58,18 +60,23 @@ def load_model(
 
 
 def build_decoder(
-    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    config: DecoderConfig,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms 1."""
-    model = _empty_decoder(config, dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, config.initializer_range)
+
+    def draw(name: str, parameter: Tensor) -> None:
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, config.initializer_range)
+
+    model = _empty_decoder(config, dtype)
+    _fill(model, device, draw, after_module)
     return model
 
 
@@ -108,6 +115,19 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
     with torch.device("meta"):
         return Decoder(config).to(dtype)
+
+
+@torch.no_grad()
+def _fill(
+    model: Decoder, device: str | torch.device, fill: Callable[[str, Tensor], None], after_module: AfterModule | None
+) -> None:
+    """Gives the parameters of a model of shapes alone memory and values, a module at a time."""
+    for name, module in list(model.named_modules()):
+        module.to_empty(device=device, recurse=False)
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            fill(own, parameter)
+        if after_module is not None:
+            after_module(model, name)
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
