@@ -1,5 +1,8 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import nn
 
@@ -21,10 +24,11 @@ def build_optimizer(
     clip_grad_norm: float | None,
     uses_loss_scaling: bool,
     compile: bool,
+    lr_ratios: Mapping[str, float] = MappingProxyType({}),
 ) -> Optimizer:
     """The optimizer that `cfg` asks for, over the parameters of `model` that require gradients.
 
-    `compile` compiles the rule's update. Raises ValueError for settings that contradict each other or the
+    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that contradict each other or the
     model.
     """
     _refuse_contradictions(cfg, clip_grad_norm=clip_grad_norm, uses_loss_scaling=uses_loss_scaling)
@@ -40,7 +44,7 @@ def build_optimizer(
                 )
     if cfg.name.endswith("8bit") and any(param.is_cuda for _, param in trainable):
         _refuse_without_kernel(cfg)
-    return Optimizer(trainable, _rule(cfg, compile), in_backward=cfg.in_backward)
+    return Optimizer(trainable, _rule(cfg, compile), in_backward=cfg.in_backward, lr_ratios=lr_ratios)
 
 
 def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:

@@ -32,7 +32,9 @@ def low_rank_linear(
     `frozen` holds W (O, I), as it is or quantised; `bias` (O,) is frozen too. `a` (R, I) and `b` (O, R) may be wider
     than x: they are rounded to its dtype for the products, and get gradients in their own.
     """
-    result = _LowRankLinear.apply(x, bias, a, b, scaling, dropout, *frozen)
+    # Outside of the function: inside of one that is checkpointed the compiler cannot follow what is random.
+    dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
+    result = _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, *frozen)
     assert isinstance(result, Tensor)
     return result
 
@@ -40,11 +42,19 @@ def low_rank_linear(
 class _LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float, *frozen: Tensor
+        ctx: Any,
+        x: Tensor,  # (..., I)
+        bias: Tensor | None,  # (O,)
+        a: Tensor,  # (R, I)
+        b: Tensor,  # (O, R)
+        dropped: Tensor | None,  # x after dropout, where there is any
+        mask: Tensor | None,  # True where it was kept
+        scaling: float,
+        dropout: float,
+        *frozen: Tensor,
     ) -> Tensor:
         y = F.linear(x, whole(frozen, b.shape[0], x), bias)  # (..., O)
-        dropped, mask = torch.native_dropout(x, dropout, True) if dropout else (x, None)
-        inner = F.linear(dropped, a.to(x.dtype)).flatten(0, -2)  # (N, R)
+        inner = F.linear(x if dropped is None else dropped, a.to(x.dtype)).flatten(0, -2)  # (N, R)
         y.flatten(0, -2).addmm_(inner, b.to(x.dtype).T, alpha=scaling)
         ctx.save_for_backward(x, a, b, inner, mask, *frozen)
         ctx.scaling, ctx.dropout = scaling, dropout
@@ -68,7 +78,7 @@ class _LowRankLinear(torch.autograd.Function):
             else:
                 grad_x.add_(_drop((grad_inner @ a.to(x.dtype)).mul_(mask.flatten(0, -2)), ctx.dropout))
             grad_x = grad_x.view(x.shape)
-        return grad_x, None, grad_a, grad_b, None, None, *(None for _ in frozen)
+        return grad_x, None, grad_a, grad_b, None, None, None, None, *(None for _ in frozen)
 
 
 def _drop(masked: Tensor, dropout: float) -> Tensor:

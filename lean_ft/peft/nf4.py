@@ -41,20 +41,11 @@ def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
     if len(frozen) == 1:
         return frozen[0]
     levels, scales, scale_scales, mean_scale, scale_levels = frozen
-    functional = _bitsandbytes()
-    of_scales = functional.QuantState(
-        absmax=scale_scales, code=scale_levels, blocksize=_SCALE_BLOCK_SIZE, dtype=torch.float32
-    )
-    state = functional.QuantState(
-        absmax=scales,
-        shape=torch.Size((out_features, like.shape[-1])),
-        dtype=like.dtype,
-        blocksize=BLOCK_SIZE,
-        quant_type="nf4",
-        offset=mean_scale,
-        state2=of_scales,
-    )
-    return functional.dequantize_4bit(levels, state)
+    # The operators themselves, which the compiler knows; the library's functions around them it does not.
+    ops = torch.ops.bitsandbytes
+    scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
+    shape = (out_features, like.shape[-1])
+    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", shape, like.dtype)
 
 
 class NF4Linear(nn.Module):
