@@ -2,14 +2,23 @@
 
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 from lean_ft.peft.lora import adapted_layers, apply_lora, lr_ratios, quantize_as_loaded
+from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
 from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.peft.peft_format import adapter_bytes, load_adapter, restore_adapter, save_adapter
 
 __all__ = [
     "AdaptedLayer",
     "AdapterShape",
+    "MergeReport",
     "NF4Linear",
     "adapted_layers",
+    "adapter_bytes",
     "apply_lora",
+    "load_adapter",
+    "load_merged",
     "lr_ratios",
+    "merge_adapter",
     "quantize_as_loaded",
+    "restore_adapter",
+    "save_adapter",
 ]

@@ -141,7 +141,8 @@ class LoRALinear(AdaptedLayer):
         base, shape = self.base_layer, self.shape
         assert isinstance(base, nn.Linear | NF4Linear)
         frozen = base.frozen if isinstance(base, NF4Linear) else (base.weight,)
-        dropout = shape.dropout if self.training else 0.0
+        # Evaluations and answers during training come without gradients, and without dropout.
+        dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
         a, b = self.factors()
         if self.lora_magnitude_vector is None:
             return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout)
