@@ -32,6 +32,8 @@ def low_rank_linear(
     `frozen` holds W (O, I), as it is or quantised; `bias` (O,) is frozen too. `a` (R, I) and `b` (O, R) may be wider
     than x: they are rounded to its dtype for the products, and get gradients in their own.
     """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     # Outside of the function: inside of one that is checkpointed the compiler cannot follow what is random.
     dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
     result = _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, *frozen)

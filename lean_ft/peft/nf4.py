@@ -39,7 +39,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
 def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
     """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype."""
     if len(frozen) == 1:
-        return frozen[0]
+        return frozen[0].to(like.dtype)
     levels, scales, scale_scales, mean_scale, scale_levels = frozen
     # The operators themselves, which the compiler knows; the library's functions around them it does not.
     ops = torch.ops.bitsandbytes
@@ -74,6 +74,8 @@ class NF4Linear(nn.Module):
         return sum(tensor.nbytes for tensor in self.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         result = _NF4Product.apply(x, self.bias, self.out_features, *self.frozen)
         assert isinstance(result, Tensor)
         return result

@@ -152,9 +152,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     config = _read_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, and can run code when opened: have peft save it as safetensors."
-        raise ValueError(
-            f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}"
-        )
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
     tensors = {}
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not name.startswith(_PREFIX):

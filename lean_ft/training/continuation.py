@@ -29,7 +29,14 @@ from lean_ft.training.run_directory import (
 )
 
 FREE = {"max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
-SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "data.validation_source"}  # allowed, with a word
+SAID = {
+    "compile",
+    "device",
+    "clip_grad_norm",
+    "optimizer.lr",
+    "lora.lr_ratio",
+    "data.validation_source",
+}  # allowed, with a word
 SAID_GROUPS = ("memory.", "schedule.")
 CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
