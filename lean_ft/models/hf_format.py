@@ -85,10 +85,17 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
 
     Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded one with its
     dtype brought up to date; generation_config.json is carried along. Each file appears whole or not at all, and
-    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json.
+    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json, and
+    for one whose weights are not those that it calls for, as with an adapter.
     """
     if not model.hf_config:
         raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
+    expected = dict(_empty_decoder(model.config, torch.float32).named_parameters())
+    if different := expected.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(
+            f"the model's weights are not those of its config.json: {_some(different)}. With an adapter, save that "
+            "(lean_ft.peft.save_adapter), or merge it."
+        )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(model.named_parameters())

@@ -57,6 +57,7 @@ class AdaptedLayer(nn.Module):
     lora_B: nn.Parameter
     start_A: Tensor | None
     start_B: Tensor | None
+    square_norms: Tensor  # of the frozen weight's rows, for DoRA alone
 
     def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
         super().__init__()

@@ -51,6 +51,8 @@ def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
 class NF4Linear(nn.Module):
     """A frozen linear layer whose weight is quantised."""
 
+    levels: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -20,7 +20,7 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 
     Raises ValueError where a pattern matches nothing, or something that takes no adapter.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules: dict[str, nn.Module] = {name: module for name, module in model.named_modules() if name}
     found: set[str] = set()
     for pattern in patterns:
         matched = [name for name, module in modules.items() if _matches(name, module, pattern)]

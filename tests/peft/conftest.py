@@ -15,7 +15,7 @@ from lean_ft.settings import LoRAConfig
 from tests.models.conftest import CASES, reference_model
 
 # A case a family, and those of Llama that differ in what an adapter meets: biases.
-FAMILIES = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()) + ["llama_biases"]
+FAMILIES = [*sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()), "llama_biases"]
 
 IDS = torch.randint(0, 101, (2, 50), generator=torch.Generator().manual_seed(1))
 
