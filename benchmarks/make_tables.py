@@ -27,7 +27,15 @@ from results import RESULTS, ROOT, Hardware, console, missing_numbers
 
 MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -->$", re.M | re.S)
 # The scripts whose results are tables: each has COLUMNS, table_cells(result) and describe(result).
-BENCHMARKS = ("memory_ladder", "compare_trl", "linear_cross_entropy", "attention", "optimizer_step")
+BENCHMARKS = (
+    "memory_ladder",
+    "compare_trl",
+    "linear_cross_entropy",
+    "attention",
+    "optimizer_step",
+    "loading",
+    "tokenizers_gsm8k",
+)
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 
 

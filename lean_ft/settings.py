@@ -29,7 +29,10 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """The model that is trained."""
 
-    path: str = Field(description="A Hugging Face model folder, or the embedded model: `tiny`.")
+    path: str = Field(
+        description="A Hugging Face model folder, a repository of the hub (`org/name`, or `org/name@revision`), or the "
+        "embedded model: `tiny`. A run records the commit, and goes on with it."
+    )
     dtype: Literal["bfloat16", "float32", "float16"] = Field(
         "bfloat16",
         description="Type of the weights and the arithmetic. `float16` keeps float32 master weights, computes "
@@ -38,6 +41,12 @@ class ModelConfig(Settings):
     random_init: bool = Field(
         False,
         description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
+    )
+    router_aux_loss_coef: NonNegativeFloat | None = Field(
+        None,
+        description="Mixtures of experts: weight of the router's load-balancing loss, added to the mean loss; 0 leaves "
+        "it out. null takes config.json's own weight if output_router_logits is true there, and 0 if not: as "
+        "transformers does, and so most published models train without it.",
     )
 
 

@@ -37,7 +37,13 @@ def main(cfg: Config) -> None:
     # float16 is mixed precision: float32 master weights, float16 arithmetic, and a scaled loss.
     mixed = cfg.model.dtype == "float16"
     dtype = torch.float32 if mixed else getattr(torch, cfg.model.dtype)
-    model = load_model(cfg.model.path, device=device, dtype=dtype, random_init=cfg.model.random_init)
+    model = load_model(
+        cfg.model.path,
+        device=device,
+        dtype=dtype,
+        random_init=cfg.model.random_init,
+        router_aux_loss_coef=cfg.model.router_aux_loss_coef,
+    )
     apply_memory(model, cfg.memory, compile=cfg.compile)
     optimizer = build_optimizer(
         model, cfg.optimizer, clip_grad_norm=cfg.clip_grad_norm, uses_loss_scaling=mixed, compile=cfg.compile
@@ -54,6 +60,7 @@ def main(cfg: Config) -> None:
                 model.output_weight,
                 batch.labels,
                 num_targets=batch.num_targets,
+                softcap=model.config.logits_softcap,
                 chunk_tokens=cfg.memory.loss_chunk_tokens,
                 accumulation_dtype=cfg.memory.loss_accumulation_dtype,
                 compile=cfg.compile,
@@ -66,18 +73,28 @@ def main(cfg: Config) -> None:
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
-        step_loss = torch.zeros((), device=device)
+        step_loss, step_router_loss = torch.zeros(2, device=device)
         for batch in micro_batches:
             optimizer.update_in_backward(batch is micro_batches[-1])
+            batch = batch.to(device)
             # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
-            loss = loss_of(batch.to(device)) / num_targets
-            scaler.scale(loss).backward()
+            loss = loss_of(batch) / num_targets
+            # A mixture of experts also balances its load; a micro-batch counts by its share of the targets. Else 0.
+            router_loss = model.auxiliary_loss(batch.is_token) * (batch.num_targets / num_targets)
+            scaler.scale(loss + router_loss).backward()
             step_loss += loss.detach()
+            step_router_loss += router_loss.detach()
 
         grad_norm = optimizer.finish_gradients(scaler, max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
-        run.log(loss=step_loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
+        run.log(
+            loss=step_loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            micro_batches=micro_batches,
+            router_aux_loss=step_router_loss if model.router_aux_loss_coef else None,
+        )
 
         if eval_batches is not None and run.evaluation_due():
             with torch.no_grad():

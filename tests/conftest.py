@@ -1,12 +1,15 @@
 """What every test gets: one thread, a reason where there is no GPU, and the real data where it is at hand."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+from tests.hub_server import HubServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,3 +32,23 @@ def shared_data() -> Path:
         if folder.is_dir():
             return folder
     pytest.skip("no folder shared/data beside this checkout or above it")
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """An empty hub on loopback, which this process and those it starts take for the real one; no cache and no token."""
+    from huggingface_hub import constants
+
+    home = tmp_path / "hf_home"
+    with HubServer() as server:
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(home))
+        yield server

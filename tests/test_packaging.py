@@ -91,5 +91,5 @@ def test_every_dependency_is_pinned_in_the_constraints():
 
     lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
     pinned = {name(line) for line in lines if line and not line.startswith("#")}
-    assert {name(requirement) for requirement in wanted} - {"lean-ft[plots]"} <= pinned
+    assert {name(requirement) for requirement in wanted} - {"lean-ft[plots,gguf]"} <= pinned
     assert all("==" in line for line in lines if line and not line.startswith("#"))

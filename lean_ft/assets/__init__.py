@@ -1,15 +1,21 @@
 """What ships inside the package, and the rules by which a path that a user gives becomes a folder or a file."""
 
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lean_ft import hub
+from lean_ft.spelling import did_you_mean
 
 _TINY = Path(__file__).parent / "tiny"
 
 
-def resolve_model_path(path: str | Path) -> Path:
-    """Returns the existing folder that `path` names: a folder on disk, or `tiny` for the embedded model.
+def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
+    """Returns the existing folder that `path` names: a folder on disk, `tiny` for the embedded model, or a repository
+    of the Hugging Face hub (`org/name` or `org/name@revision`) in the hub's cache, fetched if it is not there yet.
 
-    A folder on disk wins over the embedded name. Raises ValueError where there is no such folder.
+    A folder on disk wins over either name. Without `weights` no safetensors file is fetched. Raises ValueError where
+    there is no such folder and no such repository, and as `lean_ft.hub.download` does.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -21,15 +27,48 @@ def resolve_model_path(path: str | Path) -> Path:
         if not embedded.is_dir():
             raise ValueError(f"the embedded model is missing from {embedded}: reinstall lean_ft.")
         return embedded
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+    name = repository_name(path)
+    if name is None:
         raise ValueError(
-            f"model path {str(path)!r} is not a folder here. If it is the name of a repository on the Hugging Face "
-            "hub, download it first and give the folder."
+            f"model path {str(path)!r} does not exist.{_nearest_folder(folder)} Expected a folder that holds config.json, "
+            "a repository of the Hugging Face hub (org/name), or `tiny` for the embedded model."
         )
-    raise ValueError(
-        f"model path {str(path)!r} does not exist; expected a folder that holds config.json, or `tiny` for the "
-        "embedded model."
-    )
+    with _no_folder_either(path):
+        return hub.model_folder(name, weights)
+
+
+def pin_model_path(path: str | Path) -> str | Path:
+    """Returns a model path that means the same model for good: a repository of the hub at the commit that it is at now
+    (`org/name@commit`), anything else as it is. Of the repository all but its weights is fetched. Raises as
+    `resolve_model_path` does for one.
+    """
+    name = repository_name(path)
+    if name is None or name.names_commit:
+        return path
+    with _no_folder_either(path):
+        return str(name.at(hub.model_folder(name, weights=False).name))
+
+
+def repository_name(path: str | Path) -> hub.RepositoryName | None:
+    """The repository of the Hugging Face hub that a model path names; None for a folder, and for what is no name."""
+    return None if Path(path).expanduser().exists() else hub.parse_name(str(path))
+
+
+@contextmanager
+def _no_folder_either(path: str | Path) -> Iterator[None]:
+    """Says of a repository that is not found that there is no such folder either: one of them was meant."""
+    try:
+        yield
+    except (hub.RepositoryNotFound, hub.HubUnreachable) as error:
+        hint = _nearest_folder(Path(path).expanduser())
+        raise type(error)(f"model path {str(path)!r} is no folder here.{hint} As a repository: {error}") from error
+
+
+def _nearest_folder(missing: Path) -> str:
+    """` Did you mean 'runs/tiny'?`, of what lies beside a folder that is not there, or nothing."""
+    if not missing.parent.is_dir():
+        return ""
+    return did_you_mean(str(missing), [str(folder) for folder in missing.parent.iterdir() if folder.is_dir()])
 
 
 def resolve_data_path(path: str | Path) -> Path:

@@ -23,7 +23,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     """The message and the exit code for an error; a failed run's says how to see its traceback."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted.", INTERRUPTED
+        return f"interrupted.{notes}", INTERRUPTED
     if isinstance(error, _UsageError):
         return _usage(error), 2
     if isinstance(error, _OPENING_A_FILE):
@@ -31,6 +31,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return text + notes, 2
     if isinstance(error, ValueError) and _raised_by_us(error):
         return f"{error}{notes}", 2
+    if isinstance(error, RuntimeError) and type(error).__module__.startswith("lean_ft."):  # made to be read
+        return f"{error}{notes}", 1
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     message = ": ".join(filter(None, [type(error).__name__, first_line]))
     return f"{message}{notes}\nWith --debug you see where.", 1

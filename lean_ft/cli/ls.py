@@ -21,23 +21,23 @@ def ls(
     """List recipes and presets, or what one recipe needs."""
     if recipe is None:
         print_rows("Recipes", {name: catalog.summary(file) for name, file in catalog.recipes().items()})
-        print_rows("Presets", {name: _what_it_sets(file) for name, file in catalog.presets().items()})
+        print_rows("Presets", {name: _what_it_is(file) for name, file in catalog.presets().items()})
         return
     file = catalog.find_recipe(recipe)
     config_class = catalog.load_recipe(file).Config
     settings = describe(config_class)
     fitting = {n: f for n, f in catalog.presets().items() if preset_fits(config_class, f)}
     stdout().print(f"{catalog.summary(file)}\n{file}\n", markup=False)
-    print_rows("Presets that fit", {name: _what_it_sets(preset) for name, preset in fitting.items()})
+    print_rows("Presets that fit", {name: _what_it_is(preset) for name, preset in fitting.items()})
     print_rows("Settings it needs", {s.key: f"{s.description} ({s.type})" for s in settings if s.required})
     with_default = sum(not setting.required for setting in settings)
     stdout().print(f"{with_default} more have defaults: leanft cat {recipe}", markup=False)
 
 
-def _what_it_sets(preset: Path) -> str:
+def _what_it_is(preset: Path) -> str:
+    """What a preset says of itself; its settings where it says nothing, or nothing that can be read."""
     try:
         values = preset_values(preset)
     except ValueError as error:  # a broken preset must not hide the others
         return str(error)
-    settings = " ".join(f"{key}={value}" for key, value in values.items())
-    return "  ".join(filter(None, [catalog.summary(preset), settings]))
+    return catalog.summary(preset) or " ".join(f"{key}={value}" for key, value in values.items())

@@ -5,10 +5,12 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft.allocators import prepare_allocators
+from lean_ft.assets import repository_name
 from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.config import load_config
+from lean_ft.settings import ModelConfig
 
 
 def _refuse_torchrun(value: str | None) -> None:
@@ -59,6 +61,10 @@ def run(
     prepare_allocators()
     module = load_recipe(recipe_file)
     cfg = load_config(module.Config, preset_file, overrides or [])
+    if names_repository(cfg):
+        from lean_ft.training.pinning import pin_models  # here, as it brings torch
+
+        cfg = pin_models(cfg)
     try:
         module.main(cfg)
     except BrokenPipeError as error:
@@ -67,6 +73,12 @@ def run(
         if is_out_of_memory(error):
             error.add_note(memory_advice(cfg))
         raise
+
+
+def names_repository(cfg: Any) -> bool:
+    """Whether a model comes from the Hugging Face hub."""
+    models = [group for _, group in cfg if isinstance(group, ModelConfig)]
+    return any(repository_name(model.path) for model in models)
 
 
 def memory_advice(cfg: Any) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 import typer
 
 from lean_ft import catalog
+from lean_ft.assets import repository_name, resolve_model_path
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.config import dump, load_config
+from lean_ft.hub import find_cached
 
 
 def validate(recipe: Recipe, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
@@ -20,17 +22,24 @@ def validate(recipe: Recipe, overrides: Overrides = None, config: Preset = None,
     cfg = load_config(catalog.load_recipe(recipe_file).Config, preset_file, overrides or [])
     if problems := list(_missing_files(cfg)):
         raise ValueError("\n".join(problems))
-    typer.echo(f"{dump(cfg)}# ok: the settings are valid, and the files they name are there.")
+    typer.echo(f"{dump(cfg)}{_fetched_later(cfg)}# ok: the settings are valid, and the files they name are there.")
+
+
+def _fetched_later(cfg: Any) -> str:
+    """A line on a model that is neither on this disk nor looked for on the hub: validating needs no network."""
+    model = getattr(cfg, "model", None)
+    name = None if model is None else repository_name(model.path)
+    if model is None or name is None or find_cached(name, weights=not model.random_init) is not None:
+        return ""
+    return f"# {name} is no folder here and not downloaded: the run gets it from the Hugging Face hub, or leanft download.\n"
 
 
 def _missing_files(cfg: Any) -> Iterator[str]:
     """What the settings name and is not there, for the groups that the recipe has; a data file's first row is read."""
-    # Here, because both bring torch, which the other verbs must not wait for.
-    from lean_ft.assets import resolve_model_path
-    from lean_ft.data.sources import read_rows
+    from lean_ft.data.sources import read_rows  # here, because it brings torch, which the other verbs must not wait for
 
     model, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
-    if model is not None:
+    if model is not None and not repository_name(model.path):
         try:
             folder = resolve_model_path(model.path)
             if not (folder / "config.json").is_file():

@@ -35,6 +35,8 @@ class Batch:
     """Labels that are not -100."""
     num_tokens: int
     """B * T: all positions that are computed."""
+    is_token: Tensor | None = None
+    """(B, T) bool: False on padding. None: nothing is padding."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
@@ -49,6 +51,7 @@ class Batch:
             labels=move(self.labels),
             positions=move(self.positions),
             cu_seqlens=None if self.cu_seqlens is None else move(self.cu_seqlens),
+            is_token=None if self.is_token is None else move(self.is_token),
         )
 
 
@@ -85,6 +88,7 @@ class Rows:
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(num_columns), (len(contents), 1))
+        is_token = np.zeros(shape, dtype=bool)
         boundaries = [0]
         for row, documents in enumerate(contents):
             column = 0
@@ -97,6 +101,7 @@ class Rows:
                     positions[row, column:end] = np.arange(len(ids))
                     boundaries.append(row * num_columns + end)
                 column = end
+            is_token[row, :column] = True
             if self.packed and column < num_columns:
                 positions[row, column:] = np.arange(num_columns - column)
                 boundaries.append((row + 1) * num_columns)
@@ -107,6 +112,7 @@ class Rows:
             cu_seqlens=torch.tensor(boundaries, dtype=torch.int32) if self.packed else None,
             num_targets=int((labels != IGNORED).sum()),
             num_tokens=input_ids.size,
+            is_token=torch.from_numpy(is_token),
         )
 
 

@@ -19,7 +19,7 @@ Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     num_targets: int | None = None,
+    softcap: float | None = None,
     chunk_tokens: int = 1024,
     accumulation_dtype: Literal["float32", "weight"] = "float32",
     compile: bool = False,
@@ -53,6 +54,7 @@ def linear_cross_entropy(
         weight: the output projection, (V, D); it may be tied to the embedding.
         labels: the token that each position must predict, (...) of int64; `IGNORED_LABEL` where nothing is trained.
         num_targets: how many labels are not ignored, if the caller knows it; else it is counted, which makes a GPU wait.
+        softcap: where the model bounds its logits (Gemma 2), they become softcap * tanh(logit / softcap).
         chunk_tokens: target tokens whose logits exist at a time; 0 takes all of them at once.
         accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
         compile: fuse the passes over a chunk's logits with torch.compile.
@@ -87,7 +89,7 @@ def linear_cross_entropy(
         weight.dtype if accumulation_dtype == "weight" else torch.promote_types(weight.dtype, torch.float32),
         compute_dtype,
         torch.is_grad_enabled(),
-        _compiled_softmax_gradient() if compile else _softmax_gradient_in_blocks,
+        partial(_compiled_softmax_gradient() if compile else _softmax_gradient_in_blocks, softcap=softcap),
     )
 
 
@@ -102,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         accumulation_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         grad_enabled: bool,
-        softmax_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
+        softmax_gradient: Callable[[Tensor, Tensor, Tensor], None],
     ) -> Tensor:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         projection = weight.to(compute_dtype)
@@ -171,28 +173,31 @@ class _WeightGradient:
         return gradient
 
 
-def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None) -> None:
     """Writes each row's loss into `losses` (C,) and the gradient of the logits over `logits` (C, V)."""
     # The exponentials are computed twice, once to be summed and once to be written, so that a compiler has no reason
     # to keep them in float32, which would take twice the memory of the logits.
     values = logits.to(losses.dtype)
+    if softcap is not None:
+        values = (values / softcap).tanh() * softcap
     highest = values.amax(dim=1, keepdim=True)
     log_total = (values - highest).exp().sum(dim=1, keepdim=True).log() + highest
     labels = labels[:, None]
     losses.copy_((log_total - values.gather(1, labels)).squeeze(1))
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels
-    logits.copy_((values - log_total).exp() - is_label.to(losses.dtype))
+    gradient = (values - log_total).exp() - is_label.to(losses.dtype)
+    logits.copy_(gradient if softcap is None else gradient * (1 - (values / softcap).square()))
 
 
-def _softmax_gradient_in_blocks(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+def _softmax_gradient_in_blocks(logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None) -> None:
     """The same without a compiler: a few rows at a time, so that the float32 copies stay small."""
     limit = EAGER_ELEMENTS["cpu" if logits.device.type == "cpu" else "other"]
     rows = max(1, limit // logits.shape[1])
     for block in zip(logits.split(rows), labels.split(rows), losses.split(rows), strict=True):
-        _softmax_gradient(*block)
+        _softmax_gradient(*block, softcap=softcap)
 
 
 @cache
-def _compiled_softmax_gradient() -> Callable[[Tensor, Tensor, Tensor], None]:
+def _compiled_softmax_gradient() -> Callable[..., None]:
     # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
     return torch.compile(_softmax_gradient, dynamic=True, fullgraph=True)

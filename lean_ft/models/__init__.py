@@ -1,10 +1,11 @@
 """Models: one decoder for every dense family, and Hugging Face folders in and out."""
 
 from lean_ft.models.cache import KVCache
-from lean_ft.models.decoder import Block, Decoder, DecoderConfig
+from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.decoder import Block, Decoder
 from lean_ft.models.families import decoder_config
 from lean_ft.models.generation import generate, generate_steps
-from lean_ft.models.hf_format import build_decoder, load_model, save_model
+from lean_ft.models.hf_format import build_decoder, load_model, save_model, tensors_on_disk
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.rope import RopeConfig
 
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "KVCache",
+    "LayerConfig",
     "RMSNorm",
     "RopeConfig",
     "build_decoder",
@@ -22,4 +24,5 @@ __all__ = [
     "generate_steps",
     "load_model",
     "save_model",
+    "tensors_on_disk",
 ]

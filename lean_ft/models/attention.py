@@ -4,15 +4,17 @@ A batch is either plain rows (each row is one document, padding on the right, wh
 rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
 computed by itself, so changing one leaves the others' outputs bit-identical.
 
-On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents). Everything else,
-CPUs and float32 on CUDA, goes through the custom op of `document_attention`: PyTorch has no kernel for documents
-there, and for rows its own are slower on a CPU, and copy all scores where float32 meets grouped heads on CUDA. None
+On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows).
+Everything else goes through the custom op of `document_attention`: CPUs and float32 on CUDA, because PyTorch has no
+kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where float32 meets grouped
+heads on CUDA; soft caps and sinks on any device, because no kernel of PyTorch's has them with their gradients. None
 of these keeps anything of shape (T, T), or copies of keys and values for each query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,88 +23,163 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.models.cache import LayerCache
+from lean_ft.models.config import DecoderConfig
 from lean_ft.models.document_attention import document_attention
+from lean_ft.models.layers import RMSNorm
 from lean_ft.models.rope import rotate
 
-# No look ahead. Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
-_VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    _VARLEN_OPTIONS["enable_gqa"] = True
+# Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights, beside the causal softmax; the defaults are what most models do."""
+
+    scale: float | None = None  # None: D ** -0.5
+    window: int | None = None  # positions that a query sees, its own included
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
 
 
 class Attention(nn.Module):
     """Projects to queries, keys and values, turns them by position, attends, and projects back."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool,
-        output_bias: bool,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        hidden_size, self.head_dim = config.hidden_size, config.head_dim
+        self.scoring = Scoring(config.attention_scale, config.layers[layer_index].window, config.attention_softcap)
+        query_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.split_sizes = [query_size, kv_size, kv_size]
+        self.is_fused = config.fused_projections
+        if self.is_fused:
+            self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
+        else:
+            self.q_proj = nn.Linear(hidden_size, query_size, bias=config.qkv_bias)
+            self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm is not None:
+            sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
 
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """hidden (B, T, hidden_size); cos and sin (B or 1, T, D); returns (B, T, hidden_size)."""
-        query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
-        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
-        value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if cache is not None:
-            attended = cache.attend(query, key, value)
-        elif cu_seqlens is not None:
-            attended = attend_documents(query, key, value, cu_seqlens)
+        """hidden (B, T, hidden_size); cos and sin (B or 1, T, turned features), or None where positions turn nothing;
+        returns (B, T, hidden_size)."""
+        if self.is_fused:
+            query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
         else:
-            attended = attend_rows(query, key, value)
+            query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        if self.qk_norm == "projection":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = query.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        key = key.unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
+        value = value.unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if cos is not None and sin is not None:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if cache is not None:
+            attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
+        elif cu_seqlens is not None:
+            attended = attend_documents(query, key, value, cu_seqlens, self.scoring, self.sinks)
+        else:
+            attended = attend_rows(query, key, value, self.scoring, self.sinks)
         return self.o_proj(attended.flatten(-2))
 
 
-def attend_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attends causally within each row: query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D)."""
-    if _has_kernels(query):
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), sinks: Tensor | None = None
+) -> Tensor:
+    """Attends causally within each row: query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D).
+
+    sinks (H,): a logit for each head that joins the softmax and has no value.
+    """
+    if scoring.window is None and _has_kernels(query, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+        return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
-    return _attend_by_op(query, key, value, torch.arange(num_rows + 1) * num_tokens)
+    device = query.device if query.is_cuda else None
+    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens
+    return attend_documents(query, key, value, bounds, scoring, sinks)
 
 
-def attend_documents(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def attend_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scoring: Scoring = Scoring(),
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attends causally within each document.
 
     query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
-    documents' boundaries in the N = B * T tokens. No document is longer than a row.
+    documents' boundaries in the N = B * T tokens; sinks (H,). No document is longer than a row.
     """
-    if _has_kernels(query) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
-        return _attend_varlen(query, key, value, cu_seqlens)
-    return _attend_by_op(query, key, value, cu_seqlens)
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
+    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
+        attended = _attend_varlen(q, k, v, cu_seqlens, query.shape[1], scoring)
+    else:
+        attended = document_attention(q, k, v, cu_seqlens, sinks, scoring.scale, scoring.window, scoring.softcap)
+    return attended.view(query.shape)
 
 
-def _has_kernels(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+def attend_cached(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    scoring: Scoring = Scoring(),
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Stores key and value (B, T, K, D) in the cache; returns the attention of query (B, T, H, D) to all it holds."""
+    keys, values = cache.store(key, value)  # (B, C, K, D)
+    if cache.owner.starts_empty:
+        return attend_rows(query, key, value, scoring, sinks)
+    visible = cache.owner.visible(scoring.window)  # (B, T, C)
+    if scoring.softcap is None and sinks is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
+        attended = F.scaled_dot_product_attention(q, k, v, visible[:, None], scale=scoring.scale, enable_gqa=True)
+        return attended.transpose(1, 2)
+    num_kv_heads = keys.shape[2]
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    grouped = query.float().unflatten(2, (num_kv_heads, -1)) * scale  # (B, T, K, H / K, D)
+    scores = torch.einsum("btkgd,bckd->bkgtc", grouped, keys.float())
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype)
+    return torch.einsum("bkgtc,bckd->btkgd", weights, values).flatten(2, 3)
 
 
-def _attend_by_op(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return document_attention(*(x.flatten(0, 1) for x in (query, key, value)), cu_seqlens).view(query.shape)
+def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    return (
+        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and scoring.softcap is None and sinks is None
+    )
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, row_tokens: int, scoring: Scoring
+) -> Tensor:
     # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
     # to be asked of the device, which would wait for it in every layer.
-    longest = query.shape[1]
-    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    attended: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_VARLEN_OPTIONS)
-    return attended.view(query.shape)
+    longest = row_tokens
+    back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
+    scale = {} if scoring.scale is None else {"scale": scoring.scale}
+    attended: Any = varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(back, 0), **scale, **_GROUPED
+    )
+    return attended

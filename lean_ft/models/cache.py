@@ -3,45 +3,28 @@
 Rows of a batch may have different lengths. Position p of a row lies at index p of its cache, so a row's padding is
 overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p.
 
-Shapes: B batch, T new tokens, C capacity, H query heads, K key-value heads, D features of a head.
+Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
 class LayerCache:
-    """One layer's keys and values, and the way a query attends to them."""
+    """One layer's keys and values."""
 
     def __init__(self, keys: Tensor, values: Tensor, owner: "KVCache") -> None:
         self.keys = keys  # (B, C, K, D)
         self.values = values
         self.owner = owner
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores key and value (B, T, K, D) at their positions; returns the attention of query (B, T, H, D)."""
+    def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
         positions = self.owner.positions
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.keys[rows, positions] = key
         self.values[rows, positions] = value
-        if self.owner.starts_empty:
-            attended = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                is_causal=True,
-                enable_gqa=True,
-            )
-        else:
-            attended = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                self.keys[:, : self.owner.filled].transpose(1, 2),
-                self.values[:, : self.owner.filled].transpose(1, 2),
-                attn_mask=self.owner.visible,
-                enable_gqa=True,
-            )
-        return attended.transpose(1, 2)
+        return self.keys[:, : self.owner.filled], self.values[:, : self.owner.filled]
 
 
 class KVCache:
@@ -69,12 +52,13 @@ class KVCache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length; known without asking the device
         self.starts_empty = True
+        self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.positions = torch.empty(0, device=device)
-        self.visible: Tensor | None = None
 
-    def begin(self, num_tokens: int) -> Tensor:
+    def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
 
+        lengths (B,): how many of them are no padding; where left out all. Padding is overwritten by what comes next.
         Raises ValueError where they do not fit.
         """
         self.starts_empty = self.filled == 0
@@ -86,14 +70,16 @@ class KVCache:
         self.filled += num_tokens
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
-        indices = torch.arange(self.filled, device=self.lengths.device)
-        self.visible = (indices <= self.positions[..., None])[:, None]  # (B, 1, T, filled)
+        self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
         return self.positions
 
-    def advance(self, num_tokens: int) -> None:
-        """Counts `num_tokens` more in every row as filled."""
-        self.lengths = self.lengths + num_tokens
+    def visible(self, window: int | None) -> Tensor:
+        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, or `window` of them."""
+        indices = torch.arange(self.filled, device=self.lengths.device)
+        positions = self.positions[..., None]
+        seen = indices <= positions
+        return seen if window is None else seen & (indices > positions - window)
 
-    def truncate(self, lengths: Tensor) -> None:
-        """Forgets what lies beyond `lengths` (B,): the padding of rows that are shorter than the longest."""
-        self.lengths = torch.minimum(self.lengths, lengths)
+    def advance(self) -> None:
+        """Counts as filled what `begin` made room for."""
+        self.lengths = self.next_lengths

@@ -6,7 +6,6 @@ Norm statistics and rotary angles are computed in float32 whatever the dtype of 
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +15,80 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention
 from lean_ft.models.cache import KVCache, LayerCache
+from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import MLP, RMSNorm
-from lean_ft.models.rope import RopeConfig, RotaryEmbedding
+from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
+from lean_ft.models.rope import RotaryEmbedding
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """What a decoder computes, each fact named by its effect."""
+def feed_forward(config: DecoderConfig, layer_index: int) -> nn.Module:
+    """Returns the feed-forward layer of layer `layer_index`: (B, T, D) to (B, T, D), a mixture's with router logits."""
+    mixture = config.layers[layer_index].mixture
+    if mixture is not None:
+        return MixtureOfExperts(config.hidden_size, mixture)
+    return MLP(
+        config.hidden_size,
+        config.intermediate_size,
+        config.mlp_bias,
+        activation=config.activation,
+        fused=config.fused_projections,
+    )
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int  # the longest context the model was made for; nothing stops a longer one
-    norm_eps: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    tied_embeddings: bool
-    rope: RopeConfig
-    initializer_range: float
+
+# Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
+_NORMS = {
+    "in": ("input_layernorm", None, "post_attention_layernorm", None),
+    "out": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 class Block(nn.Module):
-    """One layer: attention, then the feed-forward layer, each normed on its way in and added to the residual."""
+    """One layer: attention, then the feed-forward layer, each added to the residual, with norms in, out or both."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-        )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.norms = _NORMS[config.norm_placement]
+        self.residual_multiplier = config.residual_multiplier
+        self.self_attn = Attention(config, layer_index)
+        self.mlp = feed_forward(config, layer_index)
+        for name in self.norms:
+            if name is not None:
+                self.add_module(name, _norm(config))
 
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
-        """hidden (B, T, D), cos and sin (B or 1, T, head_dim); returns (B, T, D)."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cu_seqlens, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
+
+        With a mixture of experts it also returns the router's logits (B * T, experts). They are a result, and nothing
+        that is set aside, so that compilation and checkpointing treat them right.
+        """
+        into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
+        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache)
+        hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
+        added, router_logits = self.mlp(self._normed(into_mlp, hidden)), None
+        if isinstance(added, tuple):
+            added, router_logits = added
+        hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
+        return hidden if router_logits is None else (hidden, router_logits)
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+
+def _norm(config: DecoderConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_weight_offset)
 
 
 class Trunk(nn.Module):
@@ -77,14 +97,15 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
+        self.norm = _norm(config)
 
 
 class Decoder(nn.Module):
     """A decoder-only language model.
 
     `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving.
+    `router_aux_loss_coef` is the weight of `auxiliary_loss`; at 0 it is not computed.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -94,10 +115,14 @@ class Decoder(nn.Module):
         self.lm_head: nn.Linear | None = None
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
+        self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.generation_config: bytes | None = None
+        self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
+        self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
+        self._router_logits: list[Tensor] = []  # (B * T, experts) a mixture, of the last forward pass
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -115,15 +140,17 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         return_hidden: bool = False,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        """Returns the logits (B, T, V) of the next token, or with `return_hidden` the final norm's output (B, T, D).
+        """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
         packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
-        on from what it holds, and it is advanced.
+        on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
 
-        Raises ValueError for a cache together with cu_seqlens, positions or gradients, and where the cache is full.
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, and
+        where the cache is full.
         """
         num_rows, num_tokens = input_ids.shape
         if cache is not None:
@@ -131,24 +158,74 @@ class Decoder(nn.Module):
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
             if torch.is_grad_enabled():
                 raise ValueError("a cache keeps no gradients: call the model inside torch.no_grad().")
-            positions = cache.begin(num_tokens)
+            positions = cache.begin(num_tokens, lengths)
+        elif lengths is not None:
+            raise ValueError("lengths go with a cache alone: without one padding on the right changes nothing.")
         elif cu_seqlens is not None:
             _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
                 indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-                document = torch.bucketize(indices, cu_seqlens, right=True) - 1
-                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+                positions = (indices - cu_seqlens[_document_of(indices, cu_seqlens)]).view(num_rows, num_tokens)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
 
-        hidden = self.model.embed_tokens(input_ids)
-        cos, sin = self.rotary(positions, hidden.dtype)
+        hidden = self._embed(input_ids)
+        self._router_logits = []
+        keeps_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        text_lengths = self._text_lengths(positions, cu_seqlens, cache)
+        turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         for i, layer in enumerate(self.model.layers):
+            rope = self.config.layers[i].rope
+            cos, sin = (None, None) if rope is None else turns[rope]
             hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i])
+            if isinstance(hidden, tuple):
+                hidden, router_logits = hidden
+                if keeps_router_logits:
+                    self._router_logits.append(router_logits)
         hidden = self.model.norm(hidden)
+        if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
+            hidden = hidden / self.config.logits_divisor
         if cache is not None:
-            cache.advance(num_tokens)
-        return hidden if return_hidden else F.linear(hidden, self.output_weight)
+            cache.advance()
+        return hidden if return_hidden else self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
+        logits = F.linear(hidden, self.output_weight)
+        cap = self.config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def auxiliary_loss(self, is_token: Tensor | None = None) -> Tensor:
+        """Returns what the last forward pass adds to a mean loss for its experts' uneven load, a float32 scalar.
+
+        It is `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it, and can be asked for once; 0
+        where there are no routers, or none that trains. is_token (B, T) bool: False on padding, which does not count.
+        """
+        router_logits, self._router_logits = self._router_logits, []
+        if self.mixture is None or not router_logits:
+            return torch.zeros((), device=self.output_weight.device)
+        return self.router_aux_loss_coef * load_balancing_loss(router_logits, self.mixture.experts_per_token, is_token)
+
+    def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
+        """The length of the text that each position belongs to, (B or 1, T or 1), if any frequency depends on it."""
+        if not any(rope.depends_on_length for rope in self.rotary):
+            return None
+        if cache is not None:
+            return cache.next_lengths[:, None]
+        if cu_seqlens is None:
+            return positions.amax(-1, keepdim=True) + 1
+        flat = positions.flatten()
+        document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
+        last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
+        last = last.scatter_reduce(0, document, flat, "amax")
+        return (last[document] + 1).view(positions.shape)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden = self.model.embed_tokens(input_ids)
+        multiplier = self.config.embedding_multiplier
+        if self.config.embedding_multiplier_in_weight_dtype:
+            multiplier = torch.tensor(multiplier, dtype=hidden.dtype).item()
+        return hidden if multiplier == 1.0 else hidden * multiplier
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
@@ -162,6 +239,11 @@ class Decoder(nn.Module):
             weight.dtype,
             weight.device,
         )
+
+
+def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number of the document that each of the flattened batch's `indices` lies in."""
+    return torch.bucketize(indices, cu_seqlens, right=True) - 1
 
 
 def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:

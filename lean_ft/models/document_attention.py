@@ -1,9 +1,13 @@
 """Causal attention document by document, in plain matrix products: exact, lean, and fast on a CPU.
 
-Queries go through in blocks. A block's scores against the keys up to it exist in float32 just long enough for their
-softmax; the products with values and gradients run in the tensors' own dtype. Backward computes the softmax again
-rather than keeping it, so nothing of shape (T, T) outlives a block, and the heads of a group are stacked as rows of
-one product, so keys and values are never copied once for each query head.
+Queries go through in blocks. A block's scores against the keys that it sees exist in float32 just long enough for
+their softmax; the products with values and gradients run in the tensors' own dtype. Backward computes the softmax
+again rather than keeping it, so nothing of shape (T, T) outlives a block, and the heads of a group are stacked as rows
+of one product, so keys and values are never copied once for each query head.
+
+Three facts of some models change the softmax: a window (keys that are too far back are not even multiplied), a soft
+cap (scores become cap * tanh(score / cap)) and sinks (a learned logit for each head joins the softmax and takes its
+share of the weight, but has no value).
 
 On CPUs with bfloat16 instructions this takes less than half the time of PyTorch's own flash kernel, which does not
 use them, at the same accuracy. It is one custom op, which torch.compile sees as one opaque operation.
@@ -11,11 +15,12 @@ use them, at the same accuracy. It is one custom op, which torch.compile sees as
 Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
 Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features
-of a head, R = G * (queries of a block) rows, C keys up to a block's end.
+of a head, R = G * (queries of a block) rows, C keys that a block sees.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,94 +31,190 @@ _BLOCK_SCORES = 2**22
 
 
 @torch.library.custom_op("lean_ft::document_attention", mutates_args=())
-def document_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def document_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
-    cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. Raises ValueError for others.
+    cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. sinks (H,): a logit for each head.
+    scale: of the scores, where left out D ** -0.5. window: how many positions a query sees, its own included. softcap:
+    the bound of the scores. Raises ValueError for other boundaries.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for document in _documents(cu_seqlens, len(query)):
         queries, keys, values = _by_group(query[document], key[document], value[document])
-        keys_float = keys.float().transpose(1, 2)  # (K, D, T)
+        softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         outs = _by_group(out[document], key[document])[0]
-        for block in _blocks(queries):
-            weights = _softmax(queries[:, :, block], keys_float, block).to(query.dtype)  # (K, R, C)
-            attended = torch.bmm(weights, values[:, : block.stop])  # (K, R, D)
-            outs[:, :, block] = attended.view(outs[:, :, block].shape)
+        for block in _blocks(queries, window):
+            weights = softmax(block).weights.to(query.dtype)  # (K, R, C)
+            attended = torch.bmm(weights, values[:, block.keys])  # (K, R, D)
+            outs[:, :, block.queries] = attended.view(outs[:, :, block.queries].shape)
     return out
 
 
 @document_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("lean_ft::document_attention_backward", mutates_args=())
 def document_attention_backward(
-    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value from that of `out`, what `document_attention` returned."""
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key, value and sinks from that of `out`, what `document_attention` returned.
+
+    Without sinks theirs is empty.
+    """
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    scale = query.shape[-1] ** -0.5
+    grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=torch.float32)  # (H,)
     for document in _documents(cu_seqlens, len(query)):
         queries, keys, values = _by_group(query[document], key[document], value[document])
         grads, outs, grad_queries = (_by_group(x[document], key[document])[0] for x in (grad_out, out, grad_query))
-        keys_float = keys.float().transpose(1, 2)  # (K, D, T)
+        softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
         delta = (grads.float() * outs.float()).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, T)
         values_and_ones = torch.cat((values, values.new_ones(*values.shape[:2], 3)), -1).transpose(1, 2)
-        grad_keys, grad_values = torch.zeros_like(keys_float.mT), torch.zeros_like(keys_float.mT)  # (K, T, D)
-        for block in _blocks(queries):
-            end = block.stop
-            weights = _softmax(queries[:, :, block], keys_float, block).to(query.dtype)  # (K, R, C)
-            grad_rows = grads[:, :, block].flatten(1, 2)  # (K, R, D)
-            grad_values[:, :end] += torch.bmm(weights.mT, grad_rows)
+        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, T, D)
+        for block in _blocks(queries, window):
+            weights, slope, sink_weights = softmax(block)
+            weights = weights.to(query.dtype)  # (K, R, C)
+            grad_rows = grads[:, :, block.queries].flatten(1, 2)  # (K, R, D)
+            grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
             # Delta rides along as three more features, whose sum is it to 24 bits: subtracted inside the product,
             # where sums are float32, not after the difference of two large numbers has been rounded.
-            minus_delta = _in_three(-delta[:, :, block].flatten(1, 2), query.dtype)
-            grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, :end])
+            rows_delta = delta[:, :, block.queries].flatten(1, 2)  # (K, R, 1)
+            minus_delta = _in_three(-rows_delta, query.dtype)
+            grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
             grad_scores *= weights
-            grad_rows = torch.bmm(grad_scores, keys[:, :end])
-            grad_queries[:, :, block] = grad_rows.view(grad_queries[:, :, block].shape) * scale
-            grad_keys[:, :end] += torch.bmm(grad_scores.mT, queries[:, :, block].flatten(1, 2))
-        grad_key[document] = (grad_keys * scale).transpose(0, 1)
+            if slope is not None:
+                grad_scores *= slope
+            grad_rows = torch.bmm(grad_scores, keys[:, block.keys])
+            grad_queries[:, :, block.queries] = grad_rows.view(grad_queries[:, :, block.queries].shape) * softmax.scale
+            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, queries[:, :, block.queries].flatten(1, 2))
+            if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
+                grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
+        grad_key[document] = (grad_keys * softmax.scale).transpose(0, 1)
         grad_value[document] = grad_values.transpose(0, 1)
-    return grad_query, grad_key, grad_value
+    return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
 @document_attention_backward.register_fake
 def _(
-    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    return grads[0], grads[1], grads[2]
+    grad_sinks = query.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+    return grads[0], grads[1], grads[2], grad_sinks
 
 
 def _save_for_backward(ctx, inputs, output: Tensor) -> None:
-    ctx.save_for_backward(output, *inputs)
+    query, key, value, cu_seqlens, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks)
+    ctx.has_sinks = sinks is not None
 
 
 def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    return *document_attention_backward(grad_out, *ctx.saved_tensors), None
+    *grads, grad_sinks = document_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
-def _softmax(queries: Tensor, keys: Tensor, block: slice) -> Tensor:
-    """The attention weights (K, R, C), float32, of a block's queries (K, G, block, D) to keys (K, D, T)."""
-    num_queries, scale = queries.shape[2], queries.shape[-1] ** -0.5
-    rows = (queries.float() * scale).flatten(1, 2)
-    scores = torch.bmm(rows, keys[:, :, : block.stop])
-    # Only the block's own keys can lie in a query's future.
-    future = torch.full((num_queries, num_queries), float("-inf"), device=scores.device).triu(1)
-    scores.unflatten(1, (-1, num_queries))[..., block] += future
-    return scores.softmax(-1)
+class _Block(NamedTuple):
+    queries: slice
+    keys: slice  # those that any of the queries sees
+
+
+class _Weights(NamedTuple):
+    weights: Tensor  # (K, R, C) float32
+    slope: Tensor | None  # (K, R, C): the soft cap's derivative, where there is a cap
+    sinks: Tensor | None  # (K, R, 1): the weights that went to the sinks, where there are any
+
+
+class _Softmax:
+    """The attention weights of one document's queries (K, G, T, D) to its keys (K, T, D), a block at a time."""
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        sinks: Tensor | None,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        self.queries = queries
+        self.keys = keys.float().transpose(1, 2)  # (K, D, T)
+        # (K, G, 1, 1)
+        self.sinks = None if sinks is None else sinks.float().view(*queries.shape[:2], 1, 1)
+        self.scale = queries.shape[-1] ** -0.5 if scale is None else scale
+        self.window = window
+        self.softcap = softcap
+
+    @torch.autocast("cpu", enabled=False)
+    @torch.autocast("cuda", enabled=False)
+    def __call__(self, block: _Block) -> _Weights:
+        num_queries = block.queries.stop - block.queries.start
+        rows = (self.queries[:, :, block.queries].float() * self.scale).flatten(1, 2)
+        scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
+        slope = None
+        if self.softcap is not None:
+            tanh = scores.div_(self.softcap).tanh_()
+            slope = 1 - tanh.square()
+            scores = tanh.mul_(self.softcap)
+        by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
+        # Only the block's own keys can lie in a query's future,
+        future = torch.full((num_queries, num_queries), float("-inf"), device=scores.device).triu(1)
+        by_query[..., -num_queries:] += future
+        if self.window is not None:  # and only those before the last query's window too far in a query's past.
+            oldest = block.queries.start - block.keys.start - self.window  # hidden from the block's first query
+            num_hidden = oldest + num_queries
+            if num_hidden > 0:
+                past = torch.full((num_queries, num_hidden), float("-inf"), device=scores.device).tril(oldest)
+                by_query[..., :num_hidden] += past
+        if self.sinks is None:
+            return _Weights(scores.softmax(-1), slope, None)
+        sinks = self.sinks.expand(-1, -1, num_queries, -1).flatten(1, 2)  # (K, R, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)
+        return _Weights(weights[..., :-1], slope, weights[..., -1:])
 
 
 def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
@@ -126,10 +227,14 @@ def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise(bounds) if start < end)
 
 
-def _blocks(queries: Tensor) -> Iterator[slice]:
+def _blocks(queries: Tensor, window: int | None) -> Iterator[_Block]:
     num_groups, group, num_tokens, _ = queries.shape
-    step = min(_BLOCK_QUERIES, max(1, _BLOCK_SCORES // (num_groups * group * num_tokens)))
-    return (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
+    num_keys = num_tokens if window is None else min(num_tokens, window + _BLOCK_QUERIES)
+    step = min(_BLOCK_QUERIES, max(1, _BLOCK_SCORES // (num_groups * group * num_keys)))
+    for start in range(0, num_tokens, step):
+        end = min(start + step, num_tokens)
+        first = 0 if window is None else max(0, start - window + 1)
+        yield _Block(slice(start, end), slice(first, end))
 
 
 def _by_group(query: Tensor, *keys_and_values: Tensor) -> list[Tensor]:

@@ -1,43 +1,471 @@
 """Reads Hugging Face's config.json: one row of differences a family, one decoder for all of them.
 
 A field that changes the mathematics and that the decoder does not compute is refused by name: a model that trains
-with a wrong formula shows a plausible loss and is worth nothing. Both spellings of the rotary settings are read,
-`rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+with a wrong formula shows a plausible loss and is worth nothing. What a family's row reads is handled; whatever else
+of `_NEUTRAL_VALUES` the file sets must have the value at which it changes nothing. Both spellings of the rotary
+settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lean_ft.models.decoder import DecoderConfig
+from torch import Tensor
+
+from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
+
+
+class _Fields:
+    """The fields of a config.json over their defaults; it checks what is read, and remembers which were."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.values = {**defaults, **config}
+        self.where = where
+        self.read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        """The value, None where it is absent or null."""
+        self.read.add(name)
+        return self.values.get(name)
+
+    def count(self, name: str, least: int = 1) -> int:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected {expected}.")
+        return value
+
+    def positive(self, name: str) -> float:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected a positive number.")
+        return float(value)
+
+    def at_least_0(self, name: str) -> float:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected 0 or a positive number.")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._required(name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected true or false.")
+        return value
+
+    def of_each_layer(self, name: str) -> list[Any]:
+        """A list with an entry for each layer."""
+        value, num_layers = self._required(name), self.count("num_hidden_layers")
+        if not isinstance(value, list) or len(value) != num_layers:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected a list of {num_layers}, one a layer.")
+        return value
+
+    def _required(self, name: str) -> Any:
+        if self.get(name) is None:
+            raise ValueError(f"{self.where}: the field {name} is missing; the model cannot be built without it.")
+        return self.values[name]
+
+
+Reader = Callable[[_Fields], Any]
+
+
+def flag(name: str) -> Reader:
+    """Reads true or false from the field `name`."""
+    return lambda fields: fields.flag(name)
+
+
+def count(name: str) -> Reader:
+    """Reads a positive integer from the field `name`."""
+    return lambda fields: fields.count(name)
+
+
+def number(name: str) -> Reader:
+    """Reads a positive number from the field `name`."""
+    return lambda fields: fields.positive(name)
+
+
+def number_if_any(name: str) -> Reader:
+    """Reads a positive number from the field `name`, None where it is null."""
+    return lambda fields: None if fields.get(name) is None else fields.positive(name)
+
+
+def _root_of_hidden_size(fields: _Fields) -> float:
+    return fields.count("hidden_size") ** 0.5
+
+
+def _scale_by_query_scalar(fields: _Fields) -> float:
+    return fields.positive("query_pre_attn_scalar") ** -0.5
+
+
+def _num_experts(fields: _Fields) -> int:
+    """transformers has written either name for the same family."""
+    names = [name for name in ("num_local_experts", "num_experts") if fields.get(name) is not None]
+    counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"{fields.where}: {counts}; expected the same number in both. Remove the one that is wrong.")
+    return next(iter(counts.values()))
+
+
+def _router_aux_loss_coef(fields: _Fields) -> float:
+    """transformers adds the loss only where it also returns the logits that it is made from."""
+    return fields.at_least_0("router_aux_loss_coef") if fields.flag("output_router_logits") else 0.0
+
+
+# Which layers have a window, where config.json does not list it: a function of the fields and the layer's number.
+
+
+def _no_layer(fields: _Fields, layer: int) -> bool:
+    return False
+
+
+def _every_layer(fields: _Fields, layer: int) -> bool:
+    return fields.get("sliding_window") is not None
+
+
+def _upper_layers(fields: _Fields, layer: int) -> bool:
+    return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
+
+
+def _every_second_layer(fields: _Fields, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _all_but_every_nth_layer(fields: _Fields, layer: int) -> bool:
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def _layers_without_rope(fields: _Fields, layer: int) -> bool:
+    slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
+    return slides and not _has_rope(fields, layer)
+
+
+def _every_layer_if_asked_for(fields: _Fields, layer: int) -> bool:
+    return fields.flag("use_sliding_window") and _every_layer(fields, layer)
+
+
+# Which layers of a family with experts have them.
+
+
+def _all_layers(fields: _Fields, layer: int) -> bool:
+    return True
+
+
+def _every_nth_layer_but_some(fields: _Fields, layer: int) -> bool:
+    excepted = fields.get("mlp_only_layers") or []
+    if not isinstance(excepted, list):
+        raise ValueError(f"{fields.where}: mlp_only_layers is {excepted!r}; expected a list of layers' numbers.")
+    return layer not in excepted and (layer + 1) % fields.count("decoder_sparse_step") == 0
+
+
+# How positions turn queries and keys, a function of the fields, the layer's number and whether it has a window.
+
+
+def _one_rope(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    return _rope_config(fields)
+
+
+def _partial_rope(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    return _rope_config(fields, may_be_partial=True)
+
+
+def _rope_but_in_some_layers(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    return _rope_config(fields) if _has_rope(fields, layer) else None
+
+
+def _has_rope(fields: _Fields, layer: int) -> bool:
+    has_rope = (layer + 1) % fields.count("no_rope_layer_interval") != 0
+    if fields.get("no_rope_layers") is not None:  # named for the layers without, a 1 nevertheless marks those with it
+        has_rope = fields.of_each_layer("no_rope_layers")[layer] == 1
+    return has_rope
+
+
+def _rope_by_window(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """One base for the layers with a window, another one, and the scaling, for those that see everything."""
+    theta = fields.positive("rope_local_base_freq" if is_windowed else "rope_theta")
+    if fields.get("rope_parameters") is None:
+        scaling = {} if is_windowed else fields.get("rope_scaling") or {}
+        return _rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
+    kinds = fields.get("rope_parameters")
+    if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{fields.where}: rope_parameters is {kinds!r}; expected an object with full_attention and "
+            "sliding_attention."
+        )
+    kind = "sliding_attention" if is_windowed else "full_attention"
+    return _rope_config(
+        fields, settings={"rope_theta": theta, **(kinds.get(kind) or {})}, key=f"rope_parameters: {kind}"
+    )
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a family from the others. A bias is True, False, or the field of config.json that says so."""
+    """What tells a family from the others."""
 
-    qkv_bias: bool | str
-    output_bias: bool | str
-    mlp_bias: bool | str
+    # Facts of DecoderConfig: a value, or what reads it from config.json.
+    facts: Mapping[str, Any] = field(default_factory=dict)
     # What a field means where config.json leaves it out; None for num_key_value_heads: as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_window: Callable[[_Fields, int], bool] = _no_layer
+    rope: Callable[[_Fields, int, bool], RopeConfig | None] = _one_rope
+    # Whether `layer_types`, where config.json has it, decides which layers have a window.
+    reads_layer_types: bool = False
+    activation_field: str = "hidden_act"
+    # What the family's older files mean by the name of an activation, where it is another one.
+    activation_meant: Mapping[str, str] = field(default_factory=dict)
+    # Facts of MixtureConfig, as above; without any the family has no experts.
+    mixture: Mapping[str, Any] = field(default_factory=dict)
+    has_mixture: Callable[[_Fields, int], bool] = _all_layers
+    # What the folder has in the place of a part of our parameters' names: several names where the first dimension is
+    # cut into so many parts, and `*` for the index in a stack, whose matrices it holds one by one.
+    on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+
+_ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}
+_MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
+_GEMMA_FACTS = {
+    **_ATTENTION_BIAS,
+    "norm_weight_offset": 1.0,
+    "embedding_multiplier": _root_of_hidden_size,
+    "embedding_multiplier_in_weight_dtype": True,
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+_MIXTURE = {
+    "num_experts": _num_experts,
+    "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("intermediate_size"),
+    "router_aux_loss_coef": _router_aux_loss_coef,
+}
+_MIXTURE_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_EXPERTS_ON_DISK = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        facts={**_ATTENTION_BIAS, **_MLP_BIAS},
         defaults={"max_position_embeddings": 2048},
     ),
+    "mistral": Family(
+        has_window=_every_layer,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
     "qwen2": Family(
-        qkv_bias=True,
-        output_bias=False,
-        mlp_bias=False,
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        facts={"qkv_bias": True},
+        has_window=_upper_layers,
+        reads_layer_types=True,
+        defaults={
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+    ),
+    "qwen3": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "head"},
+        has_window=_upper_layers,
+        reads_layer_types=True,
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+    ),
+    "gemma": Family(
+        facts=_GEMMA_FACTS,
+        defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
+        activation_meant={"gelu": "gelu_pytorch_tanh"},
+    ),
+    "gemma2": Family(
+        facts={
+            **_GEMMA_FACTS,
+            "norm_placement": "both",
+            "attention_scale": _scale_by_query_scalar,
+            "attention_softcap": number_if_any("attn_logit_softcapping"),
+            "logits_softcap": number_if_any("final_logit_softcapping"),
+        },
+        has_window=_every_second_layer,
+        reads_layer_types=True,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        activation_field="hidden_activation",
+    ),
+    "gemma3_text": Family(
+        facts={
+            **_GEMMA_FACTS,
+            "norm_placement": "both",
+            "qk_norm": "head",
+            "attention_scale": _scale_by_query_scalar,
+            "logits_softcap": number_if_any("final_logit_softcapping"),
+        },
+        has_window=_all_but_every_nth_layer,
+        reads_layer_types=True,
+        rope=_rope_by_window,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        activation_field="hidden_activation",
+    ),
+    "phi3": Family(
+        facts={"fused_projections": True},
+        has_window=_every_layer,
+        rope=_partial_rope,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "olmo2": Family(
+        facts={**_ATTENTION_BIAS, "norm_placement": "out", "qk_norm": "projection"},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    "smollm3": Family(
+        facts={**_ATTENTION_BIAS, **_MLP_BIAS},
+        has_window=_layers_without_rope,
+        reads_layer_types=True,
+        rope=_rope_but_in_some_layers,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": Family(
+        facts={
+            **_ATTENTION_BIAS,
+            **_MLP_BIAS,
+            "attention_scale": number("attention_multiplier"),
+            "embedding_multiplier": number("embedding_multiplier"),
+            "residual_multiplier": number("residual_multiplier"),
+            "logits_divisor": number("logits_scaling"),
+        },
+        defaults={
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "mixtral": Family(
+        has_window=_every_layer,
+        mixture={**_MIXTURE, "weights_sum_to_one": True},
+        on_disk={
+            "mlp.gate.": ("block_sparse_moe.gate.",),
+            "mlp.experts.gate_up_proj": (
+                "block_sparse_moe.experts.*.w1.weight",
+                "block_sparse_moe.experts.*.w3.weight",
+            ),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+        },
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "head"},
+        has_window=_every_layer_if_asked_for,
+        mixture={
+            **_MIXTURE,
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
+        },
+        has_mixture=_every_nth_layer_but_some,
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "olmoe": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "projection"},
+        mixture={**_MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+    ),
+    "gpt_oss": Family(
+        facts={**_ATTENTION_BIAS, "attention_sinks": True},
+        has_window=_every_second_layer,
+        reads_layer_types=True,
+        mixture={
+            **_MIXTURE,
+            "weights_sum_to_one": True,
+            "router_name": "router",
+            "router_bias": True,
+            "expert_bias": True,
+            "input_first": True,
+            "gate_scale": number("swiglu_alpha"),
+            "up_offset": 1.0,
+            "limit": number("swiglu_limit"),
+        },
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
     ),
 }
 
@@ -51,16 +479,22 @@ _DEFAULTS: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "attention_bias": False,
     "mlp_bias": False,
+    "use_sliding_window": False,
 }
 
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
 # Fields that change the mathematics, with the values at which they change nothing. Absent and null are always such.
+# Biases are not among them: a bias that is not expected shows in the weights.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "pretraining_tp": (1,),
-    "quantization_config": (),
+    "sliding_window": (),
+    "sliding_window_pattern": (),
     "use_sliding_window": (False,),
+    "use_bidirectional_attention": (False,),
+    "attention_chunk_size": (),
     "partial_rotary_factor": (1.0,),
+    "rope_local_base_freq": (),
+    "use_mrope": (False,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
@@ -73,23 +507,31 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),
     "no_rope_layers": (),
+    "no_rope_layer_interval": (),
     "rope_interleave": (False,),
     "num_local_experts": (0, 1),
     "num_experts": (0, 1),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "shared_expert_intermediate_size": (0,),
+    "router_jitter_noise": (0.0,),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
 
-# The rotary settings by their names in config.json, with ours.
-_ROPE_FIELDS = {
-    "rope_type": "scaling",
-    "type": "scaling",
-    "rope_theta": "theta",
-    "partial_rotary_factor": "",
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_positions",
+# Families that are known and are no decoder of text alone, with the reason why they are refused.
+_REFUSED_FAMILIES = {
+    "gemma3": "It reads images too, and its weights hold a vision model that would be lost in training. Save its "
+    "language model by itself with transformers (model.model.language_model and model.lm_head as a "
+    "Gemma3ForCausalLM), which makes a folder of the family gemma3_text.",
+}
+
+_REMEDIES_FOR_QUANTIZED = {
+    "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
+    "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
+    "bfloat16.",
 }
 
 
@@ -103,56 +545,144 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {_listed(FAMILIES)}."
-            f"{_nearest(family_name, FAMILIES)} Other families are not supported yet."
+            f"{where}: model_type is {family_name!r}; expected one of {_listed(FAMILIES)}. "
+            + _REFUSED_FAMILIES.get(
+                str(family_name), f"{_nearest(family_name, FAMILIES)}Other families are not supported yet."
+            )
         )
-    _refuse_other_mathematics(config, where)
-    fields = {**_DEFAULTS, **family.defaults, **config}
+    _refuse_other_models(config, where)
+    fields = _Fields(config, {**_DEFAULTS, **family.defaults}, where)
 
-    def bias(value: bool | str) -> bool:
-        return value if isinstance(value, bool) else _flag(fields, value, where)
-
-    hidden_size = _count(fields, "hidden_size", where)
-    num_heads = _count(fields, "num_attention_heads", where)
+    hidden_size = fields.count("hidden_size")
+    num_heads = fields.count("num_attention_heads")
     num_kv_heads = num_heads
-    if fields["num_key_value_heads"] is not None:
-        num_kv_heads = _count(fields, "num_key_value_heads", where)
+    if fields.get("num_key_value_heads") is not None:
+        num_kv_heads = fields.count("num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
             "expected the first to be a multiple of the second."
         )
-    if fields["head_dim"] is not None:
-        head_dim = _count(fields, "head_dim", where)
+    read = DecoderConfig(
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields),
+        layers=_layers(fields, family),
+        max_positions=fields.count("max_position_embeddings"),
+        initializer_range=fields.positive("initializer_range"),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        norm_eps=fields.positive("rms_norm_eps"),
+        activation=_activation(fields, family),
+        **_facts(family.facts, fields),
+    )
+    _refuse_other_mathematics(config, fields.read, where)
+    return read
+
+
+def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
+    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
+    part = next((part for part in family.on_disk if part in name), None)
+    if part is None:
+        yield name, parameter
+        return
+    places = [name.replace(part, place) for place in family.on_disk[part]]
+    stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
+    for index, tensor in stack:
+        for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
+            yield place.replace("*", str(index)), piece
+
+
+def _facts(facts: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:
+    return {name: fact(fields) if callable(fact) else fact for name, fact in facts.items()}
+
+
+def _mixture(fields: _Fields, family: Family) -> MixtureConfig | None:
+    if not family.mixture:
+        return None
+    mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
+    if mixture.experts_per_token > mixture.num_experts:
+        raise ValueError(
+            f"{fields.where}: num_experts_per_tok is {mixture.experts_per_token}, of {mixture.num_experts} experts; "
+            "expected at most all of them."
+        )
+    if mixture.gate_scale != 1.0 and mixture.activation != "silu":
+        raise ValueError(
+            f"{fields.where}: {family.activation_field} is {fields.values[family.activation_field]!r}; expected "
+            "'silu', the only activation of this family's experts."
+        )
+    return mixture
+
+
+def _head_dim(fields: _Fields) -> int:
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if fields.get("head_dim") is not None:
+        head_dim = fields.count("head_dim")
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     else:
         raise ValueError(
-            f"{where}: hidden_size is {hidden_size}, which {num_heads} attention heads do not divide; expected a "
-            "multiple, or the field head_dim."
+            f"{fields.where}: hidden_size is {hidden_size}, which {num_heads} attention heads do not divide; expected "
+            "a multiple, or the field head_dim."
         )
     if head_dim % 2:
-        raise ValueError(f"{where}: head_dim is {head_dim}; rotary embeddings need an even number.")
-    return DecoderConfig(
-        vocab_size=_count(fields, "vocab_size", where),
-        hidden_size=hidden_size,
-        intermediate_size=_count(fields, "intermediate_size", where),
-        num_layers=_count(fields, "num_hidden_layers", where),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_positions=_count(fields, "max_position_embeddings", where),
-        norm_eps=_positive(fields, "rms_norm_eps", where),
-        qkv_bias=bias(family.qkv_bias),
-        output_bias=bias(family.output_bias),
-        mlp_bias=bias(family.mlp_bias),
-        tied_embeddings=_flag(fields, "tie_word_embeddings", where),
-        rope=_rope_config(fields, where),
-        initializer_range=_positive(fields, "initializer_range", where),
+        raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
+    return head_dim
+
+
+def _layers(fields: _Fields, family: Family) -> tuple[LayerConfig, ...]:
+    num_layers = fields.count("num_hidden_layers")
+    windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
+    if fields.get("layer_types") is not None:
+        kinds = fields.of_each_layer("layer_types")
+        if set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"{fields.where}: layer_types has {', '.join(sorted(set(map(str, kinds))))}; expected full_attention "
+                "or sliding_attention."
+            )
+        listed = [kind == "sliding_attention" for kind in kinds]
+        if listed != windowed and not family.reads_layer_types:
+            raise ValueError(
+                f"{fields.where}: layer_types has {', '.join(sorted(set(kinds)))}; in this family "
+                f"{'every' if any(windowed) else 'no'} layer has a sliding window, and the field does not change that."
+            )
+        windowed = listed
+    if family.has_window is not _no_layer:
+        fields.get("sliding_window")  # the family knows it, even where no layer uses it
+    window = fields.count("sliding_window") if any(windowed) else None
+    mixture = _mixture(fields, family)
+    return tuple(
+        LayerConfig(
+            family.rope(fields, layer, is_windowed),
+            window if is_windowed else None,
+            mixture if mixture is not None and family.has_mixture(fields, layer) else None,
+        )
+        for layer, is_windowed in enumerate(windowed)
     )
 
 
-def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
+def _activation(fields: _Fields, family: Family) -> Any:
+    def meant(name: str) -> str:
+        value = fields.values.get(name)
+        known = family.activation_meant.get(str(value), str(value))
+        if known not in _ACTIVATIONS:
+            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {_listed(_ACTIVATIONS)}.")
+        return _ACTIVATIONS[known]
+
+    own = family.activation_field
+    other = "hidden_activation" if own == "hidden_act" else "hidden_act"
+    if fields.config.get(other) is not None and meant(other) != meant(own):
+        raise ValueError(
+            f"{fields.where}: {own} is {fields.values[own]!r} and {other} is {fields.config[other]!r}; expected one "
+            f"activation. Remove {other}, which this family does not read."
+        )
+    return meant(own)
+
+
+def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
@@ -164,13 +694,17 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
     if config.get("quantization_config") is not None:
         method = config["quantization_config"]
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        remedy = _REMEDIES_FOR_QUANTIZED.get(method, "Train from the unquantized model that this one was made from.")
         raise ValueError(
             f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
-            "bfloat16 weights. Train from the unquantized model that this one was made from."
+            f"bfloat16 weights. {remedy}"
         )
+
+
+def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = config.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and name not in handled:
             allowed = " or ".join(["absent", *map(repr, neutral)])
             raise ValueError(
                 f"{where}: {name} is {value!r}, which changes the mathematics in a way that is not supported; "
@@ -182,81 +716,124 @@ def _refuse_other_mathematics(config: Mapping[str, Any], where: str) -> None:
                 f"{where}: {name} is {value!r}; dropout is not supported. Set it to 0.0 in config.json to train "
                 "without it."
             )
-    layer_types = config.get("layer_types")
-    if layer_types is not None and set(layer_types) - {"full_attention"}:
-        kinds = ", ".join(sorted(set(layer_types)))
-        raise ValueError(f"{where}: layer_types has {kinds}; only full_attention is supported.")
 
 
-def _rope_config(fields: Mapping[str, Any], where: str) -> RopeConfig:
-    key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    where = f"{where}: {key}"
-    settings = fields.get(key) or {}
+def _rope_config(
+    fields: _Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False
+) -> RopeConfig:
+    """Reads the rotary settings that `key` names, or those of the whole model where left out."""
+    if key is None:
+        key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+        settings = fields.get(key) or {}
+    where = f"{fields.where}: {key}"
     if not isinstance(settings, dict):
         raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
-    scaling = settings.get("rope_type", settings.get("type", "default"))
+    longest = fields.count("max_position_embeddings")
+    # transformers' order: the top level wins, then the rope settings, then the longest context.
+    original = fields.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    settings = {**settings, "original_max_position_embeddings": original or longest}
+    share = fields.get("partial_rotary_factor") if may_be_partial else None
+    defaults = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": 1.0 if share is None else share}
+    own = _Fields(settings, defaults, where)
+    old_name, scaling = own.get("type"), own.get("rope_type")
+    scaling = scaling or old_name or "default"
+    scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
     if scaling not in SCALINGS:
         raise ValueError(
-            f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}."
+            f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}. "
             f"{_nearest(scaling, SCALINGS)}"
         )
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+    share = own.positive("partial_rotary_factor")
+    if share > 1.0 or (share < 1.0 and not may_be_partial):
         raise ValueError(
-            f"{where}: partial_rotary_factor is {settings['partial_rotary_factor']!r}; expected 1.0 or absent: only "
-            "whole heads are rotated."
+            f"{where}: partial_rotary_factor is {share!r}; expected "
+            f"{'at most 1.0' if may_be_partial else '1.0 or absent: in this family whole heads are rotated'}."
         )
-    unknown = [name for name, value in settings.items() if name not in _ROPE_FIELDS and value is not None]
+    values = _ROPE_READERS[scaling](own, longest, -(-int(_head_dim(fields) * share) // 2))
+    original = own.positive("original_max_position_embeddings")
+    theta = own.positive("rope_theta")
+    unknown = [name for name, value in settings.items() if name not in own.read and value is not None]
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
-            f"{_listed(_ROPE_FIELDS)}. Remove what changes nothing."
+            f"{', '.join(sorted(own.read))}. Remove what changes nothing."
         )
-    settings = {"rope_theta": fields["rope_theta"], **settings}
-    if scaling == "llama3":
-        # transformers' order: the top level wins, then the rope settings, then the longest context.
-        original = settings.get("original_max_position_embeddings", fields["max_position_embeddings"])
-        settings["original_max_position_embeddings"] = fields.get("original_max_position_embeddings", original)
-    ours = {spelled: name for spelled, name in _ROPE_FIELDS.items() if name in REQUIRED_FIELDS[scaling]}
-    values = {name: _positive(settings, spelled, where) for spelled, name in ours.items()}
-    if scaling == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+    if "original_max_positions" in REQUIRED_FIELDS[scaling]:
+        values.setdefault("original_max_positions", original)
+    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values)
+
+
+# What each scaling reads from its settings, given the longest context and the number of its frequencies.
+
+
+def _read_linear(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    return {"factor": settings.positive("factor")}
+
+
+def _read_dynamic(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    return {"factor": settings.positive("factor"), "original_max_positions": float(longest)}
+
+
+def _read_llama3(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    if values["high_freq_factor"] <= values["low_freq_factor"]:
         raise ValueError(
-            f"{where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
+            f"{settings.where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
             f"({values['low_freq_factor']})."
         )
-    return RopeConfig(theta=_positive(settings, "rope_theta", where), scaling=scaling, **values)
+    return values
 
 
-def _required(fields: Mapping[str, Any], name: str, where: str) -> Any:
-    if fields.get(name) is None:
-        raise ValueError(f"{where}: the field {name} is missing; the model cannot be built without it.")
-    return fields[name]
+def _read_yarn(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    factor = settings.positive("factor")
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    attention_factor = grown(1.0)
+    if above and below:
+        attention_factor = grown(settings.positive("mscale")) / grown(settings.positive("mscale_all_dim"))
+    if settings.get("attention_factor") is not None:
+        attention_factor = settings.positive("attention_factor")
+    values: dict[str, Any] = {"factor": factor, "attention_factor": attention_factor}
+    values |= {name: settings.positive(name) for name in ("beta_fast", "beta_slow") if settings.get(name)}
+    if settings.get("truncate") is not None:
+        values["truncate"] = settings.flag("truncate")
+    return values
 
 
-def _count(fields: Mapping[str, Any], name: str, where: str) -> int:
-    value = _required(fields, name, where)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {name} is {value!r}; expected a positive integer.")
-    return value
+def _read_longrope(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    original = settings.positive("original_max_position_embeddings")
+    factor = longest / original if settings.get("factor") is None else settings.positive("factor")
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if settings.get("attention_factor") is not None:
+        attention_factor = settings.positive("attention_factor")
+    values: dict[str, Any] = {"attention_factor": attention_factor}
+    for spelled, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
+        divisors = settings.get(spelled)
+        valid = isinstance(divisors, list) and all(isinstance(x, int | float) and x > 0 for x in divisors)
+        if not valid or len(divisors) != num_frequencies:
+            raise ValueError(
+                f"{settings.where}: {spelled} is {divisors!r}; expected a list of {num_frequencies} positive numbers."
+            )
+        values[name] = tuple(map(float, divisors))
+    return values
 
 
-def _positive(fields: Mapping[str, Any], name: str, where: str) -> float:
-    value = _required(fields, name, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{where}: {name} is {value!r}; expected a positive number.")
-    return float(value)
+_ROPE_READERS: dict[str, Callable[[_Fields, int, int], dict[str, Any]]] = {
+    "default": lambda settings, longest, num_frequencies: {},
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
 
 
-def _flag(fields: Mapping[str, Any], name: str, where: str) -> bool:
-    value = _required(fields, name, where)
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: {name} is {value!r}; expected true or false.")
-    return value
-
-
-def _listed(names: Mapping[str, Any]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _nearest(name: Any, names: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f" Nearest: {near[0]}." if near else ""
+def _nearest(name: Any, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"Nearest: {near[0]}. " if near else ""

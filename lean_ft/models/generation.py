@@ -3,6 +3,9 @@
 Prompts of different lengths go through as one batch. They are padded on the right, where causality hides the padding,
 and each row then goes on from its own end; so a row's tokens are those it would get alone.
 
+Where rotary frequencies depend on the length of the text, all that came before is read again once they change: with
+`longrope` when a text outgrows the original context, with `dynamic` at every token from there on.
+
 Shapes: B batch, T tokens of the longest prompt, V vocabulary.
 """
 
@@ -56,33 +59,44 @@ def generate_steps(
     _check(prompts, max_new_tokens, temperature, top_k, top_p)
     if not prompts or max_new_tokens == 0:
         return
-    device = model.output_weight.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    longest = max(map(len, prompts))
-    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
-
-    cache = model.new_cache(len(prompts), longest + max_new_tokens)
-    hidden = _forward(model, padded, cache)
-    cache.truncate(lengths)
-    hidden = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (B, D): logits only where they are used
-
+    texts = [list(prompt) for prompt in prompts]
+    capacity = max(map(len, prompts)) + max_new_tokens
+    cache, hidden = _read(model, texts, capacity)
     running = [True] * len(prompts)
-    for _ in range(max_new_tokens):
-        logits = torch.nn.functional.linear(hidden, model.output_weight.detach())  # (B, V)
+    for count in range(1, max_new_tokens + 1):
+        with torch.no_grad():
+            logits = model.logits(hidden)  # (B, V)
         tokens = _next_tokens(logits, temperature, top_k, top_p, generator)  # (B,)
-        step = [token if goes_on else None for token, goes_on in zip(tokens.tolist(), running, strict=True)]
+        new = tokens.tolist()
+        step = [token if goes_on else None for token, goes_on in zip(new, running, strict=True)]
         yield step
         running = [token is not None and token not in stop_ids for token in step]
-        if not any(running):
+        if count == max_new_tokens or not any(running):
             return
-        hidden = _forward(model, tokens[:, None], cache)[:, 0]
+        for text, token in zip(texts, new, strict=True):
+            text.append(token)
+        if all(rope.same_frequencies(len(text) - 1, len(text)) for rope in model.rotary for text in texts):
+            hidden = _forward(model, tokens[:, None], cache)[:, 0]
+        else:
+            cache, hidden = _read(model, texts, capacity)
+
+
+def _read(model: Decoder, texts: list[list[int]], capacity: int) -> tuple[KVCache, Tensor]:
+    """Fills a new cache with texts of any lengths; returns it and the hidden state (B, D) of each one's last token."""
+    device = model.output_weight.device
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)  # (B, T)
+    cache = model.new_cache(len(texts), capacity)
+    hidden = _forward(model, padded, cache, lengths)
+    return cache, hidden[torch.arange(len(texts), device=device), lengths - 1]
 
 
 # The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def _forward(model: Decoder, ids: Tensor, cache: KVCache) -> Tensor:
-    return model(ids, cache=cache, return_hidden=True)
+def _forward(model: Decoder, ids: Tensor, cache: KVCache, lengths: Tensor | None = None) -> Tensor:
+    return model(ids, cache=cache, return_hidden=True, lengths=lengths)
 
 
 def _next_tokens(

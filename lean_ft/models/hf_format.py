@@ -12,15 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lean_ft.assets import resolve_model_path
-from lean_ft.models.decoder import Decoder, DecoderConfig
-from lean_ft.models.families import decoder_config
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.families import decoder_config, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
@@ -32,31 +33,57 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
+    router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
 ) -> Decoder:
-    """Returns the model of a Hugging Face folder (or `tiny`, the embedded one), every parameter in `dtype`.
+    """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
+    every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
-    model's own memory and 1 MiB. `after_module` is called with the model and each module's name as soon as the module
-    has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError where the folder, its config.json or its weights are not what is
+    model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
+    for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
+    module has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError
+    where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
-    folder = resolve_model_path(path)
+    folder = resolve_model_path(path, weights=not random_init)
     hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
     config = decoder_config(hf_config, where=str(folder / "config.json"))
+    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
+        raise ValueError(
+            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
+            "load of experts to balance. Leave it out."
+        )
     if random_init:
         model = build_decoder(config, device, dtype, after_module)
+        model.hf_config = hf_config
     else:
         model = _empty_decoder(config, dtype)
+        model.hf_config = hf_config
         stored = _match(model, _stored_tensors(folder), folder)
-        _fill(model, device, lambda name, parameter: stored[name].read_into(parameter), after_module)
+
+        def read(name: str, parameter: Tensor) -> None:
+            for place, tensor in parameters_on_disk(hf_config, name, parameter):
+                stored[place].read_into(tensor)
+
+        _fill(model, device, read, after_module)
     model.source_folder = folder
-    model.hf_config = hf_config
+    if router_aux_loss_coef is not None:
+        model.router_aux_loss_coef = router_aux_loss_coef
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     return model
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
+    dtype: torch.dtype | None = None
+    for tensor in _stored_tensors(folder).values():
+        if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype if dtype in _DTYPES else torch.float32
 
 
 def build_decoder(
@@ -65,13 +92,14 @@ def build_decoder(
     dtype: torch.dtype = torch.float32,
     after_module: AfterModule | None = None,
 ) -> Decoder:
-    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms 1."""
+    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that
+    scale by 1."""
 
     def draw(name: str, parameter: Tensor) -> None:
         if name.endswith(".bias"):
             parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1.0 - config.norm_weight_offset)
         else:
             parameter.normal_(0.0, config.initializer_range)
 
@@ -98,7 +126,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(model.named_parameters())
+    tensors = tensors_on_disk(model)
     shards = _shards(tensors, max_shard_bytes)
     for file_name, names in shards.items():
         write_file(folder / file_name, {name: tensors[name] for name in names}, {"format": "pt"})
@@ -106,9 +134,9 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write(folder / _INDEX, _as_json(index))
-    current = {*shards, _INDEX} if len(shards) > 1 else set(shards)
-    for stale in [folder / _INDEX, *folder.glob("model*.safetensors")]:
+        _write(folder / WEIGHTS_INDEX, _as_json(index))
+    current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
+    for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
@@ -116,6 +144,19 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
     _write(folder / "config.json", _as_json({**model.hf_config, **dict.fromkeys(spelled, dtype)}))
     if model.generation_config is not None:
         _write(folder / "generation_config.json", model.generation_config)
+
+
+def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what the folder of a model holds, by name: its parameters, without gradients.
+
+    Where the family stores a parameter in parts, they are views of it, so reading and writing them takes no copy.
+    """
+    hf_config = getattr(model, "hf_config", {})
+    return {
+        place: tensor
+        for name, parameter in model.named_parameters()
+        for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
+    }
 
 
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
@@ -141,17 +182,17 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the folder's safetensors files, by name, read from their headers."""
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
-    if not (folder / _INDEX).exists():
+    if not (folder / WEIGHTS_INDEX).exists():
         raise ValueError(_no_weights(folder))
-    index = _read_json(folder / _INDEX, "it lists the weight files.")
+    index = _read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{folder / _INDEX}: expected an object weight_map from tensor names to file names.")
-    headers = {name: read_header(_inside(folder, name, folder / _INDEX)) for name in set(weight_map.values())}
+        raise ValueError(f"{folder / WEIGHTS_INDEX}: expected an object weight_map from tensor names to file names.")
+    headers = {name: read_header(_inside(folder, name, folder / WEIGHTS_INDEX)) for name in set(weight_map.values())}
     absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
     if absent:
         raise ValueError(
-            f"{folder / _INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
+            f"{folder / WEIGHTS_INDEX} places {_some(absent)} in {weight_map[absent[0]]}, which does not hold it. The files "
             "are not of one model: download or copy the folder again."
         )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
@@ -176,10 +217,10 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 
 def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """The stored tensor of every parameter; raises ValueError unless they match one to one."""
+    """The stored tensors that make up the parameters; raises ValueError unless they match one to one."""
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(
@@ -240,7 +281,7 @@ def _no_weights(folder: Path) -> str:
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
     found = f" It has {_some(others)}, which is not a name transformers gives a whole model." if others else ""
     return (
-        f"{folder} has no weights: expected {_WEIGHTS}, or {_INDEX} with the files it names.{found} "
+        f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
     )
 

@@ -2,12 +2,14 @@
 
 Both write their own backward pass where PyTorch's eager one would keep copies that can be had again for next to
 nothing: the norm keeps its input instead of three float32 tensors of that size, the product of the gate and the
-up-projection keeps its two factors and not silu(gate) as well. Compiled or not, the numbers are the same.
+up-projection keeps its two factors and not activation(gate) as well. Compiled or not, the numbers are the same.
 
 Shapes: D features, I intermediate features.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,77 +19,110 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Scales each vector to a root mean square of 1, then by a weight a feature, computed in float32.
 
+    With `weight_offset` the weight is stored without it, and is added to it in float32.
+
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, weight_offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - weight_offset))
         self.eps = eps
+        self.weight_offset = weight_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # PyTorch has one kernel for it there, which keeps no more
+        if x.is_cuda and self.weight_offset == 0.0:  # PyTorch has one kernel for it there, which keeps no more
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _rms_norm(x, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self.eps, self.weight_offset)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * weight).to(x.dtype)
+        ctx.weight_offset = weight_offset
+        return (wide * scale * _with_offset(weight, weight_offset)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x.float() * scale
         grad = grad.float()
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * weight
+        grad = grad * _with_offset(weight, ctx.weight_offset)
         # The part of the gradient along x only changes its length, which the norm takes out.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), grad_weight, None
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    result = _RMSNorm.apply(x, weight, eps)
+def _with_offset(weight: Tensor, offset: float) -> Tensor:
+    return weight if offset == 0.0 else weight.float() + offset
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    result = _RMSNorm.apply(x, weight, eps, weight_offset)
     assert isinstance(result, Tensor)
     return result
 
 
+class _Activation(NamedTuple):
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient, what the activation was given) -> gradient
+
+
+ACTIVATIONS: dict[str, _Activation] = {
+    "silu": _Activation(F.silu, torch.ops.aten.silu_backward),
+    "gelu": _Activation(F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": _Activation(
+        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+}
+
+
 class MLP(nn.Module):
-    """The gated feed-forward layer: down(silu(gate(x)) * up(x)).
+    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, activation: str = "silu", fused: bool = False
+    ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.activation = activation
+        self.is_fused = fused
+        if fused:
+            self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        else:
+            self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+            self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(gated(gate, up, self.activation))
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.activation = activation
+        return ACTIVATIONS[activation].value(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        value, backward = ACTIVATIONS[ctx.activation]
+        return backward(grad * up, gate), value(gate).mul_(grad), None
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    result = _Gated.apply(gate, up)
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Returns activation(gate) * up, all (..., I), keeping the two for backward and nothing else."""
+    result = _Gated.apply(gate, up, activation)
     assert isinstance(result, Tensor)
     return result

@@ -1,13 +1,15 @@
 """Rotary position embeddings and the scalings that stretch them to longer contexts.
 
-Position m turns each pair of features (i, i + head_dim / 2) of a query or key by the angle m * frequency[i]
+Position m turns each pair of features (i, i + R / 2) of a query or key by the angle m * frequency[i]
 (Su et al. 2021, https://arxiv.org/abs/2104.09864; the halves are paired as Hugging Face pairs them). A scaling is a
 row of `SCALINGS`: a function from the settings to frequencies and a factor on cos and sin. Angles are computed in
 float32 whatever the model's dtype: in bfloat16 positions above 256 would no longer be told apart.
 
-Left out until a family needs them: `dynamic`, `yarn` and `longrope`, and rotating only a part of the head.
+Two scalings, `dynamic` and `longrope`, choose their frequencies by the length of the text. That is the length of each
+row, padding included, or of each packed document by itself: so a document's numbers never depend on its neighbours,
+and equal those it gets alone.
 
-Shapes: B batch, T tokens, H heads, D features of a head.
+Shapes: B batch, T tokens, H heads, D features of a head, R <= D features that are turned.
 """
 
 import math
@@ -20,53 +22,126 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles. Fields that a scaling does not read are None."""
+    """How positions become angles. Fields that a scaling does not read stay as they are here."""
 
     theta: float
     scaling: str = "default"
+    turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_positions: float | None = None
+    attention_factor: float = 1.0  # on cos and sin
+    beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
+    beta_slow: float = 1.0  # and below which it is divided by the factor
+    truncate: bool = True  # whether the bounds between the two are whole features
+    short_factors: tuple[float, ...] = ()  # (R / 2,) divisors of the frequencies up to the original length
+    long_factors: tuple[float, ...] = ()  # and beyond it
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.scaling in ("dynamic", "longrope")
+
+    def same_frequencies(self, length: int, other: int) -> bool:
+        """Whether texts of the two lengths, in tokens, have the same frequencies."""
+        if not self.depends_on_length:
+            return True
+        assert self.original_max_positions is not None
+        if self.scaling == "longrope":
+            return (length > self.original_max_positions) == (other > self.original_max_positions)
+        return max(length, self.original_max_positions) == max(other, self.original_max_positions)
 
 
-def _plain_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / rope.theta**exponents  # (D / 2,), radians a position
+def _periods(rope: RopeConfig, size: int) -> Tensor:
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    return rope.theta**exponents  # (R / 2,), positions a radian
 
 
-def _default(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    return _plain_frequencies(rope, head_dim), 1.0
+def _plain(rope: RopeConfig, size: int) -> Tensor:
+    return 1.0 / _periods(rope, size)
 
 
-def _linear(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _linear(rope: RopeConfig, size: int) -> Tensor:
     """All frequencies divided by the factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595)."""
     assert rope.factor is not None
-    return _plain_frequencies(rope, head_dim) / rope.factor, 1.0
+    return _plain(rope, size) / rope.factor
 
 
-def _llama3(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _llama3(rope: RopeConfig, size: int) -> Tensor:
     """Slow features are stretched by the factor, fast ones kept, those between blended (Llama 3.1)."""
     factor, low, high, original = (getattr(rope, name) for name in REQUIRED_FIELDS["llama3"])
-    frequencies = _plain_frequencies(rope, head_dim)
+    frequencies = _plain(rope, size)
     turns = original * frequencies / (2 * math.pi)  # over the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies, 1.0
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
-# What each scaling computes: (frequencies of shape (D / 2,), the factor on cos and sin).
-SCALINGS: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
-    "default": _default,
+def _yarn(rope: RopeConfig, size: int) -> Tensor:
+    """As llama3, but blended by the feature's index and not by its turns (Peng et al. 2023,
+    https://arxiv.org/abs/2309.00071)."""
+    assert rope.factor is not None
+    assert rope.original_max_positions is not None
+    original = rope.original_max_positions
+
+    def feature_of(turns: float) -> float:
+        """The index, not whole, of the feature that makes so many turns over the original context."""
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = feature_of(rope.beta_fast), feature_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    if first == last:
+        last += 0.001
+    periods = _periods(rope, size)
+    indices = torch.arange(len(periods), dtype=torch.float32)
+    stretched = ((indices - first) / (last - first)).clamp(0.0, 1.0)
+    return 1.0 / (rope.factor * periods) * stretched + 1.0 / periods * (1 - stretched)
+
+
+def _longrope(rope: RopeConfig, size: int) -> Tensor:
+    """Each frequency has two divisors found by search, one for short texts and one for long ones (Ding et al. 2024,
+    https://arxiv.org/abs/2402.13753). Returns both rows, (2, R / 2)."""
+    divisors = torch.tensor([rope.short_factors, rope.long_factors], dtype=torch.float32)
+    return 1.0 / (divisors * _periods(rope, size))
+
+
+# The frequencies of each scaling, (R / 2,) for R turned features.
+SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+    "default": _plain,
     "linear": _linear,
+    "dynamic": _plain,  # up to the original length; `_dynamic` is what comes after
     "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 # The settings a scaling cannot do without.
 REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_positions"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+    "yarn": ("factor", "original_max_positions"),
+    "longrope": ("original_max_positions", "short_factors", "long_factors"),
 }
+
+
+def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
+    """The base grows with the length of the text, so that its slowest feature turns as far as it did over the
+    original context. Returns (..., R / 2) for lengths (...)."""
+    assert rope.factor is not None
+    assert rope.original_max_positions is not None
+    lengths = lengths.clamp(min=int(rope.original_max_positions))
+    stretch = rope.factor * lengths / rope.original_max_positions - (rope.factor - 1)
+    base = rope.theta * stretch ** (size / (size - 2))
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=lengths.device) / size
+    return 1.0 / base[..., None] ** exponents
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Returns the scaled frequencies (head_dim / 2,), radians a position, of a scaling that has one row of them."""
+    return SCALINGS[rope.scaling](rope, head_dim)
 
 
 class RotaryEmbedding:
@@ -77,26 +152,47 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.rope = rope
-        self.head_dim = head_dim
+        self.size = int(head_dim * rope.turned_share)
         self._frequencies: dict[torch.device, Tensor] = {}
-        self._factor = 1.0
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, each (B, T, D) in `dtype`, of positions (B, T)."""
+    def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin, each (B, T, R) in `dtype`, of positions (B, T).
+
+        lengths (B or 1, T or 1) int64: the length of the text that a position belongs to, which some scalings read;
+        where left out it ends with the row's last position.
+        """
+        angles = positions[..., None].float() * self._of(positions, lengths)  # (B, T, R / 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        factor = self.rope.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def _of(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The frequencies, (R / 2,) or (B or 1, T or 1, R / 2)."""
         frequencies = self._frequencies.get(positions.device)
         if frequencies is None:
             # On a CPU always: other devices round powers differently, and all must agree with the trained model.
             with torch.device("cpu"):
-                frequencies, self._factor = SCALINGS[self.rope.scaling](self.rope, self.head_dim)
+                frequencies = SCALINGS[self.rope.scaling](self.rope, self.size)
             frequencies = frequencies.to(positions.device)
             self._frequencies[positions.device] = frequencies
-        angles = positions[..., None].float() * frequencies  # (B, T, D / 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        if not self.rope.depends_on_length:
+            return frequencies
+        assert self.rope.original_max_positions is not None
+        if lengths is None:
+            lengths = positions.amax(-1, keepdim=True) + 1
+        is_long = (lengths > self.rope.original_max_positions)[..., None]
+        if self.rope.scaling == "longrope":
+            short, long = frequencies
+            return torch.where(is_long, long, short)
+        return torch.where(is_long, _dynamic(self.rope, self.size, lengths), frequencies)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the features of x (B, T, H, D) by the angles of cos and sin (B, T, D); the result has the dtype of x."""
+    """Turns the first R features of x (B, T, H, D) by the angles of cos and sin (B, T, R); the result has the dtype of
+    x."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     # Under autocast the residual stream, and so cos and sin, is float32, and x is not.

@@ -70,7 +70,7 @@ class Adafactor(Rule):
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
             noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
-            decay = step.lr * decay_of(state.param, self.weight_decay)
+            decay = step.lr * decay_of(state, self.weight_decay)
             for m, part in self._row_slices(grad):
                 update = self._pick(self._update, _update, part)
                 update(

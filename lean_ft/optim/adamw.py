@@ -57,7 +57,7 @@ class AdamW(Rule):
             if self.update_clipping or self.draws_noise or self.state_dtype is not None:
                 self._update_sliced(state, step)
             else:
-                kind = (state.param.device, state.param.dtype, decay_of(state.param, self.weight_decay))
+                kind = (state.param.device, state.param.dtype, decay_of(state, self.weight_decay))
                 groups.setdefault(kind, []).append(state)
         for (device, _, decay), members in groups.items():
             self._update_fused(members, step, decay, torch.full((), float(step.number), device=device))
@@ -97,7 +97,7 @@ class AdamW(Rule):
             1 - self.beta2,
             correction2**0.5,
             self.eps,
-            decay_of(state.param, self.weight_decay),
+            decay_of(state, self.weight_decay),
             noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
         )
 

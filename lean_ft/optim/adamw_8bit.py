@@ -137,7 +137,7 @@ class AdamW8bit(Rule):
             qmap2=unsigned.values,
             absmax1=state.tensors["exp_avg_absmax"],
             absmax2=state.tensors["exp_avg_sq_absmax"],
-            weight_decay=decay_of(state.param, self.weight_decay),
+            weight_decay=decay_of(state, self.weight_decay),
         )
 
     def _update_in_slices(self, state: ParameterState, step: StepInfo) -> None:
@@ -170,7 +170,7 @@ class AdamW8bit(Rule):
                 1 - self.beta2,
                 correction2**0.5,
                 self.eps,
-                decay_of(state.param, self.weight_decay),
+                decay_of(state, self.weight_decay),
             ),
             RoundingNoise.for_update(state, step) if self.draws_noise else None,
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 
 
 class FromTorch(Rule):
@@ -40,8 +40,8 @@ class FromTorch(Rule):
     def _optimizer_of(self, state: ParameterState) -> torch.optim.Optimizer:
         if state.name not in self._optimizers:
             settings = dict(self._settings)
-            if state.param.ndim < 2 and "weight_decay" in settings:
-                settings["weight_decay"] = 0.0
+            if "weight_decay" in settings:
+                settings["weight_decay"] = decay_of(state, settings["weight_decay"])
             self._optimizers[state.name] = self._class([state.param], lr=0.0, **settings)
         return self._optimizers[state.name]
 

@@ -71,6 +71,6 @@ class Rule:
             own.copy_(saved)
 
 
-def decay_of(param: Tensor, weight_decay: float) -> float:
-    """Weight decay for this parameter: matrices decay, vectors (norms, biases) never do."""
-    return weight_decay if param.ndim >= 2 else 0.0
+def decay_of(state: ParameterState, weight_decay: float) -> float:
+    """Weight decay for this parameter: matrices decay, vectors (norms, biases) never do, nor do stacks of biases."""
+    return weight_decay if state.param.ndim >= 2 and not state.name.endswith("bias") else 0.0

@@ -32,7 +32,7 @@ class SGD(Rule):
                 [flat(state.param), flat(state.grad), None if buffer is None else flat(buffer)],
                 step.lr,
                 self.momentum,
-                decay_of(state.param, self.weight_decay),
+                decay_of(state, self.weight_decay),
                 noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
             )
 

@@ -148,7 +148,7 @@ class LoRALinear(AdaptedLayer):
         if self.lora_magnitude_vector is None:
             return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout)
         product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout)
-        # As what is added to it: the ratio is near 1, and in bfloat16 a small change of it would be lost.
+        # Rounded as its difference from 1, near which it is: in bfloat16 little would be left of that otherwise.
         change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
         scaled = torch.addcmul(product, product, change)
         return scaled if base.bias is None else scaled + base.bias

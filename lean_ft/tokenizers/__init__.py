@@ -1,6 +1,6 @@
 """Tokenizers and chat templates: text to ids, chats to ids and a mask of what is trained."""
 
-from lean_ft.tokenizers.loading import load_tokenizer
+from lean_ft.tokenizers.loading import TEMPLATE_FOLDERS, TOKENIZER_FILES, load_tokenizer
 from lean_ft.tokenizers.tokenizer import Passage, Tokenizer, TrainOn
 
-__all__ = ["Passage", "Tokenizer", "TrainOn", "load_tokenizer"]
+__all__ = ["TEMPLATE_FOLDERS", "TOKENIZER_FILES", "Passage", "Tokenizer", "TrainOn", "load_tokenizer"]

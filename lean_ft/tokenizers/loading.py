@@ -24,18 +24,20 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Named templates beside `chat_template.jinja`: transformers 5 writes the first.
+TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of the model folder `path` (or of the embedded model, `tiny`).
+    """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
 
     Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
     as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
     beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
     where the folder has no tokenizer or its files contradict each other.
     """
-    folder = resolve_model_path(path)
+    folder = resolve_model_path(path, weights=False)
     config = _read_json(folder / "tokenizer_config.json")
     for key, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(key, value)
@@ -85,7 +87,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         eos_id=ids.get("eos_token"),
         pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
         files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        + sorted((folder / "chat_templates").glob("*.jinja")),
+        + [file for name in TEMPLATE_FOLDERS for file in sorted((folder / name).glob("*.jinja"))],
     )
 
 
@@ -172,8 +174,9 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         templates = dict(in_config or {})
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((folder / "chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+    for name in TEMPLATE_FOLDERS:
+        for file in sorted((folder / name).glob("*.jinja")):
+            templates[file.stem] = file.read_text(encoding="utf-8")
     return templates
 
 

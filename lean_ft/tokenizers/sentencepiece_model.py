@@ -80,6 +80,16 @@ class SentencePieceModel:
     def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
         return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
 
+    def encode_ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for start, end, is_token in split_at_tokens(text, self._any_added, []):
+            piece = text[start:end]
+            if is_token:
+                ids.append(self._added_id(piece))
+            else:
+                ids.extend((self._processor if start == 0 else self._inside).encode(piece))
+        return ids
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         text: list[str] = []
         pending = bytearray()
@@ -111,6 +121,9 @@ class SentencePieceModel:
             return self._contents[token_id]
         return self._processor.id_to_piece(token_id) if token_id < self._processor.get_piece_size() else None
 
+    def _added_id(self, token: str) -> int:
+        return self.added[token] if token in self.added else self.added[token.strip()]  # one that eats spaces
+
     def _piece_id(self, piece: str) -> int | None:
         token_id = self._processor.piece_to_id(piece)
         return token_id if self._processor.id_to_piece(token_id) == piece else None
@@ -120,8 +133,7 @@ class SentencePieceModel:
         spans: list[Span] = []
         for start, end, is_token in split_at_tokens(text, self._any_added, literal):
             if is_token:
-                token = text[start:end]
-                ids.append(self.added[token] if token in self.added else self.added[token.strip()])
+                ids.append(self._added_id(text[start:end]))
                 spans.append((start, end))
                 continue
             piece_ids, piece_spans = _pieces(self._processor if start == 0 else self._inside, text[start:end])

@@ -81,6 +81,13 @@ class TiktokenModel:
     def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
         return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
 
+    def encode_ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for start, end, is_token in split_at_tokens(text, self._any_added, []):
+            piece = text[start:end]
+            ids.extend([self.added[piece]] if is_token else self._tiktoken.encode_ordinary(piece))
+        return ids
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens:
             ids = [token_id for token_id in ids if self._contents.get(token_id) not in self.control]

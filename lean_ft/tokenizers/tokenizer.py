@@ -78,6 +78,31 @@ class Tokenizer:
         return template.source if template else None
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja sources of all templates by name; `default` is the one for chats without tools."""
+        return {name: template.source for name, template in self._chat_templates.items()}
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are found in the text before it is split, with their ids."""
+        return dict(self._vocabulary.added)
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Those of `added_tokens` that a chat template writes and nobody can type."""
+        return self._vocabulary.control
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model expects bos in front of a text."""
+        return self._vocabulary.adds_bos
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether the model expects eos behind a text."""
+        return self._vocabulary.adds_eos
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """`bos_token`, `eos_token` and so on, as chat templates see them."""
         return dict(self._special_tokens)
@@ -91,7 +116,7 @@ class Tokenizer:
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
             return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
-        ids = self._vocabulary.encode([text], [[]])[0].ids.tolist()
+        ids = self._vocabulary.encode_ids(text)
         if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
@@ -101,6 +126,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `ids`."""
         return self._vocabulary.decode(list(map(int, ids)), skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the tokenizer's file spells it, or None."""
+        return self._vocabulary.token_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the tokenizer's file spells it; empty where there is no such id."""
+        return self._vocabulary.id_token(token_id) or ""
 
     def render(
         self,
@@ -202,8 +235,11 @@ class Tokenizer:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
+            # Named templates lie in a folder of their own.
             target = (
-                folder / file.name if file.parent.name != "chat_templates" else folder / "chat_templates" / file.name
+                folder / file.name
+                if file.suffix != ".jinja" or file.name == "chat_template.jinja"
+                else folder / file.parent.name / file.name
             )
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):

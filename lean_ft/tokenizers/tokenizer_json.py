@@ -61,6 +61,9 @@ class TokenizerJson:
             for text, literal, encoding in zip(texts, literals, whole, strict=True)
         ]
 
+    def encode_ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids with whatever the file's post-processor puts around a text."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids

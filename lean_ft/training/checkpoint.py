@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models import save_model
+from lean_ft.models import save_model, tensors_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.peft import adapted_layers, adapter_bytes, restore_adapter, save_adapter
 from lean_ft.training.progress import gibibytes
@@ -125,7 +125,7 @@ def write_checkpoint(
         write_json(temporary / RANDOM_STATE_FILE, random_state)
         write_json(temporary / MANIFEST, _manifest(temporary, step))
         _sync_folders(temporary)
-        _rename_over(temporary, final)
+        rename_over(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -171,7 +171,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _rename_over(temporary: Path, final: Path) -> None:
+def rename_over(temporary: Path, final: Path) -> None:
     """Give the finished folder its name. A folder cannot replace another in one move, so an old one steps aside."""
     aside = final.with_name(f".{final.name}.old-{os.getpid()}")
     if final.exists():
@@ -229,18 +229,18 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
-    parameters = dict(model.named_parameters())
-    if different := sorted(stored.keys() ^ parameters.keys()):
+    tensors = tensors_on_disk(model)
+    if different := sorted(stored.keys() ^ tensors.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
-    for name, parameter in parameters.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tuple(parameter.shape), parameter.dtype)
+    for name, tensor in tensors.items():
+        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
         if there != here:
             raise ValueError(
                 f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
                 f"A run goes on with the model and the model.dtype it began with."
             )
-        stored[name].read_into(parameter)
+        stored[name].read_into(tensor)
 
 
 def restore_optimizer(folder: Path, optimizer: Any) -> None:

@@ -31,11 +31,10 @@ class Counted(Protocol):
 
 @dataclass
 class _Pending:
-    """A step whose loss and norm may still be on their way."""
+    """A step whose loss, norm and further values may still be on their way."""
 
     row: Row
-    loss: Tensor
-    grad_norm: Tensor | None
+    scalars: dict[str, Tensor]
     started: Any
     ended: Any
 
@@ -83,8 +82,12 @@ class Metrics:
         lr: float,
         grad_norm: Tensor | float | None,
         micro_batches: Iterable[Counted],
+        **more: Tensor | float | None,
     ) -> None:
-        """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing."""
+        """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
+
+        `more` are further values of the step, which end its line; None leaves one out.
+        """
         assert self._started is not None
         ended = self._clock.mark()
         counted = list(micro_batches)
@@ -102,7 +105,9 @@ class Metrics:
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
         }
-        self._pending.append(_Pending(row, _copy(loss), _copy(grad_norm), self._started, ended))
+        given = {"loss": loss, "grad_norm": grad_norm, **more}
+        scalars = {name: _copy(value) for name, value in given.items() if value is not None}
+        self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
 
     def flush(self) -> list[Row]:
@@ -111,18 +116,15 @@ class Metrics:
         if not pending:
             return []
         # One transfer for all: each .item() would be a wait of its own.
-        missing = torch.zeros((), device=pending[0].loss.device)
-        scalars = [p.loss for p in pending] + [missing if p.grad_norm is None else p.grad_norm for p in pending]
-        values = torch.stack([scalar.to(missing.device) for scalar in scalars]).tolist()
-        losses, norms = values[: len(pending)], values[len(pending) :]
-        for p, loss, norm in zip(pending, losses, norms, strict=True):
+        scalars = [scalar for p in pending for scalar in p.scalars.values()]
+        values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
+        for p in pending:
             seconds = self._clock.seconds(p.started, p.ended)
             p.row["step_seconds"] = seconds
             p.row["tokens_per_second"] = p.row["tokens"] / seconds
             p.row["target_tokens_per_second"] = p.row["target_tokens"] / seconds
-            _put(p.row, "loss", loss)
-            if p.grad_norm is not None:
-                _put(p.row, "grad_norm", norm)
+            for name in p.scalars:
+                _put(p.row, name, next(values))
         rows = [p.row for p in pending]
         self._append(rows)
         return rows
@@ -146,10 +148,8 @@ class Metrics:
                 os.fsync(file.fileno())
 
 
-def _copy(value: Tensor | float | None) -> Any:
+def _copy(value: Tensor | float) -> Tensor:
     """A float32 scalar of its own: the caller may go on to reuse the tensor it gave."""
-    if value is None:
-        return None
     if isinstance(value, Tensor):
         return value.detach().to(torch.float32, copy=True).reshape(())
     return torch.tensor(value, dtype=torch.float32)

@@ -267,15 +267,19 @@ class Run:
         lr: float,
         grad_norm: Tensor | float | None,
         micro_batches: Iterable[Counted],
+        **more: Tensor | float | None,
     ) -> None:
         """Note the step just taken, once, after the update. Tensors stay on the device until their line is written.
 
-        loss: mean over the step's targets. grad_norm: before clipping; None where none was computed.
+        loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
+        values for the step's line, None left out.
         """
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
-        self._metrics.record(self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
+        self._metrics.record(
+            self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **more
+        )
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""

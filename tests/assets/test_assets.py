@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from lean_ft import assets
+from tests.hub_server import Repository
+
+COMMIT = "c" * 40
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
@@ -31,11 +34,41 @@ def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
     assert assets.resolve_model_path("tiny") == tmp_path / "tiny" / "model"
 
 
-def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"'org/name-1\.5B' is not a folder here.*download it first"):
-        assets.resolve_model_path("org/name-1.5B")
-    with pytest.raises(ValueError, match=r"does not exist; expected a folder that holds config\.json, or `tiny`"):
-        assets.resolve_model_path(tmp_path / "nowhere")
+def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-1b").mkdir()
+    with pytest.raises(ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), or `tiny`"):
+        assets.resolve_model_path("nowhere")
+    with pytest.raises(ValueError, match=r"does not exist\. Did you mean 'llama-1b'\?"):
+        assets.resolve_model_path("lama-1b")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="is a file; expected the folder"):
         assets.resolve_model_path(tmp_path / "model.safetensors")
+
+
+def test_a_repository_is_a_folder_in_the_cache(hub_server, tmp_path):
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    hub_server.repositories["org/name"] = Repository({COMMIT: files}, {"main": COMMIT, "v1": COMMIT})
+    folder = assets.resolve_model_path("org/name", weights=False)
+    assert folder.is_relative_to(tmp_path)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json"}
+    assert assets.resolve_model_path("org/name@v1") == folder
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert assets.pin_model_path("org/name@v1") == f"org/name@{COMMIT}"
+
+
+def test_what_is_no_repository_either_names_the_nearest_folder(hub_server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    for resolve in (assets.resolve_model_path, assets.pin_model_path):
+        with pytest.raises(
+            ValueError, match=r"'runs/tinny' is no folder here\. Did you mean 'runs/tiny'\?.*hub knows no"
+        ):
+            resolve("runs/tinny")
+
+
+@pytest.mark.parametrize("path", ["tiny", "runs/tiny", f"org/name@{COMMIT}", "no such thing"])
+def test_what_means_the_same_for_good_needs_no_pin(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    assert assets.pin_model_path(path) == path

@@ -8,7 +8,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
     assert dict(lines) == {
         "toy_single_device": "A toy recipe: does what `act` says.",
         "other": "Another one, in two lines.",
-        "tiny/toy": "The toy.  model.path=tiny optimizer.lr=1e-5",
+        "tiny/toy": "The toy.",
         "foreign": "lora.rank=8",
     }
 

@@ -100,6 +100,19 @@ def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config
     assert epoch(padded)[-1].input_ids.shape == (1, 64)
 
 
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_what_is_padding_is_told(config: Config, plain_tokenizer, packing: str):
+    lengths = (3, 40, 11, 63, 20)  # each and the token that ends it
+    texts = [{"text": "a" * length} for length in lengths]
+    batches, _ = sft_batches(config(texts, packing=packing, train_on="all"), plain_tokenizer, BATCH_SIZE, seed=0)
+    masks = [(batch.is_token, batch.labels != -100) for batch in epoch(batches)]
+    assert sum(int(is_token.sum()) for is_token, _ in masks) == sum(lengths) + len(lengths)
+    for is_token, has_label in masks:
+        assert is_token.shape == has_label.shape
+        assert (is_token | ~has_label).all()  # no label on padding
+        assert (is_token[:, 1:] <= is_token[:, :-1]).all()  # which is at the end of a row
+
+
 @pytest.mark.parametrize(("length", "columns"), [(3, 8), (8, 8), (9, 16), (58, 60), (60, 60)])
 def test_padding_goes_to_a_multiple_of_8_but_not_beyond_max_length(config: Config, plain_tokenizer, length, columns):
     texts = [{"text": "a" * (length - 1)}, {"text": "b"}]
@@ -252,7 +265,7 @@ def test_to_moves_every_tensor(config: Config, plain_tokenizer):
     batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
     [batch] = batches.take(1)
     moved = batch.to("meta")
-    tensors = (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens)
+    tensors = (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens, moved.is_token)
     assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
     assert (moved.num_targets, moved.num_tokens) == (batch.num_targets, batch.num_tokens)
 

@@ -12,11 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of the unfused computation, in float64."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     logits = hidden.flatten(0, -2) @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     loss.backward()
     assert hidden.grad is not None
@@ -57,6 +61,18 @@ def test_loss_and_gradients_equal_the_plain_computation(chunk_tokens: int, ignor
     assert abs(loss.item() - exact_loss.item()) <= bound * exact_loss.item()
     assert error(hidden.grad, exact_hidden / 5) < bound
     assert error(weight.grad, exact_weight / 5) < bound
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_capped_logits_equal_the_plain_computation(compile: bool) -> None:
+    hidden, weight, labels = problem()
+    loss = linear_cross_entropy(hidden, weight, labels, softcap=0.8, chunk_tokens=7, compile=compile)
+    loss.backward()
+    exact_loss, exact_hidden, exact_weight = plain(hidden, weight, labels, softcap=0.8)
+    assert abs(exact_loss.item() - plain(hidden, weight, labels)[0].item()) > 1.0
+    assert abs(loss.item() - exact_loss.item()) <= 1e-6 * exact_loss.item()
+    assert error(hidden.grad, exact_hidden) < 2e-6
+    assert error(weight.grad, exact_weight) < 2e-6
 
 
 def test_a_vocabulary_of_several_slices_sums_every_one() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lean_ft.models.attention import attend_documents, attend_rows
+from lean_ft.models.attention import Scoring, attend_documents, attend_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,12 +21,22 @@ def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [64, 20])
+@pytest.mark.parametrize(
+    "scoring", [Scoring(), Scoring(window=7), Scoring(0.3, window=20), Scoring(softcap=1.5)], ids=str
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)])
-def test_results_and_gradients_equal_the_cpus(packed, size, dtype, tolerance):
+def test_results_and_gradients_equal_the_cpus(packed, size, scoring, with_sinks, dtype, tolerance):
     results = []
     for device, used in (("cpu", torch.float32), ("cuda", dtype)):
         leaves = inputs(used, device, size)
-        out = attend_documents(*leaves, CU_SEQLENS.to(device)) if packed else attend_rows(*leaves)
+        if with_sinks:
+            leaves.append(torch.linspace(-1, 1, 6).bfloat16().to(device, used).requires_grad_())
+        sinks = leaves[3] if with_sinks else None
+        if packed:
+            out = attend_documents(*leaves[:3], CU_SEQLENS.to(device), scoring, sinks)
+        else:
+            out = attend_rows(*leaves[:3], scoring, sinks)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         grads = torch.autograd.grad(out, leaves, grad.to(device, used))
         results.append([x.float().cpu() for x in (out, *grads)])

@@ -1,5 +1,6 @@
-"""The decoder against transformers' models: logits, gradients, padding and packing; plain, compiled, checkpointed."""
+"""The decoder against transformers' models: autocast, padding and packing; compiled, checkpointed; what it keeps."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,49 +17,6 @@ def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-def test_logits_and_gradients_equal_transformers(make_checkpoint, case):
-    folder, reference = make_checkpoint(case)
-    model = load_model(folder)
-    ids = token_ids(2, 150)
-    expected, logits = reference(ids).logits, model(ids)
-    assert expected.std() > 0.5
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-    next_token_loss(expected, ids).backward()
-    next_token_loss(logits, ids).backward()
-    expected_grads = {name: p.grad for name, p in reference.named_parameters()}
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        # Relative to the largest: a key's bias moves all scores of a query alike, so its gradient is rounding alone.
-        largest = max(expected_grads[name].norm(), expected_grads[name.replace("k_proj", "q_proj")].norm())
-        assert (grad - expected_grads[name]).norm() <= 1e-3 * largest, name
-
-
-def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
-    folder, reference = make_checkpoint(case, dtype=torch.bfloat16)
-    exact = load_model(folder)  # the same bfloat16 weights, computed in float32
-    ours, errors = load_model(folder, dtype=torch.bfloat16), {}
-    ids = token_ids(4, 150)
-    results = {"exact": exact, "ours": ours, "theirs": reference}
-    logits = {who: (m(ids).logits if who == "theirs" else m(ids)) for who, m in results.items()}
-    for who, model in results.items():
-        next_token_loss(logits[who], ids).backward()
-        grads = {name: p.grad.float() for name, p in model.named_parameters()}
-        errors[who] = (logits[who].float(), grads)
-
-    def error(who: str) -> tuple[float, float]:
-        (exact_logits, exact_grads), (own_logits, own_grads) = errors["exact"], errors[who]
-        wrong = torch.stack(
-            [(own_grads[n] - g).norm() / g.norm() for n, g in exact_grads.items() if "k_proj.bias" not in n]
-        )
-        return ((own_logits - exact_logits).norm() / exact_logits.norm()).item(), wrong.mean().item()
-
-    assert ours(ids).dtype == torch.bfloat16
-    for own, theirs in zip(error("ours"), error("theirs"), strict=True):
-        assert own <= 1.1 * theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,6 +102,16 @@ def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
         torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
 
 
+def test_the_multiplier_of_embeddings_is_rounded_as_it_was_in_training(make_checkpoint):
+    """sqrt(48) = 6.928 is 6.9375 in bfloat16."""
+    folder, reference = make_checkpoint("gemma", dtype=torch.bfloat16)
+    ids, embedded = token_ids(2, 9), []
+    model = load_model(folder, dtype=torch.bfloat16)
+    model.layers[0].register_forward_pre_hook(lambda layer, args: embedded.append(args[0]))
+    model(ids)
+    assert torch.equal(embedded[0], reference.model.embed_tokens(ids))
+
+
 def test_boundaries_of_another_batch_are_refused(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0])
     with pytest.raises(ValueError, match="has a document longer than a row of 10 tokens"):
@@ -155,7 +123,7 @@ def test_boundaries_of_another_batch_are_refused(make_checkpoint):
 def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0], dtype=torch.bfloat16)
     hidden = torch.randn(1, 256, 48, dtype=torch.bfloat16, requires_grad=True)
-    cos, sin = model.rotary(torch.arange(256)[None], torch.bfloat16)
+    cos, sin = model.rotary[model.config.layers[0].rope](torch.arange(256)[None], torch.bfloat16)
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,20 +140,28 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
     assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
 
 
-def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint):
-    folder, _ = make_checkpoint("qwen2", num_hidden_layers=1)
+# The second has every fact that a compiler could stumble over; tracing shows it, without minutes of a C++ compiler.
+@pytest.mark.parametrize(("case", "backend"), [("qwen2", "inductor"), ("gemma2", "aot_eager")])
+def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint, case, backend):
+    config = load_model(make_checkpoint(case, num_hidden_layers=1)[0]).config
+    config = replace(config, attention_sinks=case == "gemma2", initializer_range=0.2)
+
+    def build():
+        torch.manual_seed(0)
+        return build_decoder(config)
+
     ids = token_ids(2, 40)
     cu_seqlens = torch.tensor([0, 13, 40, 80], dtype=torch.int32)
     grads = []
     for compiled in (False, True):
-        model = load_model(folder)
+        model = build()
         if compiled:
             torch.compiler.reset()
             torch._dynamo.utils.counters.clear()
             layer = model.layers[0]
             plain = layer.forward
             layer.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=True, backend=backend)
         loss = next_token_loss(model(ids, cu_seqlens=cu_seqlens), ids) + next_token_loss(model(ids), ids)
         loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
@@ -193,14 +169,15 @@ def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint):
     tokens = generate(model, [[1, 2, 3], [4]], max_new_tokens=12)
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=1e-5, rtol=1e-4, msg=name)
-    assert tokens == generate(load_model(folder), [[1, 2, 3], [4]], max_new_tokens=12)
+    assert tokens == generate(build(), [[1, 2, 3], [4]], max_new_tokens=12)
 
 
-def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint):
-    folder, _ = make_checkpoint("qwen2", hidden_size=192, initializer_range=0.05)
+@pytest.mark.parametrize("case", ["qwen2", "gemma3_text"])
+def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint, case):
+    folder, _ = make_checkpoint(case, hidden_size=192, initializer_range=0.05)
     torch.manual_seed(0)
     model = build_decoder(load_model(folder).config, dtype=torch.bfloat16)
-    reference = type(make_checkpoint("qwen2", hidden_size=192)[1])
+    reference = type(make_checkpoint(case, hidden_size=192)[1])
     config = reference.config_class.from_pretrained(folder)
     expected = dict(reference(config).named_parameters())
     for name, parameter in model.named_parameters():

@@ -22,14 +22,21 @@ def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16
     return [x.to(dtype).requires_grad_() for x in (query, key, value)], cu_seqlens, grad
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One softmax over all tokens, with what lies ahead or in another document masked."""
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules) -> torch.Tensor:
+    """One softmax over all tokens, with what lies ahead, too far back or in another document masked."""
     document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    visible = (document[:, None] == document) & torch.ones(len(document), len(document)).tril().bool()
+    sees = torch.ones(len(document), len(document)).tril().bool()
+    if "window" in rules:
+        sees &= ~torch.ones(len(document), len(document)).tril(-rules["window"]).bool()
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * rules.get("scale", query.shape[-1] ** -0.5)
+    if "softcap" in rules:
+        scores = rules["softcap"] * torch.tanh(scores / rules["softcap"])
+    scores = scores.masked_fill(~(sees & (document[:, None] == document)), float("-inf"))
+    if "sinks" in rules:
+        scores = torch.cat((scores, rules["sinks"][:, None, None].expand(-1, len(document), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(document)]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -47,6 +54,49 @@ def test_float32_equals_float64_masked_softmax(heads, kv_heads, size):
     result = document_attention(*leaves, cu_seqlens)
     errors = relative_errors(result, leaves, grad, dense(*exact_leaves), exact_leaves)
     assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("block_scores", [2**22, 6 * 129 * 7])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"scale": 0.7},
+        {"window": 2},
+        {"window": 5},
+        {"window": 64},
+        {"window": 100},
+        {"softcap": 0.8},
+        {"sinks": 6},
+        {"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3},
+    ],
+    ids=str,
+)
+def test_windows_caps_sinks_and_scales_equal_a_masked_softmax(rules, block_scores, monkeypatch):
+    monkeypatch.setattr("lean_ft.models.document_attention._BLOCK_SCORES", block_scores)
+    leaves, cu_seqlens, grad = inputs(torch.float32)
+    if "sinks" in rules:
+        leaves.append(torch.randn(6, generator=torch.Generator().manual_seed(1)).requires_grad_())
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    own, exact = ({**rules, **({"sinks": x[3]} if "sinks" in rules else {})} for x in (leaves, exact_leaves))
+    result = document_attention(*leaves[:3], cu_seqlens, **own)
+    errors = relative_errors(result, leaves, grad, dense(*exact_leaves[:3], **exact), exact_leaves)
+    assert max(errors) < 2e-6
+
+
+def test_everything_at_once_is_as_exact_in_sixteen_bits_as_the_plain_computation():
+    leaves, cu_seqlens, grad = inputs(torch.bfloat16, scale=4.0, offset=3.0)
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    leaves.append(sinks.requires_grad_())
+    rules = {"window": 17, "softcap": 5.0, "scale": 0.5}
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    own = document_attention(*leaves[:3], cu_seqlens, sinks=leaves[3], **rules)
+    theirs = dense(*leaves[:3], sinks=leaves[3], **rules)
+    errors = []
+    for result in (own, theirs):
+        exact = dense(*exact_leaves[:3], sinks=exact_leaves[3], **rules)
+        errors.append(relative_errors(result, leaves, grad, exact, exact_leaves))
+    for own_error, their_error in zip(*errors, strict=True):
+        assert own_error < their_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

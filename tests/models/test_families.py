@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from lean_ft.models import RopeConfig, decoder_config
+from lean_ft.models.families import FAMILIES
 
 LLAMA = {
     "model_type": "llama",
@@ -43,22 +44,113 @@ QWEN2_5_0_5B = json.loads("""{
   "use_sliding_window": false, "vocab_size": 151936
 }""")
 
+MISTRAL_7B_V0_1 = json.loads("""{
+  "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+  "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+  "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+  "vocab_size": 32000
+}""")
+QWEN3_0_6B = json.loads("""{
+  "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+  "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+  "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}""")
+GEMMA_2_2B = json.loads("""{
+  "architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+  "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+  "initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+  "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "use_cache": true, "vocab_size": 256000
+}""")
+GEMMA_3_1B = json.loads("""{
+  "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": null, "cache_implementation": "hybrid", "final_logit_softcapping": null,
+  "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+  "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+  "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000,
+  "sliding_window": 512, "sliding_window_pattern": 6, "use_cache": true, "vocab_size": 262144
+}""")
+# With factors of our own for the published lists of 48.
+PHI_4_MINI = json.loads("""{
+  "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "embd_pdrop": 0.0,
+  "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+  "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false, "max_position_embeddings": 131072,
+  "mlp_bias": false, "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32,
+  "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+  "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": {"type": "longrope"}, "rope_theta": 10000.0,
+  "sliding_window": 262144, "tie_word_embeddings": true, "use_cache": true, "vocab_size": 200064
+}""")
+PHI_4_MINI["rope_scaling"] |= {"short_factor": [1.0] * 48, "long_factor": [1 + 0.5 * i for i in range(48)]}
+OLMO_2_1B = json.loads("""{
+  "architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "hidden_act": "silu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096,
+  "model_type": "olmo2", "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
+  "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false,
+  "use_cache": true, "vocab_size": 100352
+}""")
+SMOLLM3_3B = json.loads("""{
+  "architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "hidden_act": "silu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 65536,
+  "max_window_layers": 28, "mlp_bias": false, "model_type": "smollm3", "no_rope_layer_interval": 4,
+  "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+  "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "use_cache": true,
+  "use_sliding_window": false, "vocab_size": 128256
+}""")
+SMOLLM3_3B |= {"layer_types": ["full_attention"] * 36, "no_rope_layers": [1, 1, 1, 0] * 9}
+GRANITE_3_3_2B = json.loads("""{
+  "architectures": ["GraniteForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 2048,
+  "initializer_range": 0.02, "intermediate_size": 8192, "logits_scaling": 8.0, "max_position_embeddings": 131072,
+  "mlp_bias": false, "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+  "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null,
+  "rope_theta": 10000000.0, "tie_word_embeddings": true, "use_cache": true, "vocab_size": 49159
+}""")
+PUBLISHED = [
+    LLAMA_3_2_1B,
+    QWEN2_5_0_5B,
+    MISTRAL_7B_V0_1,
+    QWEN3_0_6B,
+    GEMMA_2_2B,
+    GEMMA_3_1B,
+    PHI_4_MINI,
+    OLMO_2_1B,
+    SMOLLM3_3B,
+    GRANITE_3_3_2B,
+]
+
+
+def test_what_differs_from_layer_to_layer_is_read():
+    gemma = decoder_config(GEMMA_3_1B)
+    assert [layer.window for layer in gemma.layers[:7]] == [512] * 5 + [None, 512]
+    assert [layer.rope.theta for layer in gemma.layers[:7]] == [1e4] * 5 + [1e6, 1e4]
+    assert [layer.window for layer in decoder_config(GEMMA_2_2B).layers[:3]] == [4096, None, 4096]
+    assert {layer.window for layer in decoder_config(MISTRAL_7B_V0_1).layers} == {4096}
+    assert [layer.rope is None for layer in decoder_config(SMOLLM3_3B).layers[:5]] == [False, False, False, True, False]
+    phi = decoder_config(PHI_4_MINI).layers[0].rope
+    assert (phi.turned_share, phi.original_max_positions, len(phi.long_factors)) == (0.75, 4096.0, 48)
+
 
 def test_published_configs_are_read():
     llama = decoder_config(LLAMA_3_2_1B)
     assert (llama.num_layers, llama.num_heads, llama.num_kv_heads, llama.head_dim) == (16, 32, 8, 64)
     assert llama.tied_embeddings
     assert llama.norm_eps == 1e-5
-    assert llama.rope == RopeConfig(
+    assert llama.layers[0].rope == RopeConfig(
         500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
     )
     qwen = decoder_config(QWEN2_5_0_5B)
     assert (qwen.qkv_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
     assert (qwen.hidden_size, qwen.head_dim, qwen.vocab_size, qwen.max_positions) == (896, 64, 151936, 32768)
-    assert qwen.rope == RopeConfig(1e6)
+    assert qwen.layers[0].rope == RopeConfig(1e6)
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_2_1B, QWEN2_5_0_5B], ids=["llama", "qwen2"])
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["model_type"])
 def test_both_spellings_of_the_rotary_settings_mean_the_same(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # in the spelling of version 5
@@ -67,22 +159,18 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same(config, tmp_path):
     assert decoder_config(rewritten) == decoder_config(config)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_mean_what_they_mean_to_transformers(family):
-    theirs = getattr(transformers, f"{family}Config")()
-    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
-    ours = decoder_config({"model_type": theirs.model_type, "num_attention_heads": 32, **sizes})
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.initializer_range == theirs.initializer_range
-    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 32}
+    said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
+    assert len(said_in_full) > len(sizes) + 20
+    assert decoder_config({"model_type": family, **sizes}) == decoder_config(said_in_full)
 
 
 def test_linear_scaling_in_its_oldest_spelling():
     config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}
-    assert decoder_config(config).rope == RopeConfig(1e4, "linear", factor=2.0)
+    assert decoder_config(config).layers[0].rope == RopeConfig(1e4, "linear", factor=2.0)
 
 
 def test_head_dim_and_key_heads_are_derived():
@@ -93,28 +181,44 @@ def test_head_dim_and_key_heads_are_derived():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "lama"}, r"model_type is 'lama'; expected one of llama, qwen2\. Nearest: llama"),
-        ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of llama, qwen2"),
+        ({"model_type": "lama"}, r"model_type is 'lama'; expected one of gemma, .*, llama, .*\. Nearest: llama"),
+        ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
+        ({"model_type": "gemma3"}, r"model_type is 'gemma3'; .* hold a vision model .* family gemma3_text"),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*expected absent or 'silu'"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"hidden_act": "relu2"}, "hidden_act is 'relu2'; expected one of gelu, gelu_pytorch_tanh, silu, swish"),
+        (
+            {"hidden_activation": "gelu"},
+            "hidden_act is 'silu' and hidden_activation is 'gelu'; expected one activation",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; dropout is not supported"),
         ({"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has full_attention, sliding_attention"),
+        ({"sliding_window": 512}, "sliding_window is 512"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"layer_types": ["sliding_attention"] * 3}, "in this family no layer has a sliding window"),
+        (
+            {"layer_types": ["full_attention", "chunked", "chunked"]},
+            "layer_types has chunked, full_attention; expected",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types is .* expected a list of 3, one a layer"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling asks for the rope type 'yarn'; supported",
+            {"rope_scaling": {"rope_type": "mrope", "factor": 4.0}},
+            "rope_scaling asks for the rope type 'mrope'; supported",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters asks for the rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: short_factor is None; expected a list of 8"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7 + [0]}},
+            "long_factor is .* expected a list of 8 positive numbers",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate is 1; expected true or false"),
+        ({"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_scaling has factor"),
         ({"rope_scaling": {"type": "lineer", "factor": 4.0}}, "Nearest: linear"),
         ({"rope_scaling": {"type": "linear"}}, "field factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; expected a positive number"),

@@ -1,9 +1,11 @@
 """Generation against transformers' greedy search, alone and in batches, and sampling against the distribution."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lean_ft.models import generate, load_model
+from lean_ft.models import build_decoder, generate, load_model
 
 PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
 
@@ -69,6 +71,35 @@ def test_a_cache_goes_on_from_any_point(make_checkpoint):
         model(ids[:, :1], cache=cache)
     with pytest.raises(ValueError, match="neither cu_seqlens nor positions"):
         model(ids, cache=cache, positions=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="lengths go with a cache alone"):
+        model(ids, lengths=torch.tensor([30, 12]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softcap):
+    config = load_model(make_checkpoint("llama")[0]).config
+    layers = tuple(replace(layer, window=window) for layer in config.layers)
+    config = replace(config, layers=layers, attention_softcap=softcap, attention_sinks=True, initializer_range=0.3)
+    torch.manual_seed(0)
+    model = build_decoder(config)
+    ids = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model(ids)
+    cache = model.new_cache(batch_size=2, capacity=20)
+    parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 7), (7, 8), (8, 15), (15, 20))]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+    for layer in model.layers:
+        layer.self_attn.sinks.fill_(-1e9)
+    assert (model(ids) - expected).abs().max() > 1e-2
+
+
+def test_texts_are_read_again_where_the_frequencies_change_and_nowhere_else(make_checkpoint):
+    for case, lengths in (("llama_longrope", [20, 25]), ("llama_dynamic_rope", [20, 25, 26, 27]), ("llama", [20])):
+        model, read = load_model(make_checkpoint(case)[0]), []
+        model.register_forward_pre_hook(lambda model, args, read=read: read.append(args[0].shape[1]))
+        generate(model, [list(range(20)), [1]], max_new_tokens=8)
+        assert [length for length in read if length > 1] == lengths
 
 
 def test_nothing_to_do_gives_nothing(make_checkpoint):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lean_ft.models import MLP, RMSNorm
@@ -20,14 +22,16 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norm_is_as_exact_as_transformers(dtype):
-    norm, theirs = filled(RMSNorm(96, eps=1e-2)).to(dtype), LlamaRMSNorm(96, eps=1e-2).to(dtype)
+@pytest.mark.parametrize(("offset", "reference"), [(0.0, LlamaRMSNorm), (1.0, GemmaRMSNorm)])
+def test_norm_is_as_exact_as_transformers(dtype, offset, reference):
+    norm, theirs = filled(RMSNorm(96, 1e-2, offset)).to(dtype), reference(96, eps=1e-2).to(dtype)
+    assert torch.equal(RMSNorm(96, 1e-2, offset).weight, reference(96).weight)
     theirs.load_state_dict(norm.state_dict())
     generator = torch.Generator().manual_seed(1)
     x = (3 * torch.randn(2, 30, 96, generator=generator)).to(dtype).requires_grad_()
     grad = torch.randn(2, 30, 96, generator=generator).to(dtype)
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    exact = exact_norm(exact_x, exact_weight, 1e-2)
+    exact = exact_norm(exact_x, exact_weight + offset, 1e-2)
     exact_grads = torch.autograd.grad(exact, (exact_x, exact_weight), grad.double())
 
     def errors(module: torch.nn.Module) -> list[float]:
@@ -49,14 +53,31 @@ def test_a_frozen_norm_weight_gets_no_gradient_and_its_input_does():
     assert norm.weight.grad is None
 
 
-def test_gated_layer_equals_autograd_in_float64():
-    mlp = filled(MLP(10, 24, bias=True))
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sigmoid()
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "exact_activation"),
+    [("silu", silu), ("gelu", gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))],
+)
+def test_gated_layer_equals_autograd_in_float64(activation, exact_activation, fused):
+    mlp = filled(MLP(10, 24, bias=True, activation=activation, fused=fused))
     x = torch.randn(5, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
     leaves = [x, *mlp.parameters()]
     exact_x, *exact = (t.detach().double().requires_grad_() for t in leaves)
-    gate_w, gate_b, up_w, up_b, down_w, down_b = exact
-    gate = exact_x @ gate_w.T + gate_b
-    expected = (gate * gate.sigmoid() * (exact_x @ up_w.T + up_b)) @ down_w.T + down_b
+    if fused:
+        both_w, both_b, down_w, down_b = exact
+        (gate_w, up_w), (gate_b, up_b) = both_w.chunk(2), both_b.chunk(2)
+    else:
+        gate_w, gate_b, up_w, up_b, down_w, down_b = exact
+    gate = exact_activation(exact_x @ gate_w.T + gate_b)
+    expected = (gate * (exact_x @ up_w.T + up_b)) @ down_w.T + down_b
     result = mlp(x)
     torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5)
     expected_grads = torch.autograd.grad(expected.square().sum(), (exact_x, *exact))

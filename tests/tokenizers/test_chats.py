@@ -185,12 +185,21 @@ class TestAgainstTransformers:
             ids, _ = ours.render(CHAT, tools=tools, train_on="all")
             assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
 
-    def test_template_files_win_over_the_config(self, byte_level, make_folder: MakeFolder):
-        files = {"chat_template.jinja": "plain", "chat_templates/tool_use.jinja": "with tools"}
+    @pytest.mark.parametrize("named", ["additional_chat_templates", "chat_templates"])
+    def test_template_files_win_over_the_config(self, byte_level, make_folder: MakeFolder, named: str):
+        files = {"chat_template.jinja": "plain", f"{named}/tool_use.jinja": "with tools"}
         tokenizer = load_tokenizer(make_folder(byte_level, chat_template="in the config", files=files))
         assert tokenizer.chat_template == "plain"
         for tools, text in ((None, "plain"), ([{"type": "function"}], "with tools")):
             assert tokenizer.decode(tokenizer.render(CHAT, tools=tools, train_on="all")[0]) == text
+
+    def test_named_templates_that_transformers_saved(self, byte_level, make_folder: MakeFolder, tmp_path: Path):
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+        AutoTokenizer.from_pretrained(make_folder(byte_level, chat_template=named)).save_pretrained(tmp_path / "theirs")
+        load_tokenizer(tmp_path / "theirs").save(tmp_path / "ours")
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
+        assert theirs.chat_template == {"default": "plain", "tool_use": "with tools"}
+        assert load_tokenizer(tmp_path / "ours").chat_templates == theirs.chat_template
 
 
 class TestMask:

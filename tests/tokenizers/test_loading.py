@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
@@ -93,6 +95,83 @@ class TestTokenizerJson:
     def test_a_file_of_something_else_is_refused(self, make_folder: MakeFolder):
         with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json"):
             load_tokenizer(make_folder(None, files={"tokenizer.json": {"model": "llama"}}))
+
+
+# What tokenizers trip over: scripts, emoji with joiners, runs of spaces of many kinds, code, control tokens.
+PARTS = st.sampled_from(
+    [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "don't",
+        "x_1=[i**2]",
+        "12345",
+        "你好",
+        "مرحبا",
+        "नमस्ते",
+        "İ",
+        "ﬁ",
+        "½",
+        "é",
+        "👩\u200d👩\u200d👧\u200d👦",
+        "🦙",
+        " ",
+        "   ",
+        "\t",
+        "\n\n",
+        "\xa0",
+        "\u3000",
+        "\u200b",
+    ]
+)
+TEXT = st.lists(PARTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map("".join)
+
+
+@pytest.fixture(scope="module")
+def both(byte_level, make_folder: MakeFolder):
+    """Our tokenizer and transformers', of one folder."""
+    folder = make_folder(byte_level, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXT)
+def test_ids_of_any_text_equal_transformers(both, text: str):
+    ours, theirs = both
+    ids = ours.encode(text, add_special_tokens=True)
+    assert ids == theirs(text)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["bytelevel_bpe_tokenizer.json", "llama2_sentencepiece.model", "tiktoken_small.model"])
+def test_real_tokenizers_on_real_text(name: str, shared_data: Path, tmp_path: Path):
+    """A share of GSM8K; benchmarks/tokenizers.py does the whole file. Ids are those of the library that made each."""
+    from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN as pattern
+
+    file = shared_data / "tokenizers" / name
+    shutil.copy(file, tmp_path / ("tokenizer" + file.suffix))
+    ours = load_tokenizer(tmp_path)
+    if file.suffix == ".json":
+        theirs = HFTokenizer.from_file(str(file))
+        encode, decode = (lambda text: theirs.encode(text).ids), theirs.decode
+    elif name.startswith("llama2"):
+        from sentencepiece import SentencePieceProcessor
+
+        theirs = SentencePieceProcessor(model_file=str(file))
+        encode, decode = theirs.encode, theirs.decode
+    else:
+        import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
+
+        ranks = load_tiktoken_bpe(str(file))
+        theirs = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        encode, decode = theirs.encode, theirs.decode
+    with (shared_data / "gsm8k_train.jsonl").open(encoding="utf-8") as rows:
+        for line in list(rows)[::100]:
+            text = "\n".join(str(value) for value in json.loads(line).values())
+            ids = ours.encode(text)
+            assert ids == encode(text)
+            assert ours.decode(ids) == decode(ids)
 
 
 class TestSentencePiece:

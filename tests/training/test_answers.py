@@ -79,18 +79,19 @@ class Parrot(torch.nn.Module):
         super().__init__()
         self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
         self.script = script
+        self.rotary = {}
 
     def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
         self.said = 0
         return self
 
-    def truncate(self, lengths: torch.Tensor) -> None:
-        pass
-
-    def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
         cache.said += 1
         return self.output_weight[token].expand(*ids.shape, -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.output_weight.T
 
 
 @pytest.mark.parametrize(

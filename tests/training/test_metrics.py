@@ -45,6 +45,17 @@ def test_values_are_those_at_the_time_of_recording(path):
     assert metrics.flush() == []
 
 
+def test_further_values_of_a_step_end_its_line_and_none_is_left_out(path):
+    metrics = Metrics(path, CPU, steps_per_epoch=1)
+    for step, extra in enumerate((torch.tensor(0.25), None, 0.5), start=1):
+        metrics.begin_step()
+        metrics.record(step, loss=1.0, lr=0.1, grad_norm=2.0, micro_batches=[batch(8, 4)], router_aux_loss=extra)
+    metrics.flush()
+    lines = read(path)
+    assert [line.get("router_aux_loss", "absent") for line in lines] == [0.25, "absent", 0.5]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == [(1.0, 2.0)] * 3
+
+
 def test_values_that_are_not_finite_are_named(path):
     metrics = Metrics(path, CPU, steps_per_epoch=1)
     record(metrics, 1, torch.tensor(math.nan), torch.tensor(-math.inf))

@@ -1,0 +1,56 @@
+"""`leanft download`: a model from the Hugging Face hub."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from lean_ft import catalog, hub
+from lean_ft.cli.arguments import Debug
+from lean_ft.config import preset_values
+
+
+def download(
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="A repository: org/name or org/name@revision.", show_default=False)
+    ],
+    revision: Annotated[str | None, typer.Option("--revision", "-r", help="A branch, tag or commit.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option("--output-dir", "-o", metavar="FOLDER", help="Here, not into the hub's cache.")
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", metavar="PATTERN", help="Only these files, of any kind: --include 'original/*'"),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Not these files: --exclude '*.md'")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Download a model from the Hugging Face hub.
+
+    Takes what a finetune reads: not .bin, .pth, .gguf, onnx and the like, nor original/, unless included. Goes on
+    where an earlier download ended. A gated model needs a token: `hf auth login`, or the variable HF_TOKEN.
+    """
+    name = hub.parse_name(repo)
+    if name is not None and name.revision is not None:
+        if revision is not None:
+            raise ValueError(f"{repo} names a revision, and --revision {revision} another; give one of them.")
+        repo, revision = name
+    snapshot = hub.download(repo, revision, output_dir, include or (), exclude or ())
+    path = str(snapshot.folder) if output_dir is not None else repo if revision is None else f"{repo}@{revision}"
+    typer.echo(f"commit  {snapshot.commit}")
+    typer.echo(f"folder  {snapshot.folder}")
+    typer.echo(f"size    {hub.gigabytes(snapshot.size_bytes)} in {snapshot.num_files} files")
+    if not include:
+        typer.echo(f"next    {_what_to_run(repo, path)}")
+
+
+def _what_to_run(repo: str, path: str) -> str:
+    """A command that runs as it stands: with the preset for this model where there is one."""
+    for name, preset in catalog.presets().items():
+        if preset_values(preset).get("model.path") == repo:
+            settings = [] if path == repo else [f"model.path={path}"]
+            return shlex.join(["leanft", "run", "full_finetune_single_device", "--config", name, *settings])
+    settings = [f"model.path={path}", "data.source=tiny/train.jsonl", f"output_dir=runs/{repo.partition('/')[2]}"]
+    return shlex.join(["leanft", "run", "full_finetune_single_device", *settings])

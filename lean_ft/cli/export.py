@@ -1,0 +1,49 @@
+"""`leanft export`: the model of a run, for everything that is not lean_ft."""
+
+from typing import Annotated
+
+import typer
+
+from lean_ft.cli.arguments import Debug
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|RUN",
+            help="A checkpoint, a run directory (its newest checkpoint), or any model folder.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DEST", help="A new folder, or with --gguf a new file.", show_default=False)
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="bfloat16|float16|float32", help="Dtype of the weights; as stored by default."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file: 5GB by default.")
+    ] = None,
+    gguf: Annotated[
+        str | None,
+        typer.Option("--gguf", metavar="f32|f16|bf16|q8_0", help="Write one GGUF file for llama.cpp instead."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Export a model: a plain Hugging Face folder, or a GGUF file.
+
+    What was written is read back and compared with the source before DEST appears.
+    """
+    from lean_ft.export import export_folder, export_gguf
+
+    if gguf is not None:
+        if dtype is not None or max_shard_size is not None:
+            raise ValueError(
+                "--gguf says how numbers are stored and writes one file: leave out --dtype and --max-shard-size."
+            )
+        typer.echo(str(export_gguf(source, destination, gguf, force=force)))
+    else:
+        typer.echo(str(export_folder(source, destination, dtype, max_shard_size or "5GB", force=force)))

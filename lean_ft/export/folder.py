@@ -1,0 +1,154 @@
+"""A checkpoint as a plain Hugging Face folder: what transformers, vLLM and llama.cpp's converter open.
+
+    config.json, generation_config.json, model*.safetensors [+ index], tokenizer files, chat template
+
+The folder is written under another name beside its place, read back, and its logits compared with the source's; only
+then does it get its name. One model is in memory at a time: the source's goes before the copy is read back.
+"""
+
+import gc
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lean_ft.export.places import check_destination, find_source, remove, room_for
+from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models.hf_format import stored_dtype
+from lean_ft.spelling import did_you_mean
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.checkpoint import checkpoint_bytes, rename_over
+
+_NUM_POSITIONS = 32  # of the input whose logits are compared
+# Weights and arithmetic are the same on both sides; only the order of a sum may differ, by where tensors lie.
+_TOLERANCE_ROUNDINGS = 4
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class ExportedFolder:
+    """What was written."""
+
+    source: Path
+    folder: Path
+    dtype: torch.dtype
+    num_parameters: int
+    weight_files: list[str]
+    has_tokenizer: bool
+    has_chat_template: bool
+    largest_difference: float
+    """Between the logits of the folder and of the source, both in `dtype`."""
+
+    def __str__(self) -> str:
+        files = f"{len(self.weight_files)} weight file{'s' if len(self.weight_files) > 1 else ''}"
+        tokenizer = "a tokenizer" if self.has_tokenizer else "NO tokenizer, as the source has none"
+        template = ", " if self.has_chat_template else ", no chat template, " if self.has_tokenizer else ", "
+        return (
+            f"exported {self.source} to {self.folder}: {self.num_parameters:,} parameters in "
+            f"{str(self.dtype).removeprefix('torch.')}{template}{files}, {tokenizer}.\n"
+            f"Read back: its logits equal the source's (largest difference {self.largest_difference:g})."
+        )
+
+
+def export_folder(
+    source: str | Path,
+    destination: str | Path,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    force: bool = False,
+) -> ExportedFolder:
+    """Writes the model of a checkpoint, run directory or model folder to the new folder `destination`.
+
+    Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most `max_shard_size`. Takes the
+    memory of one model in `dtype`. Raises ValueError where the source is missing or damaged, the destination taken, or
+    a weight too large for the dtype; OSError where the disk is full; RuntimeError where what was written does not
+    compute what the source does. In every case nothing is left behind.
+    """
+    max_shard_bytes = parse_bytes(max_shard_size)
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES)}.{did_you_mean(dtype, list(_DTYPES))}")
+    folder, destination = find_source(source), Path(destination).expanduser()
+    check_destination(destination, folder, force)
+    wanted = _DTYPES[dtype] if dtype else stored_dtype(folder)
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    model = load_model(folder, dtype=wanted)
+    check_finite(model, folder)
+    expected = _logits(model)
+    if not expected.isfinite().all():
+        raise ValueError(
+            f"the model of {folder} gives logits that are not finite in {wanted}. It is broken, or computes numbers too "
+            "large for this dtype: export it as bfloat16 or float32."
+        )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed_bytes = checkpoint_bytes(model, 0)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
+    try:
+        with room_for(needed_bytes, destination):
+            save_model(model, temporary, max_shard_bytes)
+            if tokenizer is not None:
+                tokenizer.save(temporary)
+        del model
+        gc.collect()
+        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted)), wanted)
+        rename_over(temporary, destination)
+    except BaseException:
+        remove(temporary)
+        raise
+    return ExportedFolder(
+        folder,
+        destination,
+        wanted,
+        num_parameters,
+        sorted(file.name for file in destination.glob("*.safetensors")),
+        tokenizer is not None,
+        tokenizer is not None and tokenizer.chat_template is not None,
+        difference,
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB`, `800MiB`, `2.5GB` to bytes; KB, MB and GB are powers of 1000. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|B)", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size of a file; expected a number and a unit: 5GB, 800MB, 2GiB.")
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()
+
+
+def check_finite(model: Decoder, folder: Path) -> None:
+    """Raises ValueError where a weight is not finite, as after a cast to float16 of one above 65,504."""
+    for name, parameter in model.named_parameters():
+        lowest, highest = torch.aminmax(parameter.detach())
+        if not (lowest.isfinite() and highest.isfinite()):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{folder}: {name} has a value that {dtype} cannot hold (its largest is "
+                f"{torch.finfo(parameter.dtype).max:g}), or that is not finite in the source. Export it as bfloat16 or "
+                "float32; where that fails too, the source is broken."
+            )
+
+
+@torch.inference_mode()
+def _logits(model: Decoder) -> torch.Tensor:
+    """(1, T, V) float32, for ids from all over the vocabulary."""
+    num_positions = min(_NUM_POSITIONS, model.config.max_positions)
+    ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
+    return model(ids[None]).float()
+
+
+def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -> float:
+    difference = (logits - expected).abs().max().item()
+    allowed = _TOLERANCE_ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
+    if not difference <= allowed:  # a NaN is not
+        raise RuntimeError(
+            f"the exported model's logits differ from the source's by up to {difference:g}, and {allowed:g} is what "
+            f"rounding to {dtype} explains. The disk or the memory may be failing; nothing was kept."
+        )
+    return difference

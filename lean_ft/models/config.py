@@ -1,0 +1,77 @@
+"""What a decoder computes: the facts in which families differ, each named by its effect."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lean_ft.models.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """What a mixture of experts computes, in the place of a feed-forward layer."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    weights_sum_to_one: bool  # a token's weights are a softmax over its own experts, not over all
+    router_name: Literal["gate", "router"] = "gate"  # Hugging Face's, of the module
+    router_bias: bool = False
+    expert_bias: bool = False
+    # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
+    input_first: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
+    up_offset: float = 0.0  # it is multiplied by up + up_offset
+    limit: float | None = None  # gates are clamped from above, ups from both sides
+    router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What differs from layer to layer."""
+
+    rope: RopeConfig | None  # None: positions do not turn queries and keys
+    window: int | None = None  # positions that a query sees, its own included; None: all up to its own
+    mixture: MixtureConfig | None = None  # None: one feed-forward layer for all tokens
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a decoder computes. A default is the value at which the fact changes nothing."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    max_positions: int  # the longest context the model was made for; nothing stops a longer one
+    initializer_range: float
+    tied_embeddings: bool
+
+    norm_eps: float
+    # Where a layer norms: on the way into attention and feed-forward, on the way out of them, or both.
+    norm_placement: Literal["in", "out", "both"] = "in"
+    norm_weight_offset: float = 0.0  # added to every norm's weight
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    fused_projections: bool = False  # one matrix for queries, keys and values, one for the gate and what it gates
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+
+    qk_norm: Literal["head", "projection"] | None = None  # queries and keys are normed: each head, or all as one vector
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
+
+    embedding_multiplier: float = 1.0
+    embedding_multiplier_in_weight_dtype: bool = False  # rounded to it first, as the model was trained
+    residual_multiplier: float = 1.0  # of what attention and feed-forward add
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)

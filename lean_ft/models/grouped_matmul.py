@@ -1,0 +1,75 @@
+"""Matrix products of rows that are sorted into groups, each group with a matrix of its own.
+
+In bfloat16 on CUDA PyTorch's grouped kernel computes all groups in one launch, and the host never learns where they
+end. Everything else is a loop over the groups' contiguous slices. Each is one custom op, which torch.compile sees as
+one opaque operation, and a group without rows is nothing special: its gradient is zero.
+
+Shapes: M rows of all groups, G groups, K and N features.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())
+def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Returns (M, N): each group's rows (M, K) times its matrix (G, K, N).
+
+    ends (G,) int32: where each group ends in the rows; the last must be M.
+    """
+    if _has_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for group, part in _groups(ends):
+        torch.mm(rows[part], matrices[group], out=out[part])
+    return out
+
+
+@grouped_matmul.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+@torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Returns (G, K, N): each group's rows of left (M, K), transposed, times its rows of right (M, N).
+
+    It is the gradient of the matrices of `grouped_matmul`; zero for a group without rows.
+    """
+    if _has_kernel(left, right):
+        out = F.grouped_mm(left.T, right, offs=ends)
+        if torch.cuda.get_device_capability(left.device) >= (10, 0):
+            # Blackwell's kernel leaves the products of empty groups as they lay in memory (pytorch issue 172439).
+            out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+        return out
+    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    for group, part in _groups(ends):
+        torch.mm(left[part].T, right[part], out=out[group])
+    return out
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(len(ends), left.shape[1], right.shape[1])
+
+
+def _has_kernel(*operands: Tensor) -> bool:
+    """The kernel wants bfloat16 on CUDA, and all strides but the unit one in whole 16 bytes."""
+    return all(
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and x.data_ptr() % 16 == 0
+        and all(s == 1 or s % 8 == 0 for s in x.stride())
+        for x in operands
+    )
+
+
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if start < end:
+            yield group, slice(start, end)
+        start = end

@@ -1,0 +1,235 @@
+"""A mixture of experts: a router sends each token to a few of many feed-forward layers and weighs what they return.
+
+Tokens are sorted by expert, so that the experts' products run over neighbouring rows (`grouped_matmul`), and no shape
+depends on how many tokens an expert got: nothing waits for the device and nothing breaks a compiled graph. Experts
+are stacked in one parameter a projection; one that saw no token gets a zero gradient.
+
+The backward pass is written by hand. It keeps the tokens, not their copies sorted by expert, and of the experts' own
+results only the two factors of the activation. A token's weight multiplies the activation rather than the expert's
+output, which the last projection, being linear, does not mind: so no output is kept for the weight's gradient.
+
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; the balance of the router's load is Fedus et al.'s
+(2021, https://arxiv.org/abs/2101.03961).
+
+Shapes: N tokens, D features, E experts, K experts a token, M = N * K rows sorted by expert, I an expert's
+intermediate features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+from lean_ft.models.layers import ACTIVATIONS
+
+
+class Router(nn.Module):
+    """Scores every expert for every token: a linear layer."""
+
+    def __init__(self, hidden_size: int, num_experts: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(tokens, self.weight, self.bias)  # (N, E)
+
+
+class Experts(nn.Module):
+    """The experts' projections, stacked."""
+
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        num_experts, inner = config.num_experts, config.intermediate_size
+        into, out_of = (2 * inner, hidden_size), (hidden_size, inner)
+        if config.input_first:
+            into, out_of = into[::-1], out_of[::-1]
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, *into))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, *out_of))
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if config.expert_bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
+            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
+
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+            tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
+        mixed = _mix(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config)
+        if self.down_proj_bias is not None:
+            spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
+            mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
+        return mixed
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward layer in which each token meets only the experts that its router chose."""
+
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.add_module(config.router_name, Router(hidden_size, config.num_experts, config.router_bias))
+        self.experts = Experts(hidden_size, config)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (..., D); returns what its experts make of it (..., D), and the router's logits (N, E)."""
+        tokens = x.flatten(0, -2)
+        logits = getattr(self, self.config.router_name)(tokens)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.config.weights_sum_to_one:
+            scores, chosen = scores.topk(self.config.experts_per_token)
+            weights = scores.softmax(-1)
+        else:
+            weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token)
+        return self.experts(tokens, weights, chosen).view(x.shape), logits
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int, is_token: Tensor | None) -> Tensor:
+    """Returns how unevenly the routers of all layers load their experts, a float32 scalar: K if evenly, up to E.
+
+    It is E * sum over experts of (choices a token) * (mean probability), the means being over the tokens of all layers
+    together. router_logits: (N, E) a layer; is_token (N,) bool: False for padding, which does not count.
+    """
+    num_experts = router_logits[0].shape[1]
+    counted = torch.ones_like(router_logits[0][:, :1]) if is_token is None else is_token.view(-1, 1)
+    counted = counted.float()  # (N, 1)
+    choices = probability = torch.zeros(num_experts, device=counted.device)
+    for logits in router_logits:
+        chosen = logits.detach().topk(experts_per_token).indices
+        choices = choices.scatter_add(0, chosen.flatten(), counted.expand_as(chosen).flatten())
+        probability = probability + (logits.float().softmax(-1) * counted).sum(0)
+    num_counted = counted.sum().clamp(min=1) * len(router_logits)
+    return num_experts * (choices / num_counted) @ (probability / num_counted)
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,  # (N, D)
+        weights: Tensor,  # (N, K)
+        chosen: Tensor,  # (N, K)
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,  # (E, 2 * I)
+        down: Tensor,
+        config: MixtureConfig,
+    ) -> Tensor:
+        order, ends = _sort(chosen, config.num_experts)
+        into, out_of = _input_first(gate_up, down, config)  # (E, D, 2 * I), (E, I, D)
+        factors = grouped_matmul(_rows(tokens, order, config), into, ends)  # (M, 2 * I)
+        if gate_up_bias is not None:
+            factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
+        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down)
+        ctx.config = config
+        inner = _activation(factors, config).mul_(weights.flatten()[order, None])  # (M, I)
+        return _sum_of_choices(grouped_matmul(inner, out_of, ends), order, config)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down = ctx.saved_tensors
+        config = ctx.config
+        into, out_of = _input_first(gate_up, down, config)
+        row_weights = weights.flatten()[order, None]  # (M, 1)
+        grad_rows = _rows(grad, order, config)  # (M, D)
+        inner = _activation(factors, config)  # (M, I)
+        grad_inner = grouped_matmul(grad_rows, out_of.mT, ends)  # as if all weights were 1
+        grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
+        grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
+        grad_down = None
+        if ctx.needs_input_grad[5]:
+            grad_down = _outer(inner.mul_(row_weights), grad_rows, ends, config)
+        del inner, grad_rows
+        grad_factors = _activation_gradient(factors, grad_inner.mul_(row_weights), config)  # (M, 2 * I)
+        del grad_inner
+        grad_gate_up = grad_bias = None
+        if ctx.needs_input_grad[3]:
+            grad_gate_up = _outer(_rows(tokens, order, config), grad_factors, ends, config)
+        if ctx.needs_input_grad[4]:
+            experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
+            is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
+            grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
+        grad_tokens = None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = _sum_of_choices(grouped_matmul(grad_factors, into.mT, ends), order, config)
+        return grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
+
+
+def _mix(*args: Any) -> Tensor:
+    result = _Mix.apply(*args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The choices (M,) in the order of their experts, and where each expert's end (E,) int32."""
+    experts, order = chosen.flatten().sort(stable=True)
+    every = torch.arange(num_experts, device=experts.device)
+    return order, torch.searchsorted(experts, every, right=True, out_int32=True)
+
+
+def _rows(tokens: Tensor, order: Tensor, config: MixtureConfig) -> Tensor:
+    """A copy (M, D) of each token for each of its choices, sorted by expert."""
+    return tokens.index_select(0, order // config.experts_per_token)
+
+
+def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tensor:
+    """The inverse of `_rows`, where a token's copies (M, D) add up to one (N, D)."""
+    # It sums in float32, and in the same order each time, which adding rows onto one another would not.
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return F.embedding_bag(places.view(-1, config.experts_per_token), rows, mode="sum")
+
+
+def _input_first(gate_up: Tensor, down: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+    return (gate_up, down) if config.input_first else (gate_up.mT, down.mT)
+
+
+def _outer(inputs: Tensor, grads: Tensor, ends: Tensor, config: MixtureConfig) -> Tensor:
+    """The gradient of a projection, in its own layout."""
+    return grouped_outer(inputs, grads, ends) if config.input_first else grouped_outer(grads, inputs, ends)
+
+
+def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+    """Views (M, I) of the two halves of (M, 2 * I)."""
+    if config.input_first:
+        return factors[:, ::2], factors[:, 1::2]
+    gate, up = factors.chunk(2, dim=-1)
+    return gate, up
+
+
+def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+    """What is multiplied: the activation's argument, and the up-projection with its offset."""
+    gate, up = _gate_and_up(factors, config)
+    if config.limit is not None:
+        gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+    if config.gate_scale != 1.0:
+        gate = gate * config.gate_scale
+    return gate, up + config.up_offset if config.up_offset else up
+
+
+def _activation(factors: Tensor, config: MixtureConfig) -> Tensor:
+    gate, up = _clamped(factors, config)
+    product = ACTIVATIONS[config.activation].value(gate).mul_(up)
+    return product if config.gate_scale == 1.0 else product.div_(config.gate_scale)
+
+
+def _activation_gradient(factors: Tensor, grad: Tensor, config: MixtureConfig) -> Tensor:
+    gate, up = _clamped(factors, config)
+    value, backward = ACTIVATIONS[config.activation]
+    result = torch.empty_like(factors)
+    grad_gate, grad_up = _gate_and_up(result, config)
+    grad_gate.copy_(backward(grad * up, gate))
+    grad_up.copy_(value(gate).mul_(grad))
+    if config.gate_scale != 1.0:
+        grad_up.div_(config.gate_scale)
+    if config.limit is not None:
+        gate, up = _gate_and_up(factors, config)
+        grad_gate.masked_fill_(gate > config.limit, 0)
+        grad_up.masked_fill_(up.abs() > config.limit, 0)
+    return result

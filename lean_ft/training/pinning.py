@@ -1,0 +1,55 @@
+"""A model of the Hugging Face hub, held to one commit: `org/name` becomes `org/name@commit` before a run begins.
+
+What config.yaml records is then what was trained, and a run that goes on takes the commit that it began with, wherever
+the repository's main branch is by now.
+"""
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from lean_ft import hub
+from lean_ft.assets import pin_model_path, repository_name
+from lean_ft.settings import ModelConfig, RecipeConfig
+from lean_ft.training.checkpoint import list_checkpoints, read_training_state
+from lean_ft.training.progress import say
+from lean_ft.training.run_directory import Settings, read_starts
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def pin_models(cfg: ConfigT) -> ConfigT:
+    """Returns the settings with every model of the hub at a commit; a training run says which.
+
+    `org/name` is the commit that the run in `output_dir` began with, else the newest of its main branch; a branch or
+    tag in `org/name@revision` is looked up, so that going on with one that has moved is refused like any other model.
+    Raises as `lean_ft.hub.download` does.
+    """
+    recorded = _recorded_settings(cfg) if isinstance(cfg, RecipeConfig) else {}
+    pinned: dict[str, ModelConfig] = {}
+    for key, model in cfg:
+        name = repository_name(model.path) if isinstance(model, ModelConfig) else None
+        if name is None or name.names_commit:
+            continue
+        begun = hub.parse_name(str(recorded.get(f"{key}.path")))
+        goes_on = name.revision is None and begun is not None and begun.repo == name.repo and begun.names_commit
+        path = str(begun) if goes_on else str(pin_model_path(model.path))
+        pinned[key] = model.model_copy(update={"path": path})
+        if isinstance(cfg, RecipeConfig):
+            say("hub", f"{key} {path}{', as when this run began' if goes_on else ''}")
+    return cfg.model_copy(update=pinned)
+
+
+def _recorded_settings(cfg: RecipeConfig) -> Settings:
+    """The settings of the run that `cfg` goes on with, as far as there is one; whether it can is checked later."""
+    if cfg.resume == "never":
+        return {}
+    checkpoints = list_checkpoints(cfg.output_dir) if cfg.resume == "auto" else [Path(cfg.resume)]
+    for folder in reversed(checkpoints):
+        try:
+            return read_training_state(folder)["settings"]
+        except (OSError, ValueError, KeyError):
+            continue  # damaged, or no checkpoint at all: told by find_checkpoint
+    starts = read_starts(cfg.output_dir) if cfg.resume == "auto" else []
+    return starts[-1]["settings"] if starts else {}

@@ -1,0 +1,60 @@
+"""Runs the tests of parity and writes what they found into the table of docs/families.md.
+
+    python scripts/make_families_table.py
+
+A cell says `passes` where every case of the family passed every test of the column, and `fails` otherwise; the script
+then exits with 1. What runs is `tests/models/test_parity.py`, the same as in the whole suite.
+"""
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lean_ft.models.families import FAMILIES  # noqa: E402
+from tests.models.family_cases import CASES  # noqa: E402
+from tests.models.test_parity import COLUMNS  # noqa: E402
+
+PAGE = ROOT / "docs" / "families.md"
+MARKS = "<!-- table -->", "<!-- end of table -->"
+
+
+class Outcomes:
+    """A pytest plugin that notes whether all went well, by (family, column)."""
+
+    def __init__(self) -> None:
+        self.passed: dict[tuple[str, str], list[bool]] = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test, _, parameters = report.nodeid.partition("::")[2].partition("[")
+        named = [case for case in CASES if case in re.split(r"[-\]]", parameters)]
+        if test in COLUMNS and named and (report.when == "call" or report.failed):
+            self.passed[CASES[named[0]][0], COLUMNS[test]].append(report.passed)
+
+
+def main() -> int:
+    outcomes = Outcomes()
+    tests = [f"{ROOT / 'tests' / 'models' / 'test_parity.py'}::{test}" for test in COLUMNS]
+    pytest.main(["-q", "--rootdir", str(ROOT), *tests], plugins=[outcomes])
+    lines = [
+        "| family | checkpoints | " + " | ".join(COLUMNS.values()) + " |",
+        "|---|---|" + "---|" * len(COLUMNS),
+    ]
+    for family in FAMILIES:
+        count = sum(model_type == family for model_type, _ in CASES.values())
+        found = [outcomes.passed[family, column] for column in COLUMNS.values()]
+        cells = ["passes" if results and all(results) else "fails" for results in found]
+        lines.append(f"| `{family}` | {count} | " + " | ".join(cells) + " |")
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    PAGE.write_text(before + "\n\n".join([MARKS[0], "\n".join(lines), MARKS[1]]) + after)
+    return int("fails" in "".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Model folders with tokenizers, and checkpoints of a run, all made without training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from lean_ft.models import load_model
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.checkpoint import write_checkpoint
+from tests.tokenizers.conftest import TEXTS
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def qwen_tokenizer() -> HFTokenizer:
+    """A byte-level BPE that splits text as Qwen2's does."""
+    tokenizer = HFTokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens(["<think>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a folder as transformers saves it, of a random model with a tokenizer of its own or without."""
+
+    def make(
+        family: str = "Llama",
+        dtype: torch.dtype = torch.float32,
+        tokenizer: HFTokenizer | Path | None = None,
+        tokenizer_config: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Path:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"vocab_size": 416, "num_key_value_heads": 2, "max_position_embeddings": 128}
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}ForCausalLM")(
+            getattr(transformers, f"{family}Config")(**{**sizes, **settings})
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape)
+                parameter.copy_(1.0 + 0.3 * noise if "norm" in name else 0.2 * noise)
+        folder = tmp_path_factory.mktemp("model")
+        model.to(dtype).save_pretrained(folder)
+        if isinstance(tokenizer, Path):
+            (folder / "tokenizer.model").write_bytes(tokenizer.read_bytes())
+        elif tokenizer is not None:
+            tokenizer.save(str(folder / "tokenizer.json"))
+        if tokenizer is not None:
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **(tokenizer_config or {})}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(make_model_folder) -> Path:
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    return make_model_folder("Qwen2", torch.bfloat16, qwen_tokenizer(), config)
+
+
+@pytest.fixture
+def run_directory(qwen_folder, tmp_path) -> Path:
+    """A run with two checkpoints of different weights."""
+    model = load_model(qwen_folder, dtype=torch.bfloat16)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.model.norm.weight.fill_(step)
+        write_checkpoint(
+            tmp_path,
+            step,
+            model=model,
+            tokenizer=load_tokenizer(qwen_folder),
+            optimizer_state={"exp_avg": torch.ones(3)},
+            training_state={"step": step},
+            random_state={},
+        )
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    return TEXTS

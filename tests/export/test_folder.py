@@ -1,0 +1,204 @@
+"""An exported folder is what others open, it is whole or not there, and nothing else is touched."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+
+from lean_ft.export import export_folder
+from lean_ft.export.folder import parse_bytes
+
+IDS = torch.arange(20)[None]
+PLAIN = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in safetensors.torch.load_file(file).items()}
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def destination(tmp_path) -> Path:
+    return tmp_path / "exports" / "model"
+
+
+def left_behind(destination: Path) -> list[str]:
+    return [path.name for path in destination.parent.iterdir()] if destination.parent.is_dir() else []
+
+
+def test_a_runs_newest_checkpoint_becomes_a_plain_folder(run_directory, destination):
+    exported = export_folder(run_directory, destination)
+    assert exported.source == run_directory / "step_00000002"
+    assert exported.dtype == torch.bfloat16
+    assert exported.largest_difference == 0.0
+    assert {path.name for path in destination.iterdir()} == PLAIN
+    assert left_behind(destination) == ["model"]
+    for name in PLAIN:
+        assert (destination / name).read_bytes() == (exported.source / name).read_bytes()
+
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(destination, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert (model.model.norm.weight == 2).all()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(destination)
+    messages = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>Hello<|im_end|>"
+
+
+def test_what_other_programs_read_of_the_layout(qwen_folder, destination):
+    """vLLM and llama.cpp's converter take the class from `architectures` and the dtype from config.json; transformers
+    refuses a file without the format, and all follow the index."""
+    export_folder(qwen_folder, destination, max_shard_size="40KB")
+    config = json.loads((destination / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    index = json.loads((destination / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in destination.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(destination).values())
+    for file in files:
+        with safetensors.safe_open(destination / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert set(opened.keys()) == {name for name, where in index["weight_map"].items() if where == file}
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(destination)
+    assert torch.equal(reopened(IDS).logits, transformers.AutoModelForCausalLM.from_pretrained(qwen_folder)(IDS).logits)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_are_those_of_the_source_rounded_once(make_model_folder, destination, dtype):
+    source = make_model_folder(dtype=torch.float32)
+    exported = export_folder(source, destination, dtype)
+    assert exported.largest_difference == 0.0
+    assert not exported.has_tokenizer
+    assert "NO tokenizer" in str(exported)
+    wanted = getattr(torch, dtype)
+    for name, tensor in stored(source).items():
+        assert torch.equal(stored(destination)[name], tensor.to(wanted))
+    assert json.loads((destination / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_weight_too_large_for_float16_is_named(make_model_folder, destination):
+    source = make_model_folder(dtype=torch.bfloat16)
+    tensors = stored(source)
+    tensors["model.embed_tokens.weight"][-1, -1] = 70_000.0
+    safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has a value that float16 cannot hold"):
+        export_folder(source, destination, "float16")
+    assert left_behind(destination) == []
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_or_refused(run_directory, destination, capsys):
+    damage(run_directory / "step_00000002" / "model.safetensors")
+    exported = export_folder(run_directory, destination)
+    assert exported.source == run_directory / "step_00000001"
+    assert "step_00000002" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        export_folder(run_directory / "step_00000002", destination, force=True)
+    damage(run_directory / "step_00000001" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no whole checkpoint is left in .*step_00000001"):
+        export_folder(run_directory, destination, force=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("nowhere", "does not exist"), ("", "neither a config.json.* nor checkpoints")],
+)
+def test_a_source_that_is_no_model_is_refused(tmp_path, destination, source, message):
+    with pytest.raises(ValueError, match=message):
+        export_folder(tmp_path / source, destination)
+
+
+class TestDestination:
+    def test_an_export_is_replaced_with_force_alone(self, qwen_folder, destination):
+        export_folder(qwen_folder, destination, max_shard_size="40KB")
+        with pytest.raises(ValueError, match="exists.*--force"):
+            export_folder(qwen_folder, destination)
+        export_folder(qwen_folder, destination, force=True)
+        assert {path.name for path in destination.iterdir()} == PLAIN
+        assert left_behind(destination) == ["model"]
+
+    def test_an_empty_folder_is_as_good_as_none(self, qwen_folder, destination):
+        destination.mkdir(parents=True)
+        export_folder(qwen_folder, destination)
+        assert {path.name for path in destination.iterdir()} == PLAIN
+
+    @pytest.mark.parametrize("name", ["thesis.tex", "training_state/optimizer.safetensors", "adapter.safetensors"])
+    def test_what_is_no_export_is_never_replaced(self, qwen_folder, destination, name):
+        (destination / name).parent.mkdir(parents=True)
+        (destination / name).write_text("my work")
+        with pytest.raises(ValueError, match=r"holds what is no exported model's.*--force or not"):
+            export_folder(qwen_folder, destination, force=True)
+        assert (destination / name).read_text() == "my work"
+
+    def test_a_file_is_not_replaced_by_a_folder(self, qwen_folder, tmp_path):
+        (tmp_path / "file").write_text("my work")
+        with pytest.raises(ValueError, match="is a file"):
+            export_folder(qwen_folder, tmp_path / "file", force=True)
+
+    @pytest.mark.parametrize("place", [".", "inside", ".."])
+    def test_source_and_destination_lie_apart(self, run_directory, place):
+        source = run_directory / "step_00000001"
+        with pytest.raises(ValueError, match="lie within one another"):
+            export_folder(source, source / place, force=True)
+
+
+class TestFailures:
+    def test_too_little_room_is_told_before_anything_is_written(self, qwen_folder, destination, monkeypatch):
+        monkeypatch.setattr("lean_ft.export.places.free_bytes", lambda _: 1000)
+        with pytest.raises(OSError, match=r"the export needs .* MiB, and .* has 1000 B free\. Nothing was written"):
+            export_folder(qwen_folder, destination)
+        assert left_behind(destination) == []
+
+    def test_a_disk_that_fills_up_leaves_nothing(self, qwen_folder, destination, monkeypatch):
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("lean_ft.models.hf_format.write_file", full)
+        with pytest.raises(OSError, match=r"filled up during the export.*is removed"):
+            export_folder(qwen_folder, destination)
+        assert left_behind(destination) == []
+
+    def test_a_folder_that_does_not_compute_the_same_is_not_kept(self, qwen_folder, destination, monkeypatch):
+        def save_another(model, folder, max_shard_bytes):
+            save_model(model, folder, max_shard_bytes)
+            tensors = stored(folder)
+            tensors["model.layers.1.mlp.down_proj.weight"] *= 2
+            safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+        from lean_ft.models import save_model
+
+        monkeypatch.setattr("lean_ft.export.folder.save_model", save_another)
+        with pytest.raises(RuntimeError, match="logits differ from the source's"):
+            export_folder(qwen_folder, destination)
+        assert left_behind(destination) == []
+
+    def test_a_model_that_is_not_finite_is_refused(self, qwen_folder, destination, tmp_path):
+        source = Path(shutil.copytree(qwen_folder, tmp_path / "broken"))
+        tensors = stored(source)
+        tensors["model.norm.weight"][3] = float("nan")
+        safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"model\.norm\.weight has a value .*not finite in the source"):
+            export_folder(source, destination)
+
+    def test_settings_that_make_no_sense(self, qwen_folder, destination):
+        with pytest.raises(ValueError, match=r"dtype is 'bfloat'.*Did you mean 'bfloat16'"):
+            export_folder(qwen_folder, destination, "bfloat")
+        for size in ("5", "five GB", "0GB", "5 gigabytes", "-1GB"):
+            with pytest.raises(ValueError, match="is no size of a file"):
+                export_folder(qwen_folder, destination, max_shard_size=size)
+
+
+def test_sizes():
+    assert [parse_bytes(text) for text in ("5GB", "2GiB", "1.5 MB", "7B")] == [5 * 10**9, 2**31, 1_500_000, 7]

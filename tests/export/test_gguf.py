@@ -1,0 +1,287 @@
+"""GGUF files against transformers' own reader of them, the `gguf` package, and llama.cpp's way to tokenise."""
+
+import builtins
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken, normalizers
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models as hf_models
+
+from lean_ft.export import export_gguf, gguf_file
+from lean_ft.tokenizers import load_tokenizer
+from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
+from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
+
+IDS = torch.arange(60).view(2, 30)
+SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama_tied_wide_heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 24}),
+    "llama_biases": ("Llama", {"attention_bias": True, "num_key_value_heads": 4}),
+    "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+}
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def field(file: Path, key: str):
+    found = gguf.GGUFReader(file).get_field(key)
+    return None if found is None else found.contents()
+
+
+def stored(file: Path) -> dict[str, np.ndarray]:
+    """The tensors as numbers, by the names they have in the file."""
+    reader = gguf.GGUFReader(file)
+    return {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_the_same_model_from_it(case, make_model_folder, file):
+    family, settings = CASES[case]
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
+    exported = export_gguf(source, file, "f32")
+    assert exported.num_bytes == file.stat().st_size
+    reference = transformers.AutoModelForCausalLM.from_pretrained(source)
+    if case == "llama_biases":  # transformers' reader does not put the rows of biases back; see the next test
+        return
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    if case == "llama_linear_rope":  # nor does it read the scaling
+        assert (field(file, "llama.rope.scaling.type"), field(file, "llama.rope.scaling.factor")) == ("linear", 4.0)
+        theirs.config.rope_parameters = reference.config.rope_parameters
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(reference.config)
+    assert theirs.config.rope_parameters["rope_theta"] == reference.config.rope_parameters["rope_theta"]
+    assert theirs.config.max_position_embeddings == reference.config.max_position_embeddings
+    torch.testing.assert_close(theirs(IDS).logits, reference(IDS).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_a_head_are_reordered_biases_too(make_model_folder, file):
+    """llama.cpp turns features (0, 1), (2, 3) ... of a head by the angles that Hugging Face gives (0, D/2) ..."""
+    source = make_model_folder(tokenizer=qwen_tokenizer(), attention_bias=True, num_key_value_heads=2)
+    export_gguf(source, file, "f32")
+    weights = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    for theirs, ours, num_heads in (("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)):
+        for ending in ("weight", "bias"):
+            rows = weights[f"model.layers.1.self_attn.{theirs}.{ending}"].numpy()
+            half = len(rows) // num_heads // 2
+            order = [head * 2 * half + feature + pair * half for head in range(num_heads) for feature in range(half) for pair in (0, 1)]  # fmt: skip
+            np.testing.assert_array_equal(stored(file)[f"blk.1.{ours}.{ending}"], rows[order])
+    unmoved = weights["model.layers.1.self_attn.v_proj.bias"].numpy()
+    np.testing.assert_array_equal(stored(file)["blk.1.attn_v.bias"], unmoved)
+
+
+def test_llama3_rope_is_a_tensor_of_divisors(make_model_folder, file):
+    source = make_model_folder(tokenizer=qwen_tokenizer(), rope_parameters=LLAMA3_ROPE)
+    export_gguf(source, file, "bf16")
+    config = transformers.AutoConfig.from_pretrained(source)
+    scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
+    plain = 10_000.0 ** (-np.arange(0, 16, 2) / 16)
+    divisors = stored(file)["rope_freqs.weight"]
+    assert divisors.dtype == np.float32
+    np.testing.assert_allclose(divisors, plain / scaled, rtol=1e-5)
+    assert divisors[0] == 1.0 and divisors[-1] == pytest.approx(8.0)
+
+
+def test_how_numbers_are_stored(make_model_folder, file):
+    source = make_model_folder(tokenizer=qwen_tokenizer(), intermediate_size=80)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    up, norm = weights["model.layers.0.mlp.up_proj.weight"], weights["model.norm.weight"]
+    for kind, dtype in (("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)):
+        export_gguf(source, file, kind, force=True)
+        np.testing.assert_array_equal(stored(file)["blk.0.ffn_up.weight"], up.to(dtype).float().numpy())
+        np.testing.assert_array_equal(stored(file)["output_norm.weight"], norm.numpy())
+    exported = export_gguf(source, file, "q8_0", force=True)
+    blocks = up.view(-1, 32)
+    scale = blocks.abs().amax(dim=1, keepdim=True) / 127
+    rounded = (blocks / scale).round() * scale.half().float()
+    torch.testing.assert_close(torch.from_numpy(stored(file)["blk.0.ffn_up.weight"]).view(-1, 32), rounded, atol=1e-6, rtol=1e-5)  # fmt: skip
+    assert exported.kept_wider == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]  # rows of 80
+    assert "2 tensors as f16" in str(exported)
+    np.testing.assert_array_equal(stored(file)["output_norm.weight"], norm.numpy())
+    assert field(file, "general.file_type") == 7
+
+
+def byte_bpe_of(file: Path) -> HFTokenizer:
+    """A byte-level BPE made of nothing but what the file says, splitting as llama.cpp splits for its `pre`."""
+    like = {"qwen2": qwen_tokenizer, "gpt-2": byte_level_tokenizer}[field(file, "tokenizer.ggml.pre")]()
+    tokens, types = field(file, "tokenizer.ggml.tokens"), field(file, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in field(file, "tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] == 1}
+    made = HFTokenizer(hf_models.BPE(vocab=vocab | {t: i for i, t in enumerate(tokens) if types[i] > 1}, merges=merges))
+    made.pre_tokenizer, made.normalizer = like.pre_tokenizer, like.normalizer
+    for i, token in enumerate(tokens):
+        if types[i] in (3, 4):
+            made.add_tokens([AddedToken(token, special=types[i] == 3, normalized=False)])
+    return made
+
+
+@pytest.mark.parametrize("make", [qwen_tokenizer, byte_level_tokenizer])
+def test_byte_level_tokens_merges_and_special_ids(make, make_model_folder, file, texts):
+    config = {
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": "{{ messages }}",
+    }
+    source = make_model_folder(tokenizer=make(), tokenizer_config=config, vocab_size=640)
+    export_gguf(source, file)
+    tokenizer, made = load_tokenizer(source), byte_bpe_of(file)
+    for text in [*texts, "<|im_start|>user\nhi<|im_end|> <think>x"]:
+        assert made.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+    assert len(field(file, "tokenizer.ggml.tokens")) == 640
+    assert field(file, "tokenizer.ggml.tokens")[-1] == "[PAD639]"
+    assert field(file, "tokenizer.ggml.token_type")[-1] == 5
+    assert field(file, "tokenizer.ggml.eos_token_id") == tokenizer.eos_id
+    assert field(file, "tokenizer.ggml.padding_token_id") == tokenizer.pad_id
+    assert field(file, "tokenizer.ggml.bos_token_id") is None
+    assert field(file, "tokenizer.ggml.add_bos_token") is False
+    assert field(file, "tokenizer.chat_template") == "{{ messages }}"
+
+
+def spm_ids(file: Path, text: str) -> list[int]:
+    """llama.cpp's SentencePiece: of all neighbours that form a piece, the highest score joins first, leftmost in a tie."""
+    tokens, scores = field(file, "tokenizer.ggml.tokens"), field(file, "tokenizer.ggml.scores")
+    types = field(file, "tokenizer.ggml.token_type")
+    ids = {token: i for i, token in enumerate(tokens) if types[i] in (1, 2, 6)}
+    text = ("▁" if field(file, "tokenizer.ggml.add_space_prefix") and text else "") + text.replace(" ", "▁")
+    parts = list(text)
+    while True:
+        pairs = [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not pairs:
+            break
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    found = [[ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()] for p in parts]
+    return [token_id for part in found for token_id in part]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+def test_sentencepiece_scores_give_the_same_ids(kind, make_model_folder, file, texts, shared_data):
+    if kind == "tokenizer.model":
+        given, size = shared_data / "tokenizers" / "llama2_sentencepiece.model", 32_000
+    else:
+        given, size = word_start_tokenizer("first"), 1000  # Llama 2's own file has these two normalizers instead
+        given.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        given.pre_tokenizer = None
+    config = {**SPM, "added_tokens_decoder": {str(size): {"content": "<|x|>", "special": True}}} if size > 1000 else SPM
+    source = make_model_folder(tokenizer=given, tokenizer_config=config, vocab_size=size + 8, hidden_size=32)
+    export_gguf(source, file)
+    tokenizer = load_tokenizer(source)
+    for text in texts:
+        assert spm_ids(file, text) == tokenizer.encode(text), text
+    assert field(file, "tokenizer.ggml.model") == "llama"
+    types = field(file, "tokenizer.ggml.token_type")
+    assert types[tokenizer.bos_id] == types[tokenizer.eos_id] == 3
+    assert types.count(6) == 256
+    assert field(file, "tokenizer.ggml.unknown_token_id") == tokenizer.token_id("<unk>")
+    assert field(file, "tokenizer.ggml.add_bos_token") is True
+    if size > 1000:
+        assert types[size] == 3 and field(file, "tokenizer.ggml.tokens")[size] == "<|x|>"
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, qwen_folder, tmp_path) -> Path:
+        """A folder of its own, to change."""
+        return Path(shutil.copytree(qwen_folder, tmp_path / "folder"))
+
+    def edit(self, path: Path, change) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    def test_a_file_that_reads_back_wrongly_is_not_kept(self, make_model_folder, file, monkeypatch):
+        source = make_model_folder(tokenizer=qwen_tokenizer())
+        monkeypatch.setattr(gguf_file, "_interleave", lambda tensor, num_heads: tensor)
+        with pytest.raises(RuntimeError, match=r"blk\.0\.attn_q\.weight reads back otherwise"):
+            export_gguf(source, file)
+        assert list(file.parent.iterdir()) == []
+
+    def test_metadata_that_reads_back_wrongly_is_not_kept(self, folder, file, monkeypatch):
+        monkeypatch.setattr(gguf_file, "_add", lambda writer, key, value: None)
+        with pytest.raises(RuntimeError, match=r"general\.name was written as 'model' and reads back as None"):
+            export_gguf(folder, file)
+        assert not file.exists()
+
+    def test_an_existing_file_is_kept(self, folder, file):
+        file.write_text("mine")
+        with pytest.raises(ValueError, match="exists.*--force"):
+            export_gguf(folder, file)
+        assert file.read_text() == "mine"
+        export_gguf(folder, file, force=True)
+        assert file.read_bytes()[:4] == b"GGUF"
+
+    @pytest.mark.parametrize(("name", "kind", "message"), [
+        ("model", "bf16", "is not the name of a GGUF file"),
+        ("model.gguf", "q4_k", r"--gguf is 'q4_k'; expected f32, f16, bf16, q8_0"),
+    ])  # fmt: skip
+    def test_names_and_kinds(self, folder, tmp_path, name, kind, message):
+        with pytest.raises(ValueError, match=message):
+            export_gguf(folder, tmp_path / name, kind)
+
+    def test_families_that_llama_cpp_computes_otherwise(self, folder, file, monkeypatch):
+        monkeypatch.delitem(gguf_file._ARCHITECTURES, "qwen2")
+        with pytest.raises(ValueError, match=r"for the families llama, mistral, and this is qwen2\. Export a Hugging"):
+            export_gguf(folder, file)
+
+    def test_a_sliding_window(self, folder, file, monkeypatch):
+        load = gguf_file.load_model
+
+        def with_window(*arguments, **settings):
+            model = load(*arguments, **settings)
+            model.hf_config = {**model.hf_config, "model_type": "mistral", "sliding_window": 32}
+            return model
+
+        monkeypatch.setattr(gguf_file, "load_model", with_window)
+        with pytest.raises(ValueError, match="sliding_window is 32, and llama.cpp lets every position"):
+            export_gguf(folder, file)
+
+    def test_a_splitting_rule_that_has_no_name(self, folder, file):
+        def change(spec):
+            spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\d+|\s+"
+
+        self.edit(folder / "tokenizer.json", change)
+        with pytest.raises(ValueError, match="llama.cpp would not give this tokenizer's ids"):
+            export_gguf(folder, file)
+
+    def test_bytes_without_a_token(self, folder, file):
+        self.edit(folder / "tokenizer.json", lambda spec: spec["model"]["vocab"].pop("ô"))  # in no merge
+        with pytest.raises(ValueError, match=r"no token for 1 of the bytes.*0xF4"):
+            export_gguf(folder, file)
+
+    def test_a_word_start_that_llama_cpp_would_put_elsewhere(self, make_model_folder, file):
+        source = make_model_folder(tokenizer=word_start_tokenizer("first"), tokenizer_config=SPM, vocab_size=1000)
+        with pytest.raises(ValueError, match=r"marks where words begin .*tokenizer\.model beside it"):
+            export_gguf(source, file)
+
+    def test_more_ids_than_embeddings(self, make_model_folder, file):
+        source = make_model_folder(tokenizer=qwen_tokenizer(), vocab_size=300)
+        with pytest.raises(ValueError, match="tokenizer has 401 ids and the model 300"):
+            export_gguf(source, file)
+
+    def test_no_tokenizer(self, make_model_folder, file):
+        with pytest.raises(ValueError, match="has no tokenizer, and a GGUF file holds one"):
+            export_gguf(make_model_folder(), file)
+
+    def test_a_missing_package(self, folder, file, monkeypatch):
+        real = builtins.__import__
+
+        def without(name, *rest):
+            if name == "gguf":
+                raise ImportError(name)
+            return real(name, *rest)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
+            export_gguf(folder, file)

@@ -1,0 +1,157 @@
+"""A small Hugging Face hub on loopback: what its real client asks of the real one, with the same headers and errors.
+
+Weights are redirected to an address with a signature, as the hub redirects to its storage. Source of the protocol:
+what huggingface_hub sends and reads (`HfApi.model_info`, `file_download.py`, `utils/_http.py`).
+"""
+
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_ThisTokenMustNeverBeSeen"
+SIGNATURE = "ThisSignatureNeither"
+
+
+@dataclass
+class Repository:
+    commits: dict[str, dict[str, bytes]]  # commit -> file -> content
+    revisions: dict[str, str]  # branch or tag -> commit
+    private: bool = False
+    gated: bool = False
+    licence_accepted: bool = False
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    range: str | None
+
+
+@dataclass
+class HubServer:
+    """Serves `repositories` from another thread while the `with` block lasts."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    accepted_token: str = TOKEN
+    requests: list[Request] = field(default_factory=list)
+    # A file's name -> how many of its bytes come before the connection breaks, once for each entry.
+    breaks: dict[str, list[int]] = field(default_factory=dict)
+    failing_status: int | None = None  # answers everything with this error
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when weights were asked for, and ...
+    stalls: bool = False  # ... are never sent
+
+    def __enter__(self) -> "HubServer":
+        hub = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.hub = hub
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def fetched(self) -> list[str]:
+        """The files whose contents were asked for, in order."""
+        return [
+            r.path.partition("?")[0].rpartition("/")[2]
+            for r in self.requests
+            if r.method == "GET" and "/api/" not in r.path
+        ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: HubServer
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        hub = self.hub
+        hub.requests.append(Request(self.command, self.path, self.headers.get("Range")))
+        path = unquote(urlsplit(self.path).path)
+        if hub.failing_status is not None:
+            return self._refuse(hub.failing_status)
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token and token != hub.accepted_token:
+            return self._refuse(401, message="Invalid credentials in Authorization header")
+        match = (
+            re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
+            or re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+            or re.fullmatch(r"/storage/([^/]+/[^/]+)/([^/]+)/(.+)", path)
+        )
+        repository = hub.repositories.get(match[1]) if match else None
+        if match is None or repository is None or (repository.private and not token):
+            # The hub does not say to strangers which names exist.
+            return self._refuse(404, "RepoNotFound") if token else self._refuse(401, "RepoNotFound")
+        revision = match[2] or "main"
+        commit = repository.revisions.get(revision, revision)
+        if commit not in repository.commits:
+            return self._refuse(404, "RevisionNotFound")
+        files = repository.commits[commit]
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            info = {"id": match[1], "modelId": match[1], "sha": commit, "private": False, "siblings": siblings}
+            return self._send(json.dumps(info).encode(), {"Content-Type": "application/json"})
+        if repository.gated and not (token and repository.licence_accepted):
+            return self._refuse(403 if token else 401, "GatedRepo")
+        name = match[3]
+        if name not in files:
+            return self._refuse(404, "EntryNotFound")
+        headers = {"ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"', "X-Repo-Commit": commit}
+        if name.endswith(".safetensors") and "/resolve/" in path:
+            headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(len(files[name]))}
+            headers["Location"] = f"/storage/{match[1]}/{commit}/{name}?Signature={SIGNATURE}"
+            return self._send(b"", headers, status=302)
+        return self._send(files[name], headers, name=name)
+
+    def _send(self, content: bytes, headers: dict[str, str], status: int = 200, name: str = "") -> None:
+        total, start = len(content), 0
+        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
+            start, status = int(asked[1]), 206
+            headers |= {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(total - start), "Accept-Ranges": "bytes"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.hub.stalls and name.endswith(".safetensors"):
+            self.hub.stalled.set()
+            threading.Event().wait(20)
+            return
+        breaks = self.hub.breaks.get(name)
+        if breaks:
+            self.wfile.write(content[start : start + breaks.pop(0)])
+            self.wfile.flush()
+            self.connection.close()
+            self.close_connection = True
+            return
+        self.wfile.write(content[start:])
+
+    def _refuse(self, status: int, code: str | None = None, message: str | None = None) -> None:
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message or code or "out of order")
+        self.send_header("Content-Length", "0")
+        self.end_headers()

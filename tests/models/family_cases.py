@@ -1,0 +1,246 @@
+"""The random tiny checkpoints that stand for each family: what is said to transformers, nothing about how we read it.
+
+A family that is registered has at least one case here; the tests of parity, of folders and of the table of families go
+over all of them. To add one: its model_type, and the fields of its config that differ from `SIZES`.
+"""
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+def longrope(num_frequencies: int, **settings: Any) -> dict[str, Any]:
+    factors = {"short_factor": 1.0, "long_factor": 2.5}
+    divisors = {name: [start + 0.3 * i for i in range(num_frequencies)] for name, start in factors.items()}
+    return {"rope_type": "longrope", "rope_theta": 300.0, **divisors, **settings}
+
+
+# (model_type, settings) by name.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_every_head_its_own_keys": ("llama", {"num_key_value_heads": 6, "rms_norm_eps": 1e-3}),
+    "llama_one_key_head": ("llama", {"num_key_value_heads": 1, "hidden_size": 36, "num_attention_heads": 3}),
+    "llama_wide_heads_tied": ("llama", {"head_dim": 20, "tie_word_embeddings": True}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama_linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "llama_llama3_rope": ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama_dynamic_rope": (
+        "llama",
+        {
+            "max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0},
+        },
+    ),
+    "llama_yarn_rope": ("llama", {"head_dim": 20, "rope_parameters": YARN}),
+    "llama_yarn_rope_in_full": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **YARN,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.3,
+            },
+        },
+    ),
+    "llama_longrope": ("llama", {"rope_parameters": longrope(4, original_max_position_embeddings=24, factor=6.0)}),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 20}),
+    "mistral_without_window": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16}),
+    "qwen2_window_above": (
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2_listed_windows": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3_tied_biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_window": (
+        "qwen3",
+        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    ),
+    "gemma": ("gemma", {"head_dim": 20}),
+    "gemma_untied": (
+        "gemma",
+        {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2_without_caps": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 11,
+            "hidden_activation": "silu",
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma3_text_capped": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "final_logit_softcapping": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": ("phi3", {"num_key_value_heads": 6}),
+    "phi3_window_tied": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True, "partial_rotary_factor": 0.75}),
+    "phi3_longrope": (
+        "phi3",
+        {"original_max_position_embeddings": 24, "rope_parameters": longrope(4), "max_position_embeddings": 128},
+    ),
+    "phi3_longrope_partial": (
+        "phi3",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": longrope(6, partial_rotary_factor=0.75, attention_factor=1.2),
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2_tied_biases": (
+        "olmo2",
+        {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "smollm3_window": (
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": False,
+            "mlp_bias": True,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 5.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granite_tied_biases": (
+        "granite",
+        {
+            "attention_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral_window_tied": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7, "head_dim": 12}
+        | {"tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3_moe_some_layers": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe_tied_biases": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 6}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5},
+    ),
+    "gpt_oss_listed_windows": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "head_dim": 8,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": YARN,
+            "swiglu_alpha": 0.8,
+            "attention_bias": False,
+        },
+    ),
+}

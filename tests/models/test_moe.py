@@ -1,0 +1,386 @@
+"""Mixtures of experts: against each expert computed by itself, against transformers' loss of the router, and under
+every technique that runs a layer twice or hands its gradients over early."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lean_ft.memory import apply_memory
+from lean_ft.models import decoder_config, load_model, save_model, tensors_on_disk
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.settings import MemoryConfig
+
+FAMILIES = ["mixtral", "qwen3_moe_some_layers", "olmoe", "gpt_oss"]
+SOFTMAX_OF_ALL = MixtureConfig(5, 2, 7, weights_sum_to_one=False, activation="gelu_tanh")
+KINDS = {
+    "softmax_of_all": SOFTMAX_OF_ALL,
+    "softmax_of_chosen": MixtureConfig(4, 3, 9, weights_sum_to_one=True),
+    "clamped_with_biases": MixtureConfig(
+        4, 2, 6, weights_sum_to_one=True, router_bias=True, expert_bias=True, input_first=True,
+        gate_scale=1.7, up_offset=1.0, limit=0.4,
+    ),
+}  # fmt: skip
+HIDDEN_SIZE = 11
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def mixture(request: pytest.FixtureRequest) -> MixtureOfExperts:
+    """A mixture in float64 whose last expert no token chooses."""
+    torch.manual_seed(0)
+    mixture = MixtureOfExperts(HIDDEN_SIZE, request.param).double()
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5)
+    # Every token has a 1 in its first feature, so its weight there is a bias of the router.
+    mixture.gate.weight.data[-1] = 0.0
+    mixture.gate.weight.data[-1, 0] = -100.0
+    return mixture
+
+
+def tokens(*shape: int) -> Tensor:
+    x = torch.randn(*shape, HIDDEN_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[..., 0] = 1.0
+    return x.requires_grad_()
+
+
+def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Every expert computes every token, and what was not chosen weighs nothing."""
+    config, experts, rows = mixture.config, mixture.experts, x.flatten(0, -2)
+    logits = F.linear(rows, mixture.gate.weight, mixture.gate.bias)
+    chosen = logits.topk(config.experts_per_token).indices
+    is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+    if config.weights_sum_to_one:
+        weights = logits.masked_fill(~is_chosen, float("-inf")).softmax(-1)
+    else:
+        weights = logits.softmax(-1) * is_chosen
+    total = torch.zeros_like(rows)
+    for e in range(config.num_experts):
+        into, out_of = experts.gate_up_proj[e], experts.down_proj[e]
+        factors = rows @ (into if config.input_first else into.T)
+        if experts.gate_up_proj_bias is not None:
+            factors = factors + experts.gate_up_proj_bias[e]
+        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.input_first else factors.chunk(2, -1)
+        if config.limit is not None:
+            gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+        if config.activation == "gelu_tanh":
+            gate = F.gelu(gate, approximate="tanh")
+        else:
+            gate = gate * torch.sigmoid(config.gate_scale * gate)
+        out = (gate * (up + config.up_offset)) @ (out_of if config.input_first else out_of.T)
+        if experts.down_proj_bias is not None:
+            out = out + experts.down_proj_bias[e]
+        total = total + weights[:, e : e + 1] * out
+    return total.view_as(x)
+
+
+def with_gradients(function, mixture: MixtureOfExperts, x: Tensor) -> list[Tensor]:
+    out = function(x)
+    out = out[0] if isinstance(out, tuple) else out
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad((out * weight).sum(), [x, *mixture.parameters()])]
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 8)], ids=["one_token", "rows"])
+def test_it_equals_each_expert_by_itself(mixture, shape):
+    x = tokens(*shape)
+    expected = with_gradients(lambda x: each_expert_by_itself(mixture, x), mixture, x)
+    # A token's weights sum in float32.
+    torch.testing.assert_close(with_gradients(mixture, mixture, x), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_compiled_it_is_one_graph_with_the_same_numbers(mixture):
+    torch._dynamo.reset()
+    x = tokens(3, 8)
+    expected = with_gradients(mixture, mixture, x)
+    compiled = torch.compile(mixture, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(with_gradients(compiled, mixture, x), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_zero(mixture):
+    mixture(tokens(3, 8))[0].square().sum().backward()
+    for name, parameter in mixture.experts.named_parameters():
+        assert torch.count_nonzero(parameter.grad[-1]) == 0, name
+        assert all(torch.count_nonzero(grad) > 0 for grad in parameter.grad[:-1]), name
+
+
+def test_a_frozen_parameter_gets_no_gradient(mixture):
+    x = tokens(3, 8)
+    _, grad, *_ = with_gradients(mixture, mixture, x)
+    mixture.experts.requires_grad_(False)
+    mixture(x)[0].backward(torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x))
+    assert mixture.gate.weight.grad is not None
+    assert all(parameter.grad is None for parameter in mixture.experts.parameters())
+    torch.testing.assert_close(x.grad, grad)
+
+
+def test_between_passes_it_keeps_the_tokens_and_the_factors_of_the_activation(mixture):
+    config, num_tokens = mixture.config, 40
+    x = tokens(num_tokens)
+    own = {parameter.untyped_storage().data_ptr() for parameter in mixture.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        mixture(x)
+    num_rows = num_tokens * config.experts_per_token
+    large = x.nbytes + num_rows * 2 * config.intermediate_size * x.itemsize
+    of_the_router = (4 * num_tokens * config.num_experts + 8 * num_rows) * 8
+    assert sum(kept.values()) <= large + of_the_router
+    assert large > 0.5 * sum(kept.values())
+
+
+def test_autocast_computes_the_experts_in_its_dtype(mixture):
+    x = tokens(3, 8).detach().float()
+    mixture.float()
+    expected, _ = mixture(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = mixture(x.clone().requires_grad_())
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert 0 < (out - expected).norm() / expected.norm() < 0.02
+    assert {parameter.grad.dtype for parameter in mixture.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))],
+)
+@pytest.mark.parametrize("sizes", [(16, 24), (5, 3)], ids=["aligned", "odd"])
+def test_grouped_products_equal_one_a_group(device, sizes):
+    torch.manual_seed(0)
+    in_size, out_size = sizes
+    rows = torch.randn(30, in_size, device=device, dtype=torch.bfloat16)
+    grads = torch.randn(30, out_size, device=device, dtype=torch.bfloat16)
+    matrices = torch.randn(5, out_size, in_size, device=device, dtype=torch.bfloat16).mT
+    ends = torch.tensor([0, 7, 7, 22, 30], dtype=torch.int32, device=device)
+    parts = [slice(0, 0), slice(0, 7), slice(7, 7), slice(7, 22), slice(22, 30)]
+    products = torch.cat([rows[part].float() @ matrix.float() for part, matrix in zip(parts, matrices, strict=True)])
+    outers = torch.stack([rows[part].float().T @ grads[part].float() for part in parts])
+    torch.testing.assert_close(grouped_matmul(rows, matrices, ends).float(), products, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(grouped_outer(rows, grads, ends).float(), outers, atol=1e-2, rtol=1e-2)
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids (3, 20) padded on the right, which of them are tokens, and next-token labels."""
+    ids = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(2))
+    is_token = torch.arange(20) < torch.tensor([20, 13, 4])[:, None]
+    return ids, is_token, ids.masked_fill(~is_token, -100)
+
+
+def loss_of(model: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    ids, is_token, labels = batch
+    logits = model(ids)
+    cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return cross_entropy + model.auxiliary_loss(is_token)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, case, batch):
+    folder, reference = make_checkpoint(case, output_router_logits=True, router_aux_loss_coef=0.7)
+    model = load_model(folder)
+    assert model.router_aux_loss_coef == 0.7
+    ids, is_token, labels = batch
+    expected = reference(ids, attention_mask=is_token.long(), labels=labels, output_router_logits=True)
+    model(ids)
+    torch.testing.assert_close(model.auxiliary_loss(is_token), 0.7 * expected.aux_loss, rtol=1e-5, atol=0)
+    loss = loss_of(model, batch)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.loss.backward()
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not name.endswith("k_proj.bias"):  # whose gradient is rounding alone
+            assert (parameter.grad - theirs[name]).norm() <= 1e-3 * theirs[name].norm(), name
+
+
+def test_the_routers_loss_is_left_out_unless_asked_for(make_checkpoint, batch):
+    silent, _ = make_checkpoint("olmoe", router_aux_loss_coef=0.7)
+    asking, _ = make_checkpoint("olmoe", router_aux_loss_coef=0.7, output_router_logits=True)
+    coefficients = [load_model(silent), load_model(silent, router_aux_loss_coef=0.2)]
+    coefficients += [load_model(asking), load_model(asking, router_aux_loss_coef=0.0)]
+    assert [model.router_aux_loss_coef for model in coefficients] == [0.0, 0.2, 0.7, 0.0]
+    values = []
+    for model in coefficients:
+        model(batch[0])
+        values.append(model.auxiliary_loss())
+    assert [value.requires_grad for value in values] == [False, True, True, False]
+    assert [float(value) > 0 for value in values] == [False, True, True, False]
+    with torch.no_grad():  # an evaluation keeps no logits
+        coefficients[1](batch[0])
+    assert coefficients[1].auxiliary_loss() == 0
+
+
+def test_a_loss_of_a_router_that_is_not_there_is_refused(make_checkpoint):
+    folder, _ = make_checkpoint("llama")
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0\.1, but .* is no mixture of experts"):
+        load_model(folder, router_aux_loss_coef=0.1)
+    assert load_model(folder, router_aux_loss_coef=0.0).auxiliary_loss() == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "checkpointing", "compile"),
+    [
+        ("qwen3_moe_some_layers", "none", False),
+        ("qwen3_moe_some_layers", "full", False),
+        ("qwen3_moe_some_layers", "selective", False),
+        ("mixtral", "selective", True),
+    ],
+)
+def test_memory_techniques_change_no_gradient_and_each_arrives_once(
+    make_checkpoint, batch, case, checkpointing, compile
+):
+    torch._dynamo.reset()
+    folder, _ = make_checkpoint(case)
+    plain, model = (load_model(folder, router_aux_loss_coef=0.3) for _ in range(2))
+    loss_of(plain, batch).backward()
+    apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=False)
+    if compile:  # as `compile_layers` does, but for the time that generating code would take
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    arrived: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.update([name]))
+    loss_of(model, batch).backward()
+    assert set(arrived.values()) == {1}
+    expected = dict(plain.named_parameters())
+    assert arrived.keys() == expected.keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+# As published, but for ids of tokens, library versions and what other families have too.
+PUBLISHED = {
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "vocab_size": 32000,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "olmoe": {
+        "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "hidden_size": 2048,
+        "intermediate_size": 1024, "max_position_embeddings": 4096, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+        "num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01, "vocab_size": 50304,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "vocab_size": 201088,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "billions", "tensors"),
+    [
+        (
+            "mixtral",
+            46.7,
+            {
+                "model.layers.31.block_sparse_moe.gate.weight": (8, 4096),
+                "model.layers.31.block_sparse_moe.experts.7.w1.weight": (14336, 4096),
+                "model.layers.31.block_sparse_moe.experts.7.w2.weight": (4096, 14336),
+                "model.layers.31.block_sparse_moe.experts.7.w3.weight": (14336, 4096),
+            },
+        ),
+        (
+            "qwen3_moe",
+            30.5,
+            {
+                "model.layers.47.mlp.gate.weight": (128, 2048),
+                "model.layers.47.mlp.experts.127.gate_proj.weight": (768, 2048),
+                "model.layers.47.mlp.experts.127.up_proj.weight": (768, 2048),
+                "model.layers.47.mlp.experts.127.down_proj.weight": (2048, 768),
+            },
+        ),
+        ("olmoe", 6.9, {"model.layers.15.mlp.experts.63.down_proj.weight": (2048, 1024)}),
+        (
+            "gpt_oss",
+            20.9,
+            {
+                "model.layers.23.mlp.router.bias": (32,),
+                "model.layers.23.mlp.experts.gate_up_proj": (32, 2880, 5760),
+                "model.layers.23.mlp.experts.gate_up_proj_bias": (32, 5760),
+                "model.layers.23.self_attn.sinks": (64,),
+            },
+        ),
+    ],
+)
+def test_published_models_have_their_published_tensors(family, billions, tensors):
+    with torch.device("meta"):
+        model = Decoder(decoder_config(PUBLISHED[family]))
+    assert model.router_aux_loss_coef == 0.0  # none of them asks for it
+    model.hf_config = PUBLISHED[family]
+    on_disk = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
+    assert on_disk.items() >= tensors.items()
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)
+
+
+def test_what_is_stored_in_parts_is_read_and_written_in_place(make_checkpoint, tmp_path):
+    folder, _ = make_checkpoint("mixtral")
+    model = load_model(folder)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors_on_disk(model).values()} == own
+    save_model(model, tmp_path, max_shard_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    for expected, parameter in zip(model.parameters(), load_model(tmp_path).parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+MIXTRAL = {**PUBLISHED["mixtral"], "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
+        ({**MIXTRAL, "num_local_experts": None}, "field num_local_experts is missing"),
+        ({**MIXTRAL, "num_experts": 4}, "'num_local_experts': 8, 'num_experts': 4.; expected the same number"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({**MIXTRAL, "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], which changes the mathematics"),
+        (
+            {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": -1},
+            "router_aux_loss_coef is -1; expected 0 or a positive number",
+        ),
+        ({**PUBLISHED["qwen3_moe"], "mlp_only_layers": 3}, "mlp_only_layers is 3; expected a list"),
+        ({**PUBLISHED["olmoe"], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ({**PUBLISHED["gpt_oss"], "hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
+        (
+            {**PUBLISHED["gpt_oss"], "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantized \(mxfp4\).*Mxfp4Config\(dequantize=True\)",
+        ),
+        ({**MIXTRAL, "model_type": "llama"}, "num_local_experts is 8"),
+    ],
+)
+def test_what_experts_do_not_compute_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        decoder_config(config)

@@ -1,0 +1,282 @@
+"""Every family against transformers: what `docs/families.md` says of each is what these tests found.
+
+A test whose name is a value of `COLUMNS` runs over all cases; `scripts/make_families_table.py` writes the table.
+"""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lean_ft.models import Decoder, build_decoder, decoder_config, generate, load_model, save_model
+from lean_ft.models.families import FAMILIES
+from tests.models.conftest import Reference, reference_model
+from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
+
+# The columns of the table of families, by the test that stands for each.
+COLUMNS = {
+    "test_logits_equal_transformers": "logits",
+    "test_gradients_equal_transformers": "gradients",
+    "test_bfloat16_is_as_near_to_float32_as_transformers": "bfloat16",
+    "test_packed_documents_equal_each_alone": "packed",
+    "test_generation_with_the_cache_equals_without": "generation",
+    "test_loading_and_saving_gives_the_same_folder": "round trip",
+}
+BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
+
+
+def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 101, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def logits_of(reference: Reference, ids: torch.Tensor) -> torch.Tensor:
+    """The reference's logits of a text that is the first it sees: it keeps the frequencies of longer ones."""
+    with torch.no_grad():
+        reference(ids[:, :1])
+    return reference(ids).logits
+
+
+def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+
+
+def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert own.keys() == expected.keys()
+    for name, grad in own.items():
+        # Relative to the largest: a key's bias moves all scores of a query alike, so its gradient is rounding alone.
+        largest = max(expected[name].norm(), expected.get(name.replace("k_proj", "q_proj"), expected[name]).norm())
+        assert (grad - expected[name]).norm() <= 1e-3 * largest, name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint):
+    """The folder and the reference of a case, made once; nothing is to be written into either."""
+    made = {}
+
+    def of(case: str, dtype: torch.dtype = torch.float32):
+        if (case, dtype) not in made:
+            made[case, dtype] = make_checkpoint(case, dtype=dtype)
+        return made[case, dtype]
+
+    return of
+
+
+def test_logits_equal_transformers(checkpoint, case):
+    folder, reference = checkpoint(case)
+    ids = token_ids(2, NUM_TOKENS)
+    expected = logits_of(reference, ids)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(load_model(folder)(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_equal_transformers(checkpoint, case):
+    folder, reference = checkpoint(case)
+    model, ids = load_model(folder), token_ids(2, NUM_TOKENS)
+    expected = gradients(reference, logits_of(reference, ids), ids)
+    assert_gradients_equal(gradients(model, model(ids), ids), expected)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers(checkpoint, make_checkpoint, case):
+    folder, reference = checkpoint(case, torch.bfloat16)
+    if num_experts := CASES[case][1].get("num_experts", CASES[case][1].get("num_local_experts")):
+        # Which experts a token meets can hang on a rounding, so here it meets all of them.
+        folder, reference = make_checkpoint(case, dtype=torch.bfloat16, num_experts_per_tok=num_experts)
+    exact = load_model(folder)  # the same bfloat16 weights, computed in float32
+    ours = load_model(folder, dtype=torch.bfloat16)
+    ids = token_ids(8, NUM_TOKENS)
+    logits = [exact(ids), ours(ids), logits_of(reference, ids)]
+    grads = [gradients(model, x, ids) for model, x in zip((exact, ours, reference), logits, strict=True)]
+
+    def error(which: int) -> tuple[float, float]:
+        wrong = (logits[which].float() - logits[0]).norm() / logits[0].norm()
+        wrong_grads = [
+            (grads[which][n].float() - grad).norm() / grad.norm()
+            for n, grad in grads[0].items()
+            if "k_proj.bias" not in n
+        ]
+        return wrong.item(), torch.stack(wrong_grads).mean().item()
+
+    assert logits[1].dtype == torch.bfloat16
+    for own, theirs in zip(error(1), error(2), strict=True):
+        assert own <= 1.15 * theirs
+
+
+@torch.no_grad()
+def test_packed_documents_equal_each_alone(checkpoint, case):
+    folder, reference = checkpoint(case)
+    model, ids = load_model(folder), token_ids(2, NUM_TOKENS)
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    packed = model(ids, cu_seqlens=cu_seqlens).flatten(0, 1)
+    alone = [logits_of(reference, ids.view(1, -1)[:, a:b])[0] for a, b in pairwise(BOUNDS)]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+    other = ids.clone().view(-1)
+    other[:30] = token_ids(30, seed=9)
+    changed = model(other.view(2, -1), cu_seqlens=cu_seqlens).flatten(0, 1)
+    assert not torch.equal(changed[:30], packed[:30])
+    assert torch.equal(changed[30:], packed[30:])
+
+
+@torch.no_grad()
+def test_generation_with_the_cache_equals_without(checkpoint, case):
+    folder, reference = checkpoint(case)
+    model = load_model(folder)
+    prompts = [token_ids(17).tolist(), token_ids(4, seed=3).tolist()]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        for _ in range(12):  # across the windows and the original contexts of the cases
+            ids = torch.cat((ids, logits_of(reference, ids)[:, -1:].argmax(-1)), 1)
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert generate(model, prompts, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_path):
+    source, reference = checkpoint(case, dtype)
+    model = load_model(source, dtype=dtype)
+    assert model.source_folder == source
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    save_model(model, tmp_path)
+
+    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(f.name for f in source.iterdir())
+    assert (tmp_path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = token_ids(2, 20)
+    assert torch.equal(logits_of(reopened, ids), logits_of(reference, ids))
+
+
+def test_the_text_part_of_gemma3_loads_once_it_is_saved_by_itself(tmp_path):
+    """As the message says that refuses the whole."""
+    text = {**SIZES, "head_dim": 8, "sliding_window": 6}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"image_token_index": 98, "boi_token_index": 99, "eoi_token_index": 100, "mm_tokens_per_image": 4}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **ids)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in whole.model.language_model.parameters():
+            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="model_type is 'gemma3'.*language_model"):
+        load_model(tmp_path / "whole")
+
+    alone = transformers.Gemma3ForCausalLM(config.text_config)
+    alone.model, alone.lm_head = whole.model.language_model, whole.lm_head
+    alone.save_pretrained(tmp_path / "alone")
+    ids = token_ids(2, 20).clamp(max=97)
+    expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(load_model(tmp_path / "alone")(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def decoder_of(reference: Reference) -> Decoder:
+    """Our model of the reference's config and weights, without a folder."""
+    model = build_decoder(decoder_config(reference.config.to_dict()))
+    weights = reference.state_dict()
+    if model.lm_head is None:
+        del weights["lm_head.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+@st.composite
+def configurations(draw) -> tuple[str, dict]:
+    """A model_type and settings of it that no case has foreseen."""
+    model_type = draw(st.sampled_from(sorted({model_type for model_type, _ in CASES.values()})))
+    config_class = transformers.AutoConfig.for_model(model_type).__class__
+    known = set(config_class().to_dict())
+    num_kv_heads, group, half = (draw(st.integers(1, 3)) for _ in range(3))
+    num_layers = draw(st.integers(1, 3))
+    num_heads, head_dim = num_kv_heads * group, 8 * half
+    optional = {
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.integers(1, 30),
+        "max_window_layers": st.integers(0, 3),
+        "attn_logit_softcapping": st.none() | st.floats(0.5, 50.0),
+        "final_logit_softcapping": st.none() | st.floats(0.5, 50.0),
+        "query_pre_attn_scalar": st.integers(1, 300),
+        "no_rope_layer_interval": st.integers(1, 4),
+        "attention_multiplier": st.floats(0.1, 1.0),
+        "embedding_multiplier": st.floats(0.5, 12.0),
+        "residual_multiplier": st.floats(0.1, 1.0),
+        "logits_scaling": st.floats(0.5, 8.0),
+        "num_experts": st.integers(3, 6),
+        "num_local_experts": st.integers(3, 6),
+        "num_experts_per_tok": st.integers(2, 3),
+        "moe_intermediate_size": st.integers(3, 20),
+        "norm_topk_prob": st.booleans(),
+        "decoder_sparse_step": st.integers(1, 2),
+        "swiglu_alpha": st.floats(0.5, 2.0),
+        "swiglu_limit": st.floats(0.3, 7.0),
+    }
+    if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
+        del optional["attn_logit_softcapping"]
+    chosen = {name: draw(values) for name, values in optional.items() if name in known}
+    activation = "hidden_activation" if "hidden_activation" in known else "hidden_act"
+    ropes = [{"rope_type": "default", "rope_theta": 700.0}]
+    if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
+        ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
+        chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
+    elif model_type != "gemma3_text":
+        ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
+        ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
+    rope = draw(st.sampled_from(ropes))
+    if model_type != "gemma3_text":
+        chosen["rope_parameters"] = dict(rope)
+    return model_type, {
+        **chosen,
+        activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])) if model_type != "gpt_oss" else "silu",
+        "hidden_size": num_heads * head_dim if model_type in ("phi3", "olmoe") else num_heads * draw(st.integers(3, 9)),
+        "head_dim": head_dim,
+        "intermediate_size": draw(st.integers(5, 60)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": draw(st.sampled_from([20, 256])),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(configurations(), st.integers(1, 60))
+def test_any_configuration_equals_transformers(drawn, num_tokens):
+    model_type, chosen = drawn
+    reference = reference_model(model_type, chosen)
+    model, ids = decoder_of(reference), token_ids(2, num_tokens + 1)
+    logits, expected = model(ids), logits_of(reference, ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    own, theirs = (gradients(m, x, ids) for m, x in ((model, logits), (reference, expected)))
+    total = torch.stack([grad.norm() for grad in theirs.values()]).norm()
+    for name, grad in own.items():
+        assert (grad - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-5 * total, name
+
+
+def test_the_table_of_families_lists_every_family_and_each_passes():
+    """The table is written by `scripts/make_families_table.py` from what the tests above found."""
+    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    table = text.split("<!-- table -->")[1].split("<!-- end of table -->")[0].strip().splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert header[2:] == list(COLUMNS.values())
+    counts = [sum(model_type == family for model_type, _ in CASES.values()) for family in FAMILIES]
+    assert [row[:2] for row in rows] == [[f"`{f}`", str(n)] for f, n in zip(FAMILIES, counts, strict=True)]
+    assert {cell for row in rows for cell in row[2:]} == {"passes"}

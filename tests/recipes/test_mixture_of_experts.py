@@ -1,0 +1,111 @@
+"""The recipe on a mixture of experts: the router's loss is in it, and no technique or interruption changes a number."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from lean_ft.assets import resolve_model_path
+from lean_ft.catalog import load_recipe, recipes
+from lean_ft.config import load_config
+from lean_ft.data import sft_batches
+from lean_ft.settings import SFTDataConfig
+from lean_ft.tokenizers import load_tokenizer
+
+COEFFICIENT = 0.3
+DATA = {"source": "tiny/validation.jsonl", "max_length": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Qwen3 mixture as transformers saves it, with the embedded model's tokenizer."""
+    tiny, folder = resolve_model_path("tiny"), tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=json.loads((tiny / "config.json").read_text())["vocab_size"],
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        router_aux_loss_coef=COEFFICIENT,
+        output_router_logits=True,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def train(folder, tmp_path):
+    """Runs the recipe in float32, and returns the lines of its metrics."""
+
+    def run(*settings: str, output: str = "run"):
+        module = load_recipe(recipes()["full_finetune_single_device"])
+        given = [f"model.path={folder}", "model.dtype=float32", "device=cpu", "optimizer.lr=1e-2", "batch_size=8"]
+        given += [f"data.{name}={value}" for name, value in DATA.items()]
+        given += ["max_steps=4", f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, given))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def losses(lines):
+    return [(line["loss"], line["router_aux_loss"], line["grad_norm"]) for line in lines]
+
+
+def test_the_routers_loss_is_that_of_transformers_over_what_is_no_padding(train, folder):
+    line = train("gradient_accumulation_steps=2", "max_steps=1")[0]
+    batches, _ = sft_batches(SFTDataConfig(**DATA), load_tokenizer(folder), batch_size=8, seed=0)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected, micro_batches = 0.0, batches.take(2)
+    assert any(not batch.is_token.all() for batch in micro_batches)
+    for batch in micro_batches:
+        logits = reference(batch.input_ids, output_router_logits=True).router_logits
+        balance = load_balancing_loss_func(logits, 6, 2, batch.is_token.long())
+        expected += COEFFICIENT * float(balance) * batch.num_targets / line["target_tokens"]
+    assert line["router_aux_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_memory_settings_change_no_number(train):
+    plain = train("gradient_accumulation_steps=2")
+    lean = train(
+        "gradient_accumulation_steps=2",
+        "optimizer.in_backward=true",
+        "memory.activation_checkpointing=selective",
+        output="lean",
+    )
+    for line, expected in zip(losses(lean), losses(plain), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+    assert plain[-1]["loss"] < plain[0]["loss"]
+
+
+def test_a_resumed_run_is_the_run_and_its_folder_opens_in_transformers(train, folder, tmp_path):
+    whole = losses(train("save_every=2", "schedule.name=constant", "optimizer.in_backward=true", output="whole"))
+    settings = ("save_every=2", "schedule.name=constant", "optimizer.in_backward=true")
+    train(*settings, "max_steps=2", output="parts")
+    assert losses(train(*settings, output="parts")) == whole
+    first, second = (tmp_path / name / "step_00000004" for name in ("whole", "parts"))
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+def test_the_coefficient_is_a_setting_and_0_leaves_the_loss_out(train, folder, tmp_path):
+    more = train("model.router_aux_loss_coef=3", "max_steps=1", output="more")[0]
+    own = train("max_steps=1", output="own")[0]
+    none = train("model.router_aux_loss_coef=0", "max_steps=1", output="none")[0]
+    assert more["router_aux_loss"] == pytest.approx(10 * own["router_aux_loss"], rel=1e-5)
+    assert "router_aux_loss" not in none
+    assert more["loss"] == own["loss"] == none["loss"]
+    assert more["grad_norm"] != own["grad_norm"] != none["grad_norm"]

@@ -1,0 +1,173 @@
+"""Templates that mean harm: none runs on, fills the memory or gets out, and honest ones notice nothing."""
+
+import contextlib
+import resource
+import time
+
+import pytest
+
+from lean_ft.tokenizers import template_limits
+from lean_ft.tokenizers.chat_template import ChatTemplate
+
+CHAT = [{"role": "user", "content": "hello <b> & co"}, {"role": "assistant", "content": "fine"}]
+GROW = "{% set ns = namespace(x='0123456789') %}{% for i in range(100) %}{% set ns.x = "
+NEST = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = "
+END = " %}{% endfor %}"
+
+LONG_TEXTS = {
+    "product": "{{ 'a' * 10**9 }}",
+    "product from the right": "{{ 10**9 * 'a' }}",
+    "product of lists": "{{ [0] * 10**10 }}",
+    "concatenation": GROW + "ns.x ~ ns.x" + END,
+    "sum of texts": GROW + "ns.x + ns.x" + END,
+    "sum of lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x" + END,
+    "replace filter": GROW + "ns.x | replace('1', '11111111111111')" + END,
+    "replace method": GROW + "ns.x.replace('', 'aaaaaaaaaaaaaa')" + END,
+    "join filter": GROW + "[ns.x, ns.x] | join" + END,
+    "join filter between": GROW + "ns.x | join(ns.x)" + END,
+    "join filter of an attribute": GROW + "[{'a': ns.x}, {'a': ns.x}] | join('', attribute='a')" + END,
+    "join method": GROW + "ns.x.join([ns.x, ns.x, ns.x])" + END,
+    "center filter": "{{ 'a' | center(1000000000) }}",
+    "center method": "{{ 'a'.center(1000000000) }}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "zfill": "{{ 'a'.zfill(10**9) }}",
+    "indent": "{{ ('\n' * 1000000) | indent(100000) }}",
+    "indent by a text": "{{ ('\n' * 10000) | indent('a' * 100000) }}",
+    "json indent": "{{ messages | tojson(indent=100000000) }}",
+    "json separators": "{{ range(1000) | list | tojson(separators=('a' * 100000, 'b')) }}",
+    "format width": "{{ '{:>1000000000}'.format(1) }}",
+    "format computed width": "{{ '{:>{}}'.format(1, 1000000000) }}",
+    "format again and again": GROW + "'{0}{0}{0}{0}'.format(ns.x)" + END,
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "percent computed": "{{ '%*d' % (1000000000, 1) }}",
+    "percent precision": "{{ '%.1000000000f' % 1.0 }}",
+    "percent filter": "{{ '%1000000000d' | format(1) }}",
+    "percent again and again": GROW + "'%s%s%s' % (ns.x, ns.x, ns.x)" + END,
+    "macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + GROW + "m(ns.x)" + END,
+    "set block": "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set b %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "{% set ns.x = b" + END,
+    "output": "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+    "nested lists": NEST + "[ns.x, ns.x]" + END + "{{ ns.x }}",
+    "nested tuples": NEST + "(ns.x, ns.x)" + END + "{{ {ns.x: 1} }}",
+    "nested dicts": NEST + "{'a': ns.x, 'b': ns.x}" + END + "{{ ns.x | tojson }}",
+    "nested namespaces": NEST + "namespace(a=ns.x, b=ns.x)" + END + "{{ ns.x }}",
+    "namespaces filled later": "{% set all = namespace() %}{% set ns = namespace(x=namespace(v=1)) %}{% for i in range(60) %}"
+    "{% set n = namespace() %}{% set n.a = ns.x %}{% set n.b = ns.x %}{% set ns.x = n" + END + "{{ ns.x }}",
+    "lipsum": "{{ lipsum(n=1000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(1000000000) }}",
+    "translate": "{{ 'a'.translate({97: 'b' * 1000000}) }}",
+    "to_bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "date": "{{ strftime_now('%1000000000Y') }}",
+}  # fmt: skip
+LONG_TIMES = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "a loop that passes over all": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for i in [1] recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "a macro without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a block without end": "{% block a %}{{ self.a() }}{% endblock %}",
+    "a huge range": "{% for i in range(10**12) %}{% endfor %}",
+    "powers": "{{ 9 ** (9 ** 9) }}",
+    "products": "{% set ns = namespace(x=99) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x" + END,
+    "a huge integer": "{{ ('f' * 3000000) | int(base=16) % 7 }}",
+    "rounding": "{{ 1.5 | round(1000000, 'ceil') }}",
+    "sums of lists": "{{ ([[1]] * 300000) | sum(start=[]) }}",
+    "comparisons": "{% set x = 'a' * 3000000 %}{% set y = 'a' * 3000000 %}{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{% if x == y and x in y %}{% endif %}{% endfor %}{% endfor %}",
+    "tests": "{% for i in range(99999) %}{% for j in range(99999) %}{% if i is odd and j is in [1, 2] %}{% endif %}"
+    "{% endfor %}{% endfor %}",
+    "slices": "{% set x = 'a' * 3000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "maps of maps": "{{ range(99999) | map('string') | map('center', 900) | map('upper') | list | length }}",
+}
+ESCAPES = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "frames": "{{ messages.__init__.__globals__ }}",
+    "attributes by filter": "{{ '' | attr('__class__') }}",
+    "attributes by format": "{{ '{0.__class__}'.format(messages) }}",
+    "changing the messages": "{{ messages.append(1) }}",
+    "changing a message": "{{ messages[0].update(role='x') }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "environment": "{{ self._TemplateReference__context.environment }}",
+    "namespace": "{{ namespace.__init__.__globals__.os }}",
+}
+
+
+def render(source: str) -> str:
+    return ChatTemplate(source).render(CHAT, None, False, {"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize("attack", [*LONG_TEXTS, *LONG_TIMES])
+def test_hostile_templates_are_stopped(attack, monkeypatch):
+    """With a tenth of the bounds, so that the tests are quick."""
+    for name in ("MAX_VALUE", "MAX_TOTAL"):
+        monkeypatch.setattr(template_limits, name, getattr(template_limits, name) // 10)
+    source = (LONG_TEXTS | LONG_TIMES)[attack].replace("3000000", "300000")
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(ValueError, match="the chat template") as refusal:
+        render(source)
+    assert time.process_time() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    assert len(str(refusal.value)) < 1200
+
+
+@pytest.mark.parametrize("attack", ESCAPES)
+def test_nothing_gets_out_of_the_sandbox(attack):
+    with contextlib.suppress(ValueError):
+        assert render(ESCAPES[attack]) == ""  # what is not allowed is undefined, and undefined is no text
+    assert CHAT[0] == {"role": "user", "content": "hello <b> & co"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["(" * 5000 + "1" + ")" * 5000, "{{ " + "-" * 100_000 + "1 }}", "{% for i in [1] %}" * 30 + "{% endfor %}" * 30],
+    ids=["parentheses", "signs", "loops"],
+)
+def test_sources_nested_too_deeply_are_refused(source):
+    with pytest.raises(ValueError, match="does not compile: it is nested too deeply"):
+        ChatTemplate(source if source.startswith("{") else f"{{{{ {source} }}}}")
+
+
+def test_a_source_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="longer than 1,000,000 characters"):
+        ChatTemplate("a" * 1_000_001)
+
+
+def test_the_clock_of_the_processor_bounds_what_steps_do_not(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
+    with pytest.raises(ValueError, match="more than 0.05 seconds of processor time"):
+        render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+
+
+def test_bounds_grow_with_the_messages(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_VALUE", 10)
+    monkeypatch.setattr(template_limits, "MAX_TOTAL", 10_000)
+    chat = [{"role": "user", "content": "x" * 100_000}] * 20
+    template = ChatTemplate("{% for m in messages %}{{ m.role ~ ': ' ~ m.content.strip() ~ '\n' }}{% endfor %}")
+    assert len(template.render(chat, None, False, {})) == 20 * 100_007
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'ab' * 3 ~ 1 ~ none ~ [1, 'x'] }}", "ababab1None[1, 'x']"),
+        ("{{ 2 ** 10 + 7 % 4 }}{{ 'n=%d %s' % (3, 'x') }}{{ '%05.1f' | format(2.25) }}", "1027n=3 x002.2"),
+        ("{{ [1] + [2] }}{{ (1, 2)[::-1] }}{{ {'a': 1} | tojson }}", '[1, 2](2, 1){"a": 1}'),
+        ("{{ {'a': [1]} | tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
+        ("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]"),
+        ("{{ 'a b' | replace(' ', '-') }}{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 1) }}", "a-bbbabaa"),
+        ("{{ messages | map(attribute='role') | join(', ') }}{{ messages | join('|', attribute='role') }}", "user, assistantuser|assistant"),
+        ("{{ ', '.join(['a', 'b']) }}{{ '{}-{x:>3}'.format(1, x=2) }}{{ 'a' | center(3) }}{{ 'x'.ljust(3) }}!", "a, b1-  2 a x  !"),
+        ("{{ 'a\nb' | indent(2, first=true) }}{{ undefined_name }}{{ [3, 1] | sum }}", "  a\n  b4"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a,b'.split(',')[1:] }}", "1['b']"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}", "x1True1"),
+        ("{% for n in [1, [2]] recursive %}{{ loop(n) if n is iterable else n }}{% endfor %}", "12"),
+        ("{% set a, b = 1, [2] %}{{ a in b or 2 in b }}{{ '<&>' }}{{ '<&>' | e }}{{ '<&>' | safe }}", "True<&>&lt;&amp;&gt;<&>"),
+        ("{% macro m(x) %}[{{ x }}{{ caller() if caller }}]{% endmacro %}{% call m(1) %}in{% endcall %}{{ m('y') }}", "[1in][y]"),
+        ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
+    ],
+)  # fmt: skip
+def test_honest_templates_give_the_text_of_jinja_itself(source, text):
+    assert render(source) == text

@@ -1,0 +1,99 @@
+"""A run stays with the commit of its model that it began with."""
+
+import json
+
+import pytest
+
+from lean_ft.settings import ModelConfig, Settings
+from lean_ft.training.pinning import pin_models
+from tests.hub_server import Repository
+from tests.training.toy_runs import QWEN, digests
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def repository(hub_server):
+    """`org/toy`, which will move to another commit, of another initialisation."""
+
+    def files(initializer_range: float) -> dict[str, bytes]:
+        config = {**QWEN, "initializer_range": initializer_range}
+        return {"config.json": json.dumps(config).encode(), "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+
+    repository = Repository({OLD: files(0.02), NEW: files(0.5)}, {"main": OLD, "v1": OLD})
+    hub_server.repositories["org/toy"] = repository
+    return repository
+
+
+@pytest.fixture
+def train(recipe, config):
+    def run(output_dir, **settings):
+        cfg = pin_models(config(output_dir, **{"model__path": "org/toy", **settings}))
+        recipe.main(cfg)
+        return output_dir
+
+    return run
+
+
+def test_the_commit_is_recorded(repository, train, tmp_path, capsys):
+    run = train(tmp_path / "run", max_steps=1)
+    assert f"path: org/toy@{OLD}" in (run / "config.yaml").read_text()
+    assert f"hub         model org/toy@{OLD}\n" in capsys.readouterr().out
+    state = json.loads((run / "step_00000001/training_state/training_state.json").read_text())
+    assert state["settings"]["model.path"] == f"org/toy@{OLD}"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys, recipe, monkeypatch, saved):
+    whole = train(tmp_path / "whole", max_steps=4)
+    part = tmp_path / "part"
+    if saved:
+        train(part, max_steps=2)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(recipe, "FAILING_STEP", 1)
+            with pytest.raises(KeyError):
+                train(part, max_steps=2)
+    repository.revisions["main"] = NEW
+    capsys.readouterr()
+    train(part, max_steps=4)
+    assert f"model org/toy@{OLD}, as when this run began" in capsys.readouterr().out
+    assert f"path: org/toy@{OLD}" in (part / "config.yaml").read_text()
+    assert digests(part / "step_00000004") == digests(whole / "step_00000004")
+
+
+def test_a_branch_from_a_checkpoint_stays_too(repository, train, tmp_path):
+    run = train(tmp_path / "run", max_steps=2)
+    repository.revisions["main"] = NEW
+    branch = train(tmp_path / "branch", max_steps=4, resume=run / "step_00000002")
+    assert f"path: org/toy@{OLD}" in (branch / "config.yaml").read_text()
+
+
+def test_a_new_run_takes_the_newest(repository, train, tmp_path):
+    repository.revisions["main"] = NEW
+    run = train(tmp_path / "run", max_steps=1, resume="never")
+    assert f"path: org/toy@{NEW}" in (run / "config.yaml").read_text()
+
+
+def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1, model__path="org/toy@main")
+    train(run, max_steps=2, model__path="org/toy@v1")  # the same commit by another name
+    repository.revisions["main"] = NEW
+    with pytest.raises(ValueError, match=rf'model\.path: "org/toy@{OLD}" then, "org/toy@{NEW}" now'):
+        train(run, max_steps=3, model__path="org/toy@main")
+
+
+def test_folders_are_left_alone(config, model_folder, tmp_path):
+    cfg = config(tmp_path / "run")
+    assert pin_models(cfg) == cfg
+
+
+def test_other_recipes_are_pinned_without_a_word(repository, capsys):
+    class Config(Settings):
+        model: ModelConfig
+        teacher: ModelConfig
+
+    cfg = Config(model=ModelConfig(path="org/toy"), teacher=ModelConfig(path="org/toy@v1"))
+    pinned = pin_models(cfg)
+    assert (pinned.model.path, pinned.teacher.path) == (f"org/toy@{OLD}",) * 2
+    assert capsys.readouterr().out == ""
