@@ -17,7 +17,7 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import adapted_layers
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.peft_format import load_adapter, read_adapter
+from lean_ft.peft.peft_format import base_model, load_adapter
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ def load_merged(
     `base` is the model's folder; None takes the one that the adapter names. Takes the memory of the model and one
     matrix in float32. Raises ValueError where either is not what is expected.
     """
-    if base is None:
-        base = read_adapter(Path(adapter)).base_model
-        if base is None:
-            raise ValueError(f"{adapter} does not say which model it is of; give the model's folder.")
-    model = load_model(base, device=device, dtype=dtype)
+    model = load_model(base_model(Path(adapter)) if base is None else base, device=device, dtype=dtype)
     load_adapter(model, adapter)
     sums, layers = _Sums(), _mergeable_layers(model)
     for name, layer in layers.items():

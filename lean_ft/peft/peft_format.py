@@ -144,6 +144,19 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
         _put_stored(model, name, [adapter for adapter in adapters if name in adapter.shapes])
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def base_model(folder: Path) -> str:
+    """The model that the adapter in `folder` is of: a folder, or a repository of the hub. Raises ValueError without."""
+    name = read_adapter(folder).base_model
+    if name is None:
+        raise ValueError(f"{folder} does not say which model it is of; give the model's folder.")
+    return name
+
+
 def read_adapter(folder: Path) -> StoredAdapter:
     """Returns what the adapter in `folder` is, its tensors not yet read.
 
@@ -166,7 +179,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             if name.endswith(suffix):
                 layer = name.removesuffix(suffix)
                 shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
-    return StoredAdapter(folder, config.get("base_model_name_or_path"), shapes, tensors)
+    return StoredAdapter(folder, _named_model(config), shapes, tensors)
 
 
 # Out -----------------------------------------------------------------------------------------------------------
@@ -272,6 +285,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if isinstance(config.get(name), bool) or not isinstance(config.get(name), int | float) or config[name] <= 0:
             raise ValueError(f"{file}: {name} is {config.get(name)!r}; expected a positive number.")
     return config
+
+
+def _named_model(config: dict[str, Any]) -> str | None:
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if name and revision else name or None
 
 
 def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
