@@ -68,8 +68,7 @@ RECIPES = {
         {
             "lora.rank": LORA_RANK,
             "compile": True,
-            "memory.activation_checkpointing": "every_n",
-            "memory.checkpoint_every_n": 2,
+            "memory.activation_checkpointing": "selective",
         },
         "every second layer checkpointed, compile and chunked cross-entropy",
         ("--lora-rank", str(LORA_RANK)),

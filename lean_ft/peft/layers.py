@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.models.moe import Router
 from lean_ft.peft.low_rank import low_rank_linear
 from lean_ft.peft.nf4 import NF4Linear
 
@@ -76,6 +77,11 @@ class AdaptedLayer(nn.Module):
 
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
+        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        """The frozen weight as the model has it; of a quantised layer there is none."""
         return self.base_layer.weight  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
@@ -140,7 +146,7 @@ class LoRALinear(AdaptedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         base, shape = self.base_layer, self.shape
-        assert isinstance(base, nn.Linear | NF4Linear)
+        assert isinstance(base, nn.Linear | NF4Linear | Router)
         frozen = base.frozen if isinstance(base, NF4Linear) else (base.weight,)
         # Evaluations and answers during training come without gradients, and without dropout.
         dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0

@@ -9,9 +9,11 @@ from torch import nn
 
 from lean_ft.models import Decoder
 from lean_ft.models.hf_format import AfterModule
+from lean_ft.models.moe import Experts
+from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts, check_suits_experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.nf4 import NF4Linear, check_available
-from lean_ft.peft.targets import find_targets
+from lean_ft.peft.targets import find_targets, is_projection_of_experts
 from lean_ft.settings import LoRAConfig
 
 _OUTPUT = "lm_head"
@@ -35,8 +37,11 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             f"lora.dropout={cfg.dropout:g} drops inputs of the adapter, and that of {_OUTPUT} is added to the weight, "
             f"which has none. Set lora.dropout=0, or take {_OUTPUT} from lora.targets."
         )
-    model.requires_grad_(False)
     shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
+    for name in names:
+        if is_projection_of_experts(model, name):
+            check_suits_experts(name, shape, cfg.init)
+    model.requires_grad_(False)
     for name in names:
         layer = put_adapter(model, name, shape, weight.dtype if cfg.dtype == "model" else torch.float32)
         if cfg.init == "pissa":
@@ -47,7 +52,12 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
 
 
 def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
-    """Replaces the layer `name` of the model by one with an adapter, whose values are not set, and returns it."""
+    """Replaces the layer `name` of the model by one with an adapter, whose values are not set, and returns it.
+
+    A projection of a mixture's experts counts as a layer of its own.
+    """
+    if is_projection_of_experts(model, name):
+        return _put_experts_adapter(model, name, shape, dtype)
     base = model.get_submodule(name)
     if name == _OUTPUT:
         kind = LoRAOutput
@@ -56,6 +66,25 @@ def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dty
     layer = kind(base, shape, dtype)
     model.set_submodule(name, layer)
     return layer
+
+
+def _put_experts_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
+    place, _, projection = name.rpartition(".")
+    experts = model.get_submodule(place)
+    if isinstance(experts, Experts):
+        experts = LoRAExperts(experts)
+        model.set_submodule(place, experts)
+    assert isinstance(experts, LoRAExperts)
+    layer = ExpertsAdapter(experts.base_layer, projection, shape, dtype)
+    setattr(experts, projection, layer)
+    return layer
+
+
+def take_adapters_off(model: nn.Module) -> None:
+    """Puts every adapted layer's frozen one back in its place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRAExperts) or (isinstance(module, AdaptedLayer) and not isinstance(module, ExpertsAdapter)):
+            model.set_submodule(name, module.base_layer)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
@@ -74,7 +103,8 @@ def lr_ratios(cfg: LoRAConfig) -> dict[str, float]:
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
     """For `load_model` to call after each module: replaces a linear one by its quantised self; None quantises none.
 
-    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be imported.
+    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be imported, and for
+    a mixture of experts, whose stacks of matrices are not quantised.
     """
     if cfg.quantize == "none":
         return None
@@ -82,6 +112,11 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
 
     def quantize(model: Decoder, name: str) -> None:
         module = model.get_submodule(name)
+        if isinstance(module, Experts):
+            raise ValueError(
+                "lora.quantize=nf4: the experts of this model are stacks of matrices, which are not quantised, and they "
+                "are most of it. Set lora.quantize=none."
+            )
         if isinstance(module, nn.Linear) and name != _OUTPUT:
             model.set_submodule(name, NF4Linear(module))
 

@@ -69,7 +69,8 @@ class _LowRankLinear(torch.autograd.Function):
         grad_inner = (grad_y @ b.to(x.dtype)).mul_(ctx.scaling)  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            grad_b = (grad_y.T @ inner).to(b.dtype).mul_(ctx.scaling)
+            # As its transpose: a CPU takes half the time when the long dimension is summed over contiguous rows.
+            grad_b = (inner.T @ grad_y).T.to(b.dtype).mul_(ctx.scaling)
         if ctx.needs_input_grad[2]:
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = (grad_inner.T @ dropped.flatten(0, -2)).to(a.dtype)

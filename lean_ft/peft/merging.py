@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
+from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import adapted_layers
+from lean_ft.peft.lora import adapted_layers, take_adapters_off
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import base_model, load_adapter
 
@@ -50,7 +51,7 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
     merged = {}
     sums = _Sums()
     for name, layer in _mergeable_layers(model).items():
-        merged[f"{name}.weight"] = _merge(layer, sums)
+        merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = _merge(layer, sums)
     return merged, sums.report(len(merged), model.output_weight.dtype)
 
 
@@ -69,10 +70,9 @@ def load_merged(
     model = load_model(base_model(Path(adapter)) if base is None else base, device=device, dtype=dtype)
     load_adapter(model, adapter)
     sums, layers = _Sums(), _mergeable_layers(model)
-    for name, layer in layers.items():
-        plain = layer.base_layer
-        plain.weight = nn.Parameter(_merge(layer, sums))  # the module is this function's own
-        model.set_submodule(name, plain)
+    for layer in layers.values():
+        layer.frozen_weight.data = _merge(layer, sums)  # the model is this function's own
+    take_adapters_off(model)
     return model.requires_grad_(True), sums.report(len(layers), dtype)
 
 
@@ -102,8 +102,7 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
 
 def _merge(layer: AdaptedLayer, sums: _Sums) -> Tensor:
     """The layer's merged weight in its own dtype; adds to the sums."""
-    weight = layer.base_layer.weight
-    assert isinstance(weight, Tensor)
+    weight = layer.frozen_weight.detach()
     exact = layer.merged_weight()
     rounded = exact.to(weight.dtype, copy=True)
     sums.weights += weight.float().square().sum().item()

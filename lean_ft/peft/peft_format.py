@@ -4,6 +4,9 @@ Our modules have Hugging Face's names, so a tensor is called here what PEFT call
 adapted, and at which rank, is read from the tensors; the config gives the scaling. A field that would change what is
 computed and that is not supported is refused by name. Only safetensors are read: a pickled adapter can run code.
 
+A mixture's experts are `target_parameters` to PEFT: each of the two stacked projections is wrapped once, one wrapper
+inside the other, so that the outer one's tensors are named after the experts and the inner one's after `base_layer`.
+
 PiSSA is saved as an adapter of twice the rank over the unchanged model, so that anything that reads LoRA reads it.
 
 Shapes: I inputs, O outputs, R rank.
@@ -22,9 +25,12 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.models.moe import Experts, Router
+from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import adapted_layers, put_adapter
 from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.peft.targets import is_projection_of_experts
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -58,6 +64,7 @@ _ANSWERED = {
     "revision",
     "runtime_config",
     "target_modules",
+    "target_parameters",
     "task_type",
     "use_dora",
     "use_rslora",
@@ -86,9 +93,7 @@ def save_adapter(model: Decoder, path: str | Path) -> None:
         raise ValueError("the model has no adapter to save; save_model saves the model itself.")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        _PREFIX + name + suffix: tensor for name, layer in layers.items() for suffix, tensor in _tensors(layer).items()
-    }
+    tensors = {_PREFIX + name: tensor for name, tensor in _named_tensors(layers).items()}
     write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
     config = json.dumps(_config(model, layers), indent=2, ensure_ascii=False) + "\n"
     (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
@@ -107,7 +112,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     """
     folder = Path(path)
     stored, layers = read_adapter(folder).tensors, adapted_layers(model)
-    own = {name + suffix: tensor for name, layer in layers.items() for suffix, tensor in _tensors(layer).items()}
+    own = _named_tensors(layers)
     if different := sorted(stored.keys() ^ own.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this adapter: only {owner} has {different[0]}.")
@@ -119,7 +124,8 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
                 "A run goes on with the lora settings it began with."
             )
     for name, layer in layers.items():
-        _set_values(layer, {suffix: _read(stored[name + suffix]) for suffix in _tensors(layer)})
+        stem = _stem(name, layers)
+        _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
 
 
 def load_adapter(model: Decoder, *paths: str | Path) -> None:
@@ -130,7 +136,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     """
     if adapted_layers(model):
         raise ValueError("the model has an adapter already; load it anew to give it others.")
-    adapters = [read_adapter(Path(path)) for path in paths]
+    adapters = [_with_experts_named(model, read_adapter(Path(path))) for path in paths]
     for adapter in adapters:
         _check_fits(model, adapter)
         if len(adapters) > 1 and any(shape.dora for shape in adapter.shapes.values()):
@@ -199,10 +205,29 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     return tensors
 
 
+def _named_tensors(layers: dict[str, AdaptedLayer]) -> dict[str, Tensor]:
+    """All tensors of an adapter by PEFT's names, without the prefix."""
+    return {
+        _stem(name, layers) + suffix: tensor
+        for name, layer in layers.items()
+        for suffix, tensor in _tensors(layer).items()
+    }
+
+
+def _stem(name: str, layers: dict[str, AdaptedLayer]) -> str:
+    """What the names of a layer's tensors begin with: PEFT wraps experts for `down_proj` first, then for the other."""
+    if not isinstance(layers[name], ExpertsAdapter):
+        return name
+    place, _, projection = name.rpartition(".")
+    is_inner = projection == "down_proj" and f"{place}.gate_up_proj" in layers
+    return f"{place}.base_layer" if is_inner else place
+
+
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     shapes = {name: _stored_as(layer) for name, layer in layers.items()}
     (rank, alpha), _ = Counter((shape.rank, shape.alpha) for shape in shapes.values()).most_common(1)[0]
     first = next(iter(shapes.values()))
+    modules = {name: layer for name, layer in layers.items() if not isinstance(layer, ExpertsAdapter)}
     name_or_path, revision = _base_model(model)
     return {
         "peft_type": "LORA",
@@ -212,7 +237,8 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": first.dropout,
-        "target_modules": _target_modules(model, layers),
+        "target_modules": _target_modules(model, modules),
+        "target_parameters": sorted(layers.keys() - modules.keys()) or None,
         "rank_pattern": {_exactly(name): s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {_exactly(name): s.alpha for name, s in shapes.items() if s.alpha != alpha},
         "use_rslora": first.rslora,
@@ -228,6 +254,8 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:
     """The shape that goes with `_tensors`: of twice the rank with PiSSA, at the same scaling."""
     shape, rank = layer.shape, layer.factors()[0].shape[0]
+    if isinstance(layer, ExpertsAdapter):
+        return shape
     growth = rank / shape.rank
     return replace(shape, rank=rank, alpha=shape.alpha * (growth**0.5 if shape.rslora else growth))
 
@@ -238,7 +266,7 @@ def _target_modules(model: Decoder, layers: dict[str, AdaptedLayer]) -> list[str
     meant = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | AdaptedLayer) and name.rpartition(".")[2] in short
+        if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer) and name.rpartition(".")[2] in short
     }
     return short if meant == layers.keys() else list(layers)
 
@@ -306,17 +334,49 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
     )
 
 
+def _with_experts_named(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
+    """The adapter with its wrappers of experts under the names of the projections, which their shapes tell."""
+    modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
+    for name in adapter.shapes:
+        place = name.removesuffix(".base_layer")
+        experts = modules.get(place)
+        if not isinstance(experts, Experts):
+            continue
+        names = [name + suffix for suffix in _LINEAR_NAMES.values()]
+        stored = [adapter.tensors[n].shape for n in names if n in adapter.tensors]
+        for projection in PROJECTIONS:
+            num_experts, num_outputs, num_inputs = _linear_shape(experts, projection)
+            if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
+                shape = shapes.pop(name)
+                shapes[f"{place}.{projection}"] = replace(shape, rank=shape.rank // num_experts)
+                for old, suffix in zip(names, _LINEAR_NAMES.values(), strict=True):
+                    tensors[f"{place}.{projection}{suffix}"] = tensors.pop(old)
+    return replace(adapter, shapes=shapes, tensors=tensors)
+
+
+def _linear_shape(experts: Experts, projection: str) -> tuple[int, int, int]:
+    """(experts, outputs, inputs) of a stacked projection."""
+    num_experts, *sides = getattr(experts, projection).shape
+    num_outputs, num_inputs = reversed(sides) if experts.config.input_first else sides
+    return num_experts, num_outputs, num_inputs
+
+
 def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raises ValueError unless every tensor of the adapter has its place in the model."""
     modules, expected = dict(model.named_modules()), {}
     for name, shape in adapter.shapes.items():
-        module = modules.get(name)
-        if not isinstance(module, nn.Linear | nn.Embedding | NF4Linear):
+        place, _, projection = name.rpartition(".")
+        experts, rank = modules.get(place), shape.rank
+        module = experts if isinstance(experts, Experts) else modules.get(name)
+        if not isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | Experts):
             raise ValueError(
                 f"{adapter.folder} adapts {name}, which {_what(model)} has not. It is an adapter of another model"
                 f"{f', {adapter.base_model}' if adapter.base_model else ''}."
             )
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, Experts):
+            num_experts, num_outputs, num_inputs = _linear_shape(module, projection)
+            rank *= num_experts
+        elif isinstance(module, nn.Embedding):
             num_inputs, num_outputs = module.num_embeddings, module.embedding_dim
             if model.config.tied_embeddings:
                 raise ValueError(
@@ -324,10 +384,12 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
                     "(tie_word_embeddings); an adapter that changes one of the two is not supported."
                 )
         else:
-            num_inputs, num_outputs = module.in_features, module.out_features
+            num_outputs, num_inputs = (
+                module.weight.shape if isinstance(module, Router) else (module.out_features, module.in_features)
+            )
         suffixes = _suffixes(module)
-        expected[name + suffixes["lora_A"]] = (shape.rank, num_inputs)
-        expected[name + suffixes["lora_B"]] = (num_outputs, shape.rank)
+        expected[name + suffixes["lora_A"]] = (rank, num_inputs)
+        expected[name + suffixes["lora_B"]] = (num_outputs, rank)
         if shape.dora:
             expected[name + _MAGNITUDE] = (num_outputs,)
     missing = sorted(expected.keys() - adapter.tensors.keys())
@@ -361,10 +423,16 @@ def _what(model: Decoder) -> str:
 
 def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) -> None:
     """Puts the stored adapters of one layer on it, as one."""
-    suffixes = _suffixes(model.get_submodule(name))
+    is_stack = is_projection_of_experts(model, name)
+    suffixes = _LINEAR_NAMES if is_stack else _suffixes(model.get_submodule(name))
     first = adapters[0].shapes[name]
     matrices_a = [_read(adapter.tensors[name + suffixes["lora_A"]]) for adapter in adapters]
     matrices_b = [_read(adapter.tensors[name + suffixes["lora_B"]]).float() for adapter in adapters]
+    if len(adapters) > 1 and is_stack:
+        raise ValueError(
+            f"{name} is a stack of experts, on which several adapters at a time are not supported. Give one, or merge "
+            "the others first: leanft export --merge."
+        )
     if len(adapters) > 1:
         for adapter, b in zip(adapters, matrices_b, strict=True):
             b.mul_(adapter.shapes[name].scaling)
@@ -381,7 +449,7 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
 @torch.no_grad()
 def _set_values(layer: AdaptedLayer, values: dict[str, Tensor]) -> None:
     """Sets a layer's adapter to stored tensors, by the ends of their names; the second half is PiSSA's start."""
-    suffixes, rank = _suffixes(layer), layer.shape.rank
+    suffixes, rank = _suffixes(layer), layer.lora_A.shape[0]
     a, b = values[suffixes["lora_A"]], values[suffixes["lora_B"]]
     layer.lora_A.copy_(a[:rank])
     layer.lora_B.copy_(b[:, :rank])
