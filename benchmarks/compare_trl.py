@@ -6,7 +6,7 @@
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
 
 Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
-checkpointing and 8-bit AdamW that steps in backward, LoRA with every second layer checkpointed. TRL: its defaults, which
+checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing. TRL: its defaults, which
 `trl_sft.py` states and the result records. The two differ in precision, then, each being what its users get; what that
 does to training is another measurement.
 
@@ -61,7 +61,7 @@ RECIPES = {
         | {"memory.activation_checkpointing": "selective", "memory.loss_accumulation_dtype": "weight"},
         "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward",
     ),
-    # Frozen weights have neither gradients nor states, so there is room for half of the activations.
+    # Frozen weights have neither gradients nor states.
     Recipe.lora: Sides(
         f"LoRA of rank {LORA_RANK} on all linear layers",
         "lora_finetune_single_device",
@@ -70,7 +70,7 @@ RECIPES = {
             "compile": True,
             "memory.activation_checkpointing": "selective",
         },
-        "every second layer checkpointed, compile and chunked cross-entropy",
+        "selective checkpointing, compile and chunked cross-entropy",
         ("--lora-rank", str(LORA_RANK)),
     ),
 }

@@ -35,6 +35,7 @@ BENCHMARKS = (
     "optimizer_step",
     "loading",
     "tokenizers_gsm8k",
+    "planner_accuracy",
 )
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, download, env, export, ls, run, validate
+from lean_ft.cli import cat, cp, download, env, export, ls, plan, run, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 
@@ -27,6 +27,7 @@ app.command("ls")(ls.ls)
 app.command("cp")(cp.cp)
 app.command("cat")(cat.cat)
 app.command("validate")(validate.validate)
+app.command("plan")(plan.plan)
 app.command("download")(download.download)
 app.command("export")(export.export)
 app.command("env")(env.env)

@@ -5,7 +5,7 @@ from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.decoder import Block, Decoder
 from lean_ft.models.families import decoder_config
 from lean_ft.models.generation import generate, generate_steps
-from lean_ft.models.hf_format import build_decoder, load_model, save_model, tensors_on_disk
+from lean_ft.models.hf_format import build_decoder, empty_model, load_model, save_model, tensors_on_disk
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.rope import RopeConfig
 
@@ -20,6 +20,7 @@ __all__ = [
     "RopeConfig",
     "build_decoder",
     "decoder_config",
+    "empty_model",
     "generate",
     "generate_steps",
     "load_model",

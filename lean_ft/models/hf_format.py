@@ -49,13 +49,7 @@ def load_model(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     folder = resolve_model_path(path, weights=not random_init)
-    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
-    config = decoder_config(hf_config, where=str(folder / "config.json"))
-    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
-        raise ValueError(
-            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
-            "load of experts to balance. Leave it out."
-        )
+    hf_config, config = _described(folder, router_aux_loss_coef)
     if random_init:
         model = build_decoder(config, device, dtype, after_module)
         model.hf_config = hf_config
@@ -86,6 +80,29 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.float32
 
 
+def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
+    """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
+    folder = resolve_model_path(path, weights=False)
+    hf_config, config = _described(folder, router_aux_loss_coef)
+    model = _empty_decoder(config, dtype)
+    model.hf_config = hf_config
+    if router_aux_loss_coef is not None:
+        model.router_aux_loss_coef = router_aux_loss_coef
+    return model
+
+
+def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[str, Any], DecoderConfig]:
+    """The folder's config.json, and what it makes the decoder compute."""
+    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+    config = decoder_config(hf_config, where=str(folder / "config.json"))
+    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
+        raise ValueError(
+            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
+            "load of experts to balance. Leave it out."
+        )
+    return hf_config, config
+
+
 def build_decoder(
     config: DecoderConfig,
     device: str | torch.device = "cpu",
@@ -96,7 +113,7 @@ def build_decoder(
     scale by 1."""
 
     def draw(name: str, parameter: Tensor) -> None:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):  # of experts too, whose stacks are not modules
             parameter.zero_()
         elif name.endswith("norm.weight"):
             parameter.fill_(1.0 - config.norm_weight_offset)

@@ -66,9 +66,7 @@ class Experts(nn.Module):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
 
-    def forward(
-        self, tokens: Tensor, weights: Tensor, chosen: Tensor, thin: ThinProducts = ThinProducts()
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, thin: ThinProducts = ThinProducts()) -> Tensor:
         """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
         gate_up, down = self.gate_up_proj, self.down_proj
         if torch.is_autocast_enabled(tokens.device.type):

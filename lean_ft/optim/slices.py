@@ -11,6 +11,8 @@ that makes the mean exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -85,10 +87,25 @@ def slice_length(device: torch.device, compiled: bool) -> int:
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
 
 
+_first_slice_only = ContextVar("first_slice_only", default=False)
+
+
+@contextmanager
+def first_slice_only() -> Iterator[None]:
+    """Inside, an update touches its first slice alone: for the planner, which asks what a step takes at a time."""
+    token = _first_slice_only.set(True)
+    try:
+        yield
+    finally:
+        _first_slice_only.reset(token)
+
+
 def slices(num_elements: int, length: int) -> Iterator[slice]:
     """Cut `num_elements` into slices of `length`, the last one shorter."""
     for start in range(0, num_elements, length):
         yield slice(start, min(start + length, num_elements))
+        if _first_slice_only.get():
+            return
 
 
 def cut(tensor: Tensor, part: slice) -> Tensor:

@@ -83,7 +83,9 @@ def _put_experts_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: 
 def take_adapters_off(model: nn.Module) -> None:
     """Puts every adapted layer's frozen one back in its place."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoRAExperts) or (isinstance(module, AdaptedLayer) and not isinstance(module, ExpertsAdapter)):
+        if isinstance(module, LoRAExperts) or (
+            isinstance(module, AdaptedLayer) and not isinstance(module, ExpertsAdapter)
+        ):
             model.set_submodule(name, module.base_layer)
 
 

@@ -118,7 +118,8 @@ def _bitsandbytes() -> ModuleType:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        import bitsandbytes.functional
+        import bitsandbytes.functional as functional
     finally:
         logger.setLevel(level)
-    return bitsandbytes.functional
+    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    return functional

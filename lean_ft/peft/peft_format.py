@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.models.moe import Experts, Router
+from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import adapted_layers, put_adapter
@@ -266,7 +266,8 @@ def _target_modules(model: Decoder, layers: dict[str, AdaptedLayer]) -> list[str
     meant = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer) and name.rpartition(".")[2] in short
+        if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
+        and name.rpartition(".")[2] in short
     }
     return short if meant == layers.keys() else list(layers)
 

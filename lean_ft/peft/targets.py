@@ -48,7 +48,9 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 
 def adaptable_names(model: Decoder) -> list[str]:
     """The last parts of the names of all layers that take an adapter."""
-    return sorted({name.rpartition(".")[2] for name, module in _layers(model).items() if isinstance(module, _ADAPTABLE)})
+    return sorted(
+        {name.rpartition(".")[2] for name, module in _layers(model).items() if isinstance(module, _ADAPTABLE)}
+    )
 
 
 def is_projection_of_experts(model: nn.Module, name: str) -> bool:

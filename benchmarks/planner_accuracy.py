@@ -1,0 +1,156 @@
+"""How near the planner's predicted peak comes to the measured one, over shapes and settings.
+
+    python benchmarks/planner_accuracy.py                      # three shapes, five settings each, 2 x 512 tokens
+    python benchmarks/planner_accuracy.py --shapes llama3_2_3b --batch-size 2 --length 4096 --device cuda
+
+Each setting is rehearsed as `leanft plan` does, then run as a fresh process. On a GPU the measured number is the
+allocator's peak. On a CPU it is the process's peak resident size less its base: what the same settings take for a model
+of next to no size, less what the planner says of that. The base is the interpreter, the libraries and, with `compile`,
+the compiler.
+
+Writes `results/planner_accuracy_<hardware>.json`.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import Budget, measure_training, recipe_command
+from memory_ladder import RECIPE
+from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from shapes import EMBEDDED_MODEL, write_model_folder, write_text_rows
+
+COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planned in"]
+NO_SIZE = "tiny"
+
+_LEAN = {"optimizer.name": "adamw_8bit", "optimizer.in_backward": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"optimizer.name": "sgd"},
+    "AdamW, checkpointing": {"memory.activation_checkpointing": "full"},
+    "8-bit AdamW in backward, every second layer": {**_LEAN, "memory.activation_checkpointing": "every_n"},
+    "8-bit AdamW in backward, compile": {**_LEAN, "compile": True},
+    "8-bit AdamW in backward, compile, selective, bfloat16 sums": {
+        **_LEAN,
+        "compile": True,
+        "memory.activation_checkpointing": "selective",
+        "memory.loss_accumulation_dtype": "weight",
+    },
+}
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help="Names from benchmarks/shapes.py, comma-separated.")] = (
+        "qwen2_5_0_5b,smollm2_360m,llama3_2_1b"
+    ),
+    batch_size: int = 2,
+    length: int = 512,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    budget_minutes: Annotated[float, typer.Option(help="Time for all runs together.")] = 60.0,
+    results_dir: Path = RESULTS,
+) -> None:
+    """Compares predicted and measured peaks."""
+    hardware = require_hardware(device)
+    budget = Budget(budget_minutes * 60)
+    rows = []
+    bases: dict[str, float] = {}
+    for shape in shapes.split(","):
+        for label, settings in SETTINGS.items():
+            if hardware["device"] == "cpu" and label not in bases:
+                predicted, measured = _both(NO_SIZE, settings, 1, 64, hardware["device"], budget)
+                if measured["status"] == "ok":
+                    bases[label] = measured["peak_memory_bytes"] - predicted["peak_bytes"]
+            predicted, measured = _both(shape, settings, batch_size, length, hardware["device"], budget)
+            row = {"shape": shape, "label": label, "settings": settings, **measured, "predicted": predicted}
+            if measured["status"] == "ok":
+                row["base_bytes"] = bases.get(label, 0)
+                row["measured_bytes"] = measured["peak_memory_bytes"] - row["base_bytes"]
+                row["error"] = predicted["peak_bytes"] / row["measured_bytes"] - 1
+            rows.append(row)
+            console.print(" | ".join(_cells(row)), markup=False)
+    path = write_result(
+        "planner_accuracy",
+        benchmark="planner_accuracy",
+        hardware=hardware,
+        settings={"shapes": shapes, "batch_size": batch_size, "length": length},
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+def _both(
+    shape: str, settings: dict[str, Any], batch_size: int, length: int, device: str, budget: Budget
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The prediction and the measurement of one setting."""
+    num_steps = 4
+    with tempfile.TemporaryDirectory(prefix="lean_ft_planner_") as name:
+        folder = Path(name)
+        settings = {
+            "model.path": write_model_folder(shape, folder / "model", EMBEDDED_MODEL),
+            "model.random_init": True,
+            "data.source": write_text_rows(folder / "text.jsonl", num_steps * batch_size, length),
+            "data.max_length": length,
+            "batch_size": batch_size,
+            "max_steps": num_steps,
+            "epochs": 100,
+            "device": device,
+            **settings,
+        }
+        predicted = _rehearsed(settings, folder / "planned")
+        measured = measure_training(
+            lambda run: recipe_command(RECIPE, {**settings, "output_dir": run}),
+            steps=2,
+            warmup_steps=1,
+            tokens_per_step=batch_size * length,
+            timeout_seconds=budget.timeout_seconds(),
+        )
+    return predicted, measured
+
+
+def _rehearsed(settings: dict[str, Any], run: Path) -> dict[str, Any]:
+    from lean_ft.catalog import find_recipe, load_recipe
+    from lean_ft.config import load_config
+    from lean_ft.plan import choose_device, rehearse
+
+    recipe = load_recipe(find_recipe(RECIPE))
+    overrides = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    cfg = load_config(recipe.Config, None, [*overrides, f"output_dir={run}"])
+    rehearsal = rehearse(recipe, cfg, choose_device(None, cfg.device))
+    return {
+        "peak_bytes": rehearsal.peak_bytes,
+        "where": rehearsal.peak.where,
+        "bytes_by_label": rehearsal.peak.bytes_by_label,
+        "planning_seconds": rehearsal.planning_seconds,
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, less the process's base,"
+    return (
+        f"predicted and measured peak memory ({kind} of fresh processes) of full finetuning in bfloat16, batch of "
+        f"{settings['batch_size']} rows of {settings['length']} tokens, random weights"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [_cells(row) for row in result["rows"]]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    error = row.get("error")
+    return [
+        row["shape"],
+        row["label"],
+        gibibytes(row["predicted"]["peak_bytes"]),
+        gibibytes(row.get("measured_bytes")),
+        "-" if error is None else f"{error:+.1%}",
+        f"{row['predicted']['planning_seconds']:.1f} s",
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

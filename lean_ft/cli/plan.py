@@ -1,0 +1,129 @@
+"""`leanft plan`: what a run takes, before it runs, and which settings fit a budget."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lean_ft.catalog import find_preset, find_recipe, load_recipe
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.output import stdout
+from lean_ft.config import load_config
+
+if TYPE_CHECKING:
+    from lean_ft.plan import Device, Rehearsal, Search
+
+GIB = 2**30
+_UNITS = {"kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SHOWN = 5  # settings listed from those that fit
+
+
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="24GiB", help="Find the fastest settings whose peak fits into so much memory."),
+    ] = None,
+    device_name: Annotated[
+        str | None,
+        typer.Option(metavar='"RTX 4090"', help="The card to plan for; its memory is the budget, unless one is given."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step's memory over time.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Say what a run's peak memory will be, and where it lies.
+
+    One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
+    model's config.json. The batch is the longest that the settings allow.
+    """
+    recipe_file = find_recipe(recipe)
+    preset_file = find_preset(config) if config is not None else None
+    module = load_recipe(recipe_file)
+    cfg = load_config(module.Config, preset_file, overrides or [])
+
+    # Here, because it brings torch, which the other verbs must not wait for.
+    from lean_ft.plan import CUDA_RESERVED_BYTES, choose_device, rehearse, search
+
+    device = choose_device(device_name, cfg.device)
+    budget_bytes = _bytes(budget) if budget is not None else device.memory_bytes
+    rehearsal = rehearse(module, cfg, device)
+    _print_rehearsal(rehearsal, device)
+    if png is not None:
+        from lean_ft.plan.picture import draw_timeline
+
+        draw_timeline(rehearsal, png)
+        typer.echo(f"\ndrawn: {png}")
+    if budget_bytes is None:
+        return
+    reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
+    typer.echo("")
+    console = stdout()
+    with console.status("rehearsing other settings") as status:
+        found = search(
+            module,
+            cfg,
+            device,
+            budget_bytes - reserved,
+            lambda done, total: status.update(f"rehearsing other settings: {done} of {total}"),
+        )
+    _print_search(found, rehearsal, budget_bytes, reserved)
+
+
+def _print_rehearsal(rehearsal: "Rehearsal", device: "Device") -> None:
+    console = stdout()
+    console.print(
+        f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {device.name} "
+        f"in {rehearsal.planning_seconds:.1f} s"
+    )
+    console.print(Text(f"peak {_gib(rehearsal.peak_bytes)}, {rehearsal.peak.where}", style="bold"))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    for label, count in sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1]):
+        if count >= 2**20:
+            table.add_row(f"  {label}", _gib(count))
+    console.print(table)
+
+
+def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, reserved: int) -> None:
+    console = stdout()
+    held_back = f" ({_gib(reserved)} of it kept for the driver and between blocks)" if reserved else ""
+    if not found.fitting:
+        nearest = found.too_large[0]
+        console.print(
+            f"nothing fits {_gib(budget_bytes)}{held_back}. The nearest takes {_gib(nearest.peak_bytes)}: "
+            f"{nearest.command_line or 'the settings as they are'}"
+        )
+        console.print("A shorter data.max_length or a smaller model takes less.")
+        return
+    own_speed = rehearsal.tokens / rehearsal.step_seconds
+    console.print(f"fits {_gib(budget_bytes)}{held_back}, from the fastest on:")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "peak", "speed", "overrides"):
+        table.add_column(column, justify="right" if column in ("peak", "speed") else "left", overflow="fold")
+    for i, candidate in enumerate(found.fitting[:_SHOWN]):
+        table.add_row(
+            "  *" if i == 0 else "",
+            _gib(candidate.peak_bytes),
+            f"{candidate.tokens_per_second / own_speed:.2f}x",
+            candidate.command_line or "(as they are)",
+        )
+    console.print(table)
+    console.print(f"\nto use the first, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
+    console.print("Speeds are estimates against the settings as they are; good for comparing, not for promises.")
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text.lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--budget is {text!r}; expected an amount of memory such as 24GiB or 16GB.")
+    return int(float(match[1]) * _UNITS[match[2]])

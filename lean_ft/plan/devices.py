@@ -1,0 +1,105 @@
+"""What the planner knows of devices: memory, and rates for comparing settings.
+
+Rates are the makers' published ones for dense 16-bit (float32 accumulate) and float32 products and for memory, times
+what training reaches of them in practice: 60 % of the arithmetic, 80 % of the bandwidth.
+"""
+
+from dataclasses import dataclass, replace
+
+from lean_ft.spelling import did_you_mean
+
+GIB = 2**30
+_ARITHMETIC, _BANDWIDTH = 0.6, 0.8
+# The driver's context, the libraries' workspaces and what the allocator cannot use between its blocks.
+CUDA_RESERVED_BYTES = int(0.75 * GIB)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device to plan for; rates are those reached, and `memory_bytes` None where it is not known."""
+
+    name: str
+    memory_bytes: int | None
+    flops_16bit: float
+    flops_32bit: float
+    bytes_per_second: float
+    launch_seconds: float
+    host_bytes_per_second: float  # to and from the host's memory
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s: float, link_gb_s: float) -> Device:
+    return Device(
+        name,
+        int(gib * GIB),
+        tflops_16bit * 1e12 * _ARITHMETIC,
+        tflops_32bit * 1e12 * _ARITHMETIC,
+        gb_s * 1e9 * _BANDWIDTH,
+        launch_seconds=5e-6,
+        host_bytes_per_second=link_gb_s * 1e9 * _BANDWIDTH,
+    )
+
+
+# GiB as the driver tells them, TFLOP/s, GB/s, and GB/s of the link to the host. Source: the makers' data sheets.
+DEVICES = {
+    card.name: card
+    for card in (
+        _card("T4", 14.6, 65, 8.1, 320, 16),
+        _card("RTX 3060", 11.8, 51, 12.7, 360, 32),
+        _card("RTX 3090", 23.6, 71, 35.6, 936, 32),
+        _card("RTX 4060 Ti", 15.6, 88, 22, 288, 16),
+        _card("RTX 4090", 23.5, 165, 82.6, 1008, 32),
+        _card("RTX 5090", 31.4, 210, 104.8, 1792, 64),
+        _card("A10G", 22.3, 70, 31.2, 600, 32),
+        _card("L4", 22.0, 121, 30.3, 300, 32),
+        _card("L40S", 44.4, 362, 91.6, 864, 32),
+        _card("A100 40GB", 39.4, 312, 19.5, 1555, 32),
+        _card("A100 80GB", 79.1, 312, 19.5, 2039, 32),
+        _card("H100", 79.1, 989, 66.9, 3350, 64),
+        _card("H200", 139.8, 989, 66.9, 4800, 64),
+    )
+}
+
+# Two cores with AVX512-BF16, as measured: 600 and 170 GFLOP/s, about 10 GB/s of traffic through large tensors.
+CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=5e-6, host_bytes_per_second=10e9)
+
+
+def find_device(name: str) -> Device:
+    """The card of that name, in any spelling of case and spaces. Raises ValueError with the nearest name."""
+    wanted = _plain(name)
+    for card in DEVICES.values():
+        if _plain(card.name) == wanted:
+            return card
+    raise ValueError(
+        f"no device is called {name!r}.{did_you_mean(name, DEVICES)} Known are {', '.join(DEVICES)}; for another one "
+        "give its memory with --budget."
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("nvidia", "").replace("geforce", "")
+
+
+def choose_device(name: str | None, setting: str) -> Device:
+    """The device to plan for: the named card, else the one that `device=setting` would run on.
+
+    A GPU that is here and not in the list keeps its own memory and takes an A100's rates.
+    """
+    if name is not None:
+        return find_device(name)
+    import torch
+
+    if setting != "cpu" and torch.cuda.is_available():
+        here = torch.cuda.get_device_properties(0)
+        known = max(
+            (card for card in DEVICES.values() if _plain(card.name) in _plain(here.name)),
+            key=lambda card: len(card.name),
+            default=DEVICES["A100 80GB"],
+        )
+        return replace(known, name=here.name, memory_bytes=here.total_memory)
+    if setting == "cuda":
+        return DEVICES["A100 80GB"]
+    return CPU

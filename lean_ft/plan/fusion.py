@@ -1,0 +1,146 @@
+"""Stands in for torch.compile while planning: partitions as the compiler does, and counts as its fused kernels take.
+
+AOTAutograd's own min-cut partitioner decides what forward keeps for backward, so that decision is the real one (and so
+is `activation_memory_budget`). Of each graph, chains of elementwise operations and reductions become kernels that keep
+their intermediates in registers; a value takes memory only where a matrix product or another opaque operation reads it,
+or where it leaves the graph. That is how the Inductor backend fuses, but for its finer choices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._pytree import tree_iter
+
+from lean_ft.plan.trace import Trace
+
+_OPAQUE_NAMES = (
+    *("mm", "addmm", "bmm", "baddbmm", "_scaled", "convolution", "embedding_dense_backward", "sort", "topk", "nonzero"),
+    *("scatter", "index_put", "cumsum", "grouped", "_flash", "_efficient", "attention", "histc", "bincount"),
+)
+
+
+def fusing_backend(trace: Trace) -> Callable:
+    """A backend for torch.compile whose compiled graphs report their memory and time to `trace`."""
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable:
+        kernels = _Kernels(graph, trace)
+
+        def call(arguments: list[Any]) -> Any:
+            return kernels(arguments)
+
+        call._boxed_call = True  # its arguments come in a list, which it empties, so that they are freed on the way
+        return call
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,  # as Inductor does, or what is written in place would be written twice
+    )
+
+
+class _Kernels:
+    """One compiled graph."""
+
+    def __init__(self, graph: fx.GraphModule, trace: Trace) -> None:
+        self._module, self._trace = graph, trace
+        self._nodes = list(graph.graph.nodes)
+        returned = set(next(node for node in self._nodes if node.op == "output").all_input_nodes)
+        self._stored = {
+            node
+            for node in self._nodes
+            if node.op == "call_function"
+            and (_is_opaque(node) or node in returned or any(_is_opaque(user) for user in _readers(node)))
+        }
+        self._dead_after = _dead_after(self._nodes, self._stored)
+        self._reads = {node: _sources(node, self._stored) for node in self._stored}
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        trace, values = self._trace, {}
+        placeholders = (node for node in self._nodes if node.op == "placeholder")
+        for node, value in zip(placeholders, arguments, strict=True):
+            values[node] = value
+        arguments.clear()
+        result: Any = None
+        for node in self._nodes:
+            if node.op == "get_attr":
+                values[node] = getattr(self._module, str(node.target))
+            elif node.op == "output":
+                result = fx.map_arg(node.args[0], lambda n: values[n])
+                trace.note(result)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+                assert callable(node.target)
+                with trace.uncounted():
+                    values[node] = node.target(*args, **kwargs)
+                if node in self._stored:
+                    trace.note(values[node])
+                    self._charge(node, args, kwargs, values)
+                    args = kwargs = None
+            for dead in self._dead_after.get(node, ()):
+                del values[dead]
+        return result
+
+    def _charge(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> None:
+        if _is_opaque(node):
+            self._trace.charge(node.target, args, kwargs, values[node])
+        elif not getattr(node.target, "is_view", False):
+            tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
+            moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+            self._trace.spend(0.0, moved)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in ("aten", "prims"):
+        return True
+    return any(part in node.target.__name__ for part in _OPAQUE_NAMES)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view or "view" in node.target.__name__
+    )
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Who reads the node's value, through views."""
+    readers = set()
+    for user in node.users:
+        readers |= _readers(user) if _is_view(user) else {user}
+    return readers
+
+
+def _sources(node: fx.Node, stored: set[fx.Node]) -> set[fx.Node]:
+    """The stored values and inputs that a kernel for `node` reads."""
+    sources, frontier = set(), list(node.all_input_nodes)
+    while frontier:
+        source = frontier.pop()
+        if source in stored or source.op != "call_function":
+            sources.add(source)
+        else:
+            frontier += source.all_input_nodes
+    return sources
+
+
+def _dead_after(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing after it reads; one that is fused reads its inputs when it is read."""
+    last: dict[fx.Node, int] = {}
+    index = {node: i for i, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        read_at = index[node]
+        if node not in stored and node.op == "call_function":
+            read_at = max(read_at, last.get(node, 0))
+        last.setdefault(node, index[node])
+        for source in node.all_input_nodes:
+            last[source] = max(last.get(source, 0), read_at)
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for node, i in last.items():
+        if node.op != "output":
+            dead.setdefault(nodes[i], []).append(node)
+    return dead

@@ -1,0 +1,117 @@
+"""What the planner says of a recipe, against sizes worked out by hand and against real training steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.config import load_config
+from lean_ft.models import load_model
+from lean_ft.optim import build_optimizer
+from lean_ft.plan import rehearse, search
+from lean_ft.plan.devices import CPU, DEVICES
+
+RECIPE = "full_finetune_single_device"
+ROWS, COLUMNS = 2, 256
+
+
+def settings(tmp_path: Path, *overrides: str):
+    recipe = load_recipe(find_recipe(RECIPE))
+    own = [f"batch_size={ROWS}", f"data.max_length={COLUMNS}", "model.path=tiny", "data.source=none.jsonl"]
+    return recipe, load_config(recipe.Config, None, [*own, f"output_dir={tmp_path / 'run'}", *overrides])
+
+
+def planned(tmp_path: Path, *overrides: str, device=CPU):
+    return rehearse(*settings(tmp_path, *overrides), device)
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return load_model("tiny", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adafactor"])
+def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_model, name: str):
+    recipe, cfg = settings(tmp_path, f"optimizer.name={name}")
+    optimizer = build_optimizer(tiny_model, cfg.optimizer, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
+    parts = rehearse(recipe, cfg, CPU).peak.bytes_by_label
+    assert parts["weights"] == sum(p.nbytes for p in tiny_model.parameters())
+    # What the optimizer makes beside its state (lookup tables) is of some KiB.
+    assert 0 <= parts.get("optimizer state", 0) - optimizer.state_bytes < 2**18
+
+
+def test_stepping_in_backward_keeps_one_gradient_at_a_time(tmp_path: Path, tiny_model):
+    weights = sum(p.nbytes for p in tiny_model.parameters())
+    at_once = planned(tmp_path, "optimizer.name=sgd", "data.max_length=8", "batch_size=1")
+    one_by_one = planned(
+        tmp_path, "optimizer.name=sgd", "data.max_length=8", "batch_size=1", "optimizer.in_backward=true"
+    )
+    assert at_once.peak_bytes > 1.9 * weights
+    assert one_by_one.peak_bytes < at_once.peak_bytes
+
+
+def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path, tiny_model):
+    plain = planned(tmp_path, "optimizer.name=sgd")
+    full = planned(tmp_path, "optimizer.name=sgd", "memory.activation_checkpointing=full")
+    selective = planned(tmp_path, "optimizer.name=sgd", "memory.activation_checkpointing=selective")
+    assert full.peak_bytes < selective.peak_bytes < plain.peak_bytes
+    assert full.step_seconds > plain.step_seconds
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("compile=true", "optimizer.name=adamw_8bit", "optimizer.in_backward=true"),
+        ("compile=true", "memory.activation_checkpointing=selective", "data.packing=bfd"),
+        ("model.dtype=float16", "gradient_accumulation_steps=4", "clip_grad_norm=1.0"),
+        ("optimizer.stochastic_rounding=true", "optimizer.name=adamw"),
+    ],
+)
+def test_every_kind_of_setting_can_be_rehearsed(tmp_path: Path, overrides: tuple[str, ...]):
+    rehearsal = planned(tmp_path, *overrides)
+    assert rehearsal.peak_bytes == sum(rehearsal.peak.bytes_by_label.values()) > 0
+    assert rehearsal.step_seconds > 0
+    assert rehearsal.tokens == ROWS * COLUMNS * (4 if "gradient_accumulation_steps=4" in overrides else 1)
+
+
+def test_a_rehearsal_needs_and_leaves_nothing(tmp_path: Path):
+    """No data, no run directory; and torch.compile is torch's own again."""
+    before = torch.compile, torch.Tensor.backward
+    planned(tmp_path)
+    assert (torch.compile, torch.Tensor.backward) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
+    """A copy that keeps a tensor of 8 MiB through the step takes 8 MiB more."""
+    source = find_recipe(RECIPE).read_text()
+    edited = tmp_path / "mine.py"
+    edited.write_text(
+        source.replace(
+            "    for step in run.steps():",
+            "    kept = torch.empty(2**23, dtype=torch.uint8)\n    for step in run.steps():",
+        )
+    )
+    recipe, cfg = settings(tmp_path)
+    plain = rehearse(recipe, cfg, CPU)
+    changed = rehearse(load_recipe(edited), cfg, CPU)
+    assert changed.peak_bytes - plain.peak_bytes == 2**23
+
+
+def test_the_search_ranks_what_fits_and_tells_the_nearest_where_nothing_does(tmp_path: Path):
+    recipe, cfg = settings(tmp_path, "optimizer.name=adamw")
+    card = DEVICES["RTX 4090"]
+    own = rehearse(recipe, cfg, card).peak_bytes
+    found = search(recipe, cfg, card, own)
+    speeds = [candidate.tokens_per_second for candidate in found.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(candidate.peak_bytes <= own for candidate in found.fitting)
+    leanest = min(candidate.peak_bytes for candidate in found.fitting + found.too_large)
+    assert leanest < 0.8 * own
+
+    nothing = search(recipe, cfg, card, leanest // 8)
+    assert nothing.fitting == []
+    assert nothing.too_large[0].peak_bytes < leanest, "smaller batches were tried"
+    assert nothing.too_large[0].overrides["batch_size"] == 1
+    assert nothing.too_large[0].overrides["gradient_accumulation_steps"] == 2

@@ -1,0 +1,156 @@
+"""The tracer's counts against bytes worked out by hand."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lean_ft.plan.devices import CPU, DEVICES, find_device
+from lean_ft.plan.fusion import fusing_backend
+from lean_ft.plan.trace import Trace
+
+KIB = 1024
+
+
+def traced(function, device=CPU) -> Trace:
+    trace = Trace(device)
+    with FakeTensorMode(), trace:
+        function(trace)
+    return trace
+
+
+def kibibytes(count: int) -> torch.Tensor:
+    return torch.empty(count * KIB, dtype=torch.uint8)
+
+
+def test_the_peak_is_what_lived_at_once():
+    def work(trace):
+        first = kibibytes(100)
+        second = kibibytes(50)
+        del first
+        third = kibibytes(70)  # 120: below the first two together
+        del second, third
+
+    trace = traced(work)
+    assert trace.peak.total_bytes == 150 * KIB
+    assert trace.live_bytes == 0
+
+
+def test_views_and_in_place_writes_take_nothing():
+    def work(trace):
+        whole = kibibytes(10)
+        parts = [whole[:KIB], whole.view(-1, 2), whole.detach()]
+        whole.add_(1)
+        assert trace.live_bytes == 10 * KIB
+        del whole
+        assert trace.live_bytes == 10 * KIB, "a view keeps the storage"
+        del parts
+        assert trace.live_bytes == 0
+
+    traced(work)
+
+
+def test_a_resized_storage_counts_with_its_new_size():
+    def work(trace):
+        tensor = kibibytes(0)
+        tensor.resize_(30 * KIB)
+        assert trace.live_bytes == 30 * KIB
+
+    traced(work)
+
+
+def test_labels_sum_up_to_the_peak_and_say_what_it_is_of():
+    def work(trace):
+        with trace.labelled("weights"):
+            kept = kibibytes(8)
+        with trace.labelled("workspace", "the middle of it"):
+            first, second = kibibytes(2), kibibytes(3)
+            trace.relabel(second, "gradients")
+            third = kibibytes(1)
+        del kept, first, second, third
+
+    peak = traced(work).peak
+    assert peak.bytes_by_label == {"weights": 8 * KIB, "workspace": 3 * KIB, "gradients": 3 * KIB}
+    assert peak.where == "the middle of it"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
+    """sigmoid keeps its result; checkpointed, only the input is kept."""
+    size = 64 * KIB
+
+    def work(trace):
+        x = torch.empty(size // 4, requires_grad=True)
+
+        def layer(y):
+            return y.sigmoid().sigmoid().sigmoid()
+
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        assert trace.live_bytes == (2 if recompute else 4) * size
+        y.sum().backward()
+        del y
+        assert trace.live_bytes == 2 * size  # x and its gradient
+
+    traced(work)
+
+
+def test_arithmetic_takes_its_time():
+    """A square product is bound by arithmetic, a copy by traffic; both as the device's rates say."""
+    card = DEVICES["A100 80GB"]
+    n = 8192
+
+    def product(trace):
+        a = torch.empty(n, n, dtype=torch.bfloat16)
+        before = trace.seconds
+        a @ a
+        assert trace.seconds - before == pytest.approx(2 * n**3 / card.flops_16bit + card.launch_seconds)
+        before = trace.seconds
+        a.clone()
+        assert trace.seconds - before == pytest.approx(4 * n**2 / card.bytes_per_second + card.launch_seconds)
+
+    traced(product, card)
+
+
+def test_a_compiled_chain_stores_only_what_leaves_it():
+    """Eager, each step of the chain makes a tensor; fused, the intermediates stay in registers."""
+    size = 256 * KIB
+
+    def chain(x):
+        return (x * 2 + 1).exp() - x
+
+    def work(compiled):
+        def run(trace):
+            function = torch.compile(chain, backend=fusing_backend(trace)) if compiled else chain
+            x = torch.empty(size // 4)
+            with torch.no_grad():
+                result = function(x)
+            del result
+
+        return run
+
+    torch._dynamo.reset()
+    eager, fused = traced(work(False)), traced(work(True))
+    torch._dynamo.reset()
+    assert fused.peak.total_bytes == 2 * size
+    assert eager.peak.total_bytes == 3 * size
+
+
+def test_a_compiled_product_stores_what_it_reads():
+    size = 4 * 64 * 64
+
+    def work(trace):
+        function = torch.compile(lambda x: (x + 1) @ (x * 2), backend=fusing_backend(trace))
+        x = torch.empty(64, 64)
+        with torch.no_grad():
+            function(x)
+
+    torch._dynamo.reset()
+    peak = traced(work).peak.total_bytes
+    torch._dynamo.reset()
+    assert peak == 4 * size  # x, both factors and the product
+
+
+def test_devices_are_found_in_any_spelling():
+    assert find_device("nvidia GeForce rtx4090") is DEVICES["RTX 4090"]
+    with pytest.raises(ValueError, match=r"no device is called 'RTX 409'.*RTX 4090"):
+        find_device("RTX 409")
