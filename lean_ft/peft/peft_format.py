@@ -78,6 +78,7 @@ class StoredAdapter:
     """An adapter on disk: what it adapts, and where its tensors lie."""
 
     folder: Path
+    config: dict[str, Any]
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by the name of the layer
     tensors: dict[str, StoredTensor]  # by the name in the file, without PEFT's prefix
@@ -185,7 +186,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             if name.endswith(suffix):
                 layer = name.removesuffix(suffix)
                 shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
-    return StoredAdapter(folder, _named_model(config), shapes, tensors)
+    return StoredAdapter(folder, config, _named_model(config), shapes, tensors)
 
 
 # Out -----------------------------------------------------------------------------------------------------------
@@ -215,11 +216,11 @@ def _named_tensors(layers: dict[str, AdaptedLayer]) -> dict[str, Tensor]:
 
 
 def _stem(name: str, layers: dict[str, AdaptedLayer]) -> str:
-    """What the names of a layer's tensors begin with: PEFT wraps experts for `down_proj` first, then for the other."""
+    """What the names of a layer's tensors begin with: PEFT wraps experts for `gate_up_proj` first, then for the other."""
     if not isinstance(layers[name], ExpertsAdapter):
         return name
     place, _, projection = name.rpartition(".")
-    is_inner = projection == "down_proj" and f"{place}.gate_up_proj" in layers
+    is_inner = projection == "gate_up_proj" and f"{place}.down_proj" in layers
     return f"{place}.base_layer" if is_inner else place
 
 
@@ -348,8 +349,8 @@ def _with_experts_named(model: Decoder, adapter: StoredAdapter) -> StoredAdapter
         for projection in PROJECTIONS:
             num_experts, num_outputs, num_inputs = _linear_shape(experts, projection)
             if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                shape = shapes.pop(name)
-                shapes[f"{place}.{projection}"] = replace(shape, rank=shape.rank // num_experts)
+                rank = shapes.pop(name).rank // num_experts
+                shapes[f"{place}.{projection}"] = _stored_shape(adapter.config, f"{place}.{projection}", rank)
                 for old, suffix in zip(names, _LINEAR_NAMES.values(), strict=True):
                     tensors[f"{place}.{projection}{suffix}"] = tensors.pop(old)
     return replace(adapter, shapes=shapes, tensors=tensors)
