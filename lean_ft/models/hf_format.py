@@ -187,10 +187,13 @@ def _fill(
     model: Decoder, device: str | torch.device, fill: Callable[[str, Tensor], None], after_module: AfterModule | None
 ) -> None:
     """Gives the parameters of a model of shapes alone memory and values, a module at a time."""
-    for name, module in list(model.named_modules()):
+    # Names, and not the modules: what `after_module` has replaced must be free to go.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
             fill(own, parameter)
+        del module
         if after_module is not None:
             after_module(model, name)
 

@@ -156,10 +156,10 @@ class _Stage:
         with unset_fake_temporarily():
             model = empty_model(path, dtype, router_aux_loss_coef)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        for place, module in list(model.named_modules()):
+        for place in [name for name, _ in model.named_modules()]:
             with trace.labelled(WEIGHTS):
                 with unset_fake_temporarily():
-                    self._make_fake(module, place)
+                    self._make_fake(model.get_submodule(place), place)
                 if after_module is not None:
                     after_module(model, place)
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
