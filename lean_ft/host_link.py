@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IN_FLIGHT_BYTES = 256 * 2**20  # most that is kept on the device only because a copy still reads it
+IN_FLIGHT_BYTES = 128 * 2**20  # most that is kept on the device only because a copy still reads it
 
 
 class Sent:
@@ -89,6 +89,25 @@ class HostLink:
         sent.arrival = None
         return value
 
+    def keep(self, sent: Sent) -> None:
+        """Keeps what still is on the device there, for as long as there is a `Sent` for it."""
+        if (done := self._take_from_leaving(sent)) is not None:
+            assert sent.source is not None
+            self._wait(done)
+            self._leaving_bytes -= sent.source.nbytes
+
+    def let_go_of(self, sent: Sent) -> None:
+        """Keeps what was sent on the device no longer; a later `fetch` brings it back."""
+        if (done := self._take_from_leaving(sent)) is not None:
+            self._forget_source(sent, done)
+
+    def _take_from_leaving(self, sent: Sent) -> Any:
+        for i, (leaving, done) in enumerate(self._leaving):
+            if leaving is sent:
+                del self._leaving[i]
+                return done
+        return None
+
     def let_all_go(self) -> None:
         """Has the computing stream wait for all that was sent, and keeps none of it on the device."""
         while self._leaving:
@@ -106,7 +125,9 @@ class HostLink:
         self._finish()
 
     def _let_go(self) -> None:
-        sent, done = self._leaving.popleft()
+        self._forget_source(*self._leaving.popleft())
+
+    def _forget_source(self, sent: Sent, done: Any) -> None:
         self._wait(done)
         assert sent.source is not None
         self._leaving_bytes -= sent.source.nbytes
@@ -129,3 +150,17 @@ class HostLink:
 
     def _wait(self, event: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
+
+
+def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
+    """The link of a CUDA device, for the technique that `setting` asks for.
+
+    Raises:
+        ValueError: where there is no other memory to send anything to; `instead` is the setting to take there.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"{setting} moves what it is about from the GPU's memory to the host's, but the model is on {device.type}: "
+            f"it is in the host's memory already. Set {instead}."
+        )
+    return HostLink(device)

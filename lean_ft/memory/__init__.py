@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lean_ft.host_link import HostLink
+from lean_ft.host_link import open_link
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
 from lean_ft.memory.float8 import float8_products
@@ -62,10 +62,6 @@ def _place_tied_gradient(model: nn.Module, choice: str) -> None:
             "memory.tied_gradient=host is for an output layer that is the embedding, and this model has two weights: no "
             "gradient waits from the one to the other. Set memory.tied_gradient=fused."
         )
-    if choice == "host" and device.type != "cuda":
-        raise ValueError(
-            "memory.tied_gradient=host keeps the gradient in the host's memory instead of the GPU's, but the model is "
-            f"on {device.type}: it is in the host's memory already. Set memory.tied_gradient=fused."
-        )
     if tied is not None and choice != "separate":
-        fuse_tied_gradient(tied, HostLink(device) if choice == "host" else None)
+        host = "memory.tied_gradient=host"
+        fuse_tied_gradient(tied, open_link(device, host, "memory.tied_gradient=fused") if choice == "host" else None)

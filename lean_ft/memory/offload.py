@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent
+from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 
 SMALLEST_BYTES = 2**20
 AHEAD_BYTES = IN_FLIGHT_BYTES  # fetched before backward asks for it
@@ -33,14 +33,9 @@ def offload_activations(model: nn.Module) -> None:
         ValueError: when the model is not on a CUDA device, or has no `layers`.
     """
     device = next(model.parameters()).device
-    if device.type != "cuda":
-        raise ValueError(
-            f"memory.activation_offload=true keeps activations in the host's memory instead of the GPU's, but the model "
-            f"is on {device.type}: they are in the host's memory already. Set memory.activation_offload=false."
-        )
     if not isinstance(getattr(model, "layers", None), nn.ModuleList):
         raise ValueError(f"offload_activations expects a model with `layers`, but got {type(model).__name__}")
-    offload_to(model, HostLink(device))
+    offload_to(model, open_link(device, "memory.activation_offload=true", "memory.activation_offload=false"))
 
 
 def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
@@ -71,10 +66,14 @@ class Offloaded:
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self._link = link
-        self._parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
+        self._parameters = {_memory(param) for param in model.parameters()}
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self._order: list[ReferenceType[Sent]] = []  # autograd owns them: a graph that is dropped drops them
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
+        self._shared: list[
+            ReferenceType[Sent]
+        ] = []  # saved by several layers, as rotary angles are: kept on the device
+        self._came: set[int] = set()  # places that backward has asked for
 
     @property
     def num_away(self) -> int:
@@ -88,45 +87,59 @@ class Offloaded:
             self._link.forget_arrivals()
             self._order.clear()
             self._places.clear()
+            self._shared.clear()
+            self._came.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | Sent:
         # Without its history: an operation that saves its own result would keep its whole graph alive in a circle.
         tensor = tensor.detach()
         if (
             tensor.nbytes < self._smallest_bytes
-            or tensor.untyped_storage().data_ptr() in self._parameters
+            or _memory(tensor) in self._parameters
             or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: it is smaller than it looks
         ):
             return tensor
-        if (known := self._sent_just_now(tensor)) is not None:
+        if (known := self._known(tensor)) is not None:
             return known
         sent = self._link.send(tensor)
         self._places[id(sent)] = len(self._order)
         self._order.append(ref(sent))
         return sent
 
-    def _sent_just_now(self, tensor: Tensor) -> Sent | None:
-        """The same tensor, saved by two operations, is sent once."""
-        for reference in reversed(self._order[-4:]):
-            sent = reference()
-            if sent is None or sent.source is None:  # gone from the device: its memory may be another's
-                continue
-            if sent.version == tensor._version and _same_memory(sent.source, tensor):
-                return sent
+    def _known(self, tensor: Tensor) -> Sent | None:
+        """What was sent already of the same tensor, which then stays on the device: layer after layer asks for it."""
+        for references in (self._shared, self._order[-4:]):
+            for reference in reversed(references):
+                sent = reference()
+                if sent is None or sent.source is None:  # gone from the device: its memory may be another's
+                    continue
+                if sent.version == tensor._version and _same_memory(sent.source, tensor):
+                    if references is not self._shared:
+                        self._link.keep(sent)
+                        self._shared.append(reference)
+                    return sent
         return None
 
     def unpack(self, packed: Tensor | Sent) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensor = self._link.fetch(packed)
+        self._link.let_go_of(packed)  # backward has it now, and is the last to need it
         ahead_bytes, place = 0, self._places[id(packed)]
+        self._came.add(place)
         while place > 0 and ahead_bytes < self._ahead_bytes:
             place -= 1
-            if (sent := self._order[place]()) is not None:
+            if place not in self._came and (sent := self._order[place]()) is not None:
                 self._link.prefetch(sent)
                 ahead_bytes += sent.host.nbytes
         return tensor
 
 
+def _memory(tensor: Tensor) -> int:
+    """Tells tensors of the same memory from others; unlike an address it is there for tensors of shapes alone."""
+    return tensor.untyped_storage()._cdata
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    same_start = _memory(a) == _memory(b) and a.storage_offset() == b.storage_offset()
+    return same_start and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

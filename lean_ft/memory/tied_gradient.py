@@ -8,7 +8,7 @@ were two. A token's rows are summed in float32 first, so a frequent token rounds
 
 Between the two the gradient waits while all layers go backward: for Llama-3.2-3B 0.73 GiB. It cannot be used up
 earlier, as the update of most rules is not linear in the gradient. On a GPU it can wait in pinned host memory: it
-travels out during the last layer's backward and back during the first one's.
+travels out during the last layer's backward and back at the end of the first one's.
 
 Source: our own. Left out: waiting in host memory on a CPU, where that is the same memory.
 
@@ -16,6 +16,7 @@ Shapes: B batch, T tokens of a row, N = B * T tokens, D hidden size, V vocabular
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,12 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     setattr(embedding, "forward", output.look_up)  # noqa: B010  (the instance's, which no stub knows)
     model.tied_output_weight = output.hand_out
     if link is not None:
-        # Its gradient is there shortly before the embedding's is asked for: the first layer has yet to go backward.
-        layer = model.layers[min(1, len(model.layers) - 1)]
-        trainable = next((param for param in layer.parameters() if param.requires_grad), None)
-        if trainable is not None:
-            trainable.register_post_accumulate_grad_hook(lambda _: output.prefetch())
+        # It comes back when the first layer's attention has its gradients: in its place lies no layer's workspace then.
+        attention = model.layers[0].get_submodule("self_attn")
+        output.awaited = {name for name, param in attention.named_parameters() if param.requires_grad}
+        for name, param in attention.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(output.note_gradient, name))
 
 
 class _OutputWeight:
@@ -58,6 +60,8 @@ class _OutputWeight:
         self.embedding, self.link = embedding, link
         self._weight: Tensor | None = None  # (V, D), with the embedding as the node that made it
         self._waiting: list[Sent] = []
+        self.awaited: set[str] = set()  # parameters whose gradients come shortly before the embedding's,
+        self._seen: set[str] = set()  # and those of them that have come
 
     def __deepcopy__(self, memo: Any) -> "_OutputWeight":
         # What a copied model hands out, it makes in its own forward pass.
@@ -69,11 +73,17 @@ class _OutputWeight:
             self._weight = None
             return F.embedding(ids, weight)
         rows, handed_out = _Embedding.apply(ids, weight, self)  # type: ignore[misc]
-        self._weight = handed_out if self.link is None else _Park.apply(handed_out, self)
+        self._weight = handed_out
         return rows
 
     def hand_out(self) -> Tensor:
-        return self.embedding.weight if self._weight is None else self._weight
+        if self._weight is None:
+            return self.embedding.weight
+        if self.link is None or not torch.is_grad_enabled():
+            return self._weight
+        # Made now and not in `look_up`: of what is ready, backward takes first what was made last, and that is before
+        # the layers only if it was made after them.
+        return _Park.apply(self._weight, self)  # type: ignore[return-value]
 
     def send(self, grad: Tensor) -> Tensor:
         """Sends the gradient away; what it returns stands for it and takes no memory."""
@@ -81,13 +91,15 @@ class _OutputWeight:
         self._waiting.append(self.link.send(grad))
         return grad.new_zeros(()).expand_as(grad)
 
-    def prefetch(self) -> None:
-        if self.link is not None:
+    def note_gradient(self, name: str, _: Tensor) -> None:
+        self._seen.add(name)
+        if self._seen == self.awaited and self.link is not None:
             for sent in self._waiting:
                 self.link.prefetch(sent)
 
     def fetch(self) -> Tensor | None:
         """The gradient that was sent away, and no longer waits; a sum where there were several."""
+        self._seen.clear()
         if not self._waiting:
             return None
         assert self.link is not None

@@ -80,31 +80,32 @@ def as_scalar_tensor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
+_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
+
+
 def slice_length(device: torch.device, compiled: bool) -> int:
     """Elements worked on at a time; a multiple of every block size in use."""
-    if device.type == "cpu":
+    if (_planned_device.get() or device.type) == "cpu":
         return CPU_SLICE
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
 
 
-_first_slice_only = ContextVar("first_slice_only", default=False)
-
-
 @contextmanager
-def first_slice_only() -> Iterator[None]:
-    """Inside, an update touches its first slice alone: for the planner, which asks what a step takes at a time."""
-    token = _first_slice_only.set(True)
+def first_slice_only(device_type: str) -> Iterator[None]:
+    """Inside, an update touches its first slice alone, of the length on such a device: for the planner, which asks what a
+    step takes at a time."""
+    token = _planned_device.set(device_type)
     try:
         yield
     finally:
-        _first_slice_only.reset(token)
+        _planned_device.reset(token)
 
 
 def slices(num_elements: int, length: int) -> Iterator[slice]:
     """Cut `num_elements` into slices of `length`, the last one shorter."""
     for start in range(0, num_elements, length):
         yield slice(start, min(start + length, num_elements))
-        if _first_slice_only.get():
+        if _planned_device.get() is not None:
             return
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent
+from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 
 SMALLEST_BYTES = 2**16
@@ -29,7 +29,7 @@ class Streamed(Rule):
     def __init__(
         self, rule: Rule, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES, ahead_bytes: int = IN_FLIGHT_BYTES
     ) -> None:
-        self._rule, self._link = rule, link
+        self.rule, self._link = rule, link
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self.draws_noise = rule.draws_noise
         self._sent: dict[int, dict[str, Sent]] = {}  # by parameter: the state that lives on the host
@@ -38,8 +38,8 @@ class Streamed(Rule):
         self._step_number = 0
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        tensors = self._rule.init_state(param)
-        self.notes = self._rule.notes
+        tensors = self.rule.init_state(param)
+        self.notes = self.rule.notes
         for name, tensor in tensors.items():
             if tensor.nbytes >= self._smallest_bytes:
                 tensors[name] = self._link.host_copy(tensor)
@@ -53,7 +53,7 @@ class Streamed(Rule):
             away = self._away(state)
             tensors = {**state.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
             self._prefetch_after(state.index)
-            self._rule.update([ParameterState(state.name, state.param, state.index, tensors)], step)
+            self.rule.update([ParameterState(state.name, state.param, state.index, tensors)], step)
             # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
             # after that update comes later on the same stream, and nobody reads the host's state in between.
             for name in away:
@@ -67,7 +67,7 @@ class Streamed(Rule):
         self._link.synchronize()
         self._link.forget_arrivals()
         self._sent.clear()
-        self._rule.load_state(state, tensors)  # into the host's tensors, in place
+        self.rule.load_state(state, tensors)  # into the host's tensors, in place
 
     def _away(self, state: ParameterState) -> dict[str, Sent]:
         if state.index not in self._sent:
@@ -97,9 +97,4 @@ def stream_state(rule: Rule, device: torch.device) -> Streamed:
     Raises:
         ValueError: where there is no other memory to keep state in.
     """
-    if device.type != "cuda":
-        raise ValueError(
-            "optimizer.state=streamed keeps state in the host's memory and moves it to the GPU for each update, but the "
-            f"model is on {device.type}: it is in the host's memory already. Set optimizer.state=device."
-        )
-    return Streamed(rule, HostLink(device))
+    return Streamed(rule, open_link(device, "optimizer.state=streamed", "optimizer.state=device"))

@@ -22,15 +22,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 import lean_ft.data
 import lean_ft.losses
+import lean_ft.memory
+import lean_ft.memory.loss_chunk
+import lean_ft.memory.offload
 import lean_ft.models
 import lean_ft.optim
+import lean_ft.optim.streamed
 import lean_ft.peft
 import lean_ft.tokenizers
 import lean_ft.training
 from lean_ft.data import Batch
+from lean_ft.environment import memory_bytes
+from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, open_link
 from lean_ft.models import empty_model
+from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.optim.slices import first_slice_only
+from lean_ft.optim.streamed import Streamed
 from lean_ft.peft import quantize_as_loaded
 from lean_ft.plan.devices import Device
 from lean_ft.plan.fusion import fusing_backend
@@ -75,7 +83,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         quantize_as_loaded(lora)  # its library makes tables when it is first used, and these must be real
     try:
         with stage.set_for(recipe), stage.fake_mode, trace:
-            recipe.main(cfg.model_copy(update={"device": "cpu"}))
+            recipe.main(_for_shapes(cfg, device))
         raise ValueError(
             "the recipe ended without a step: what is planned is one step, from lean_ft.training.Run's steps() to its "
             "log(). A recipe that trains otherwise cannot be planned."
@@ -87,12 +95,27 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         torch._dynamo.reset()
     return Rehearsal(
         peak=trace.peak,
-        step_seconds=trace.seconds,
+        step_seconds=max(trace.seconds, trace.link_seconds),  # copies run beside the computation
         tokens=stage.num_tokens,
         num_parameters=stage.num_parameters,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
     )
+
+
+def _for_shapes(cfg: Any, device: Device) -> Any:
+    """The settings as tensors on a pretended CPU can honour them.
+
+    Of what a GPU alone can do, managed memory is counted as the GPU's own, which it is as long as there is room; and
+    products in float8 as those in bfloat16, whose memory they take.
+    """
+    updates: dict[str, Any] = {"device": "cpu"}
+    if not device.is_cpu:
+        if getattr(cfg, "optimizer", None) is not None and cfg.optimizer.state == "paged":
+            updates["optimizer"] = cfg.optimizer.model_copy(update={"state": "device"})
+        if getattr(cfg, "memory", None) is not None:
+            updates["memory"] = cfg.memory.model_copy(update={"float8_products": False})
+    return cfg.model_copy(update=updates)
 
 
 class _Curtain(BaseException):
@@ -106,6 +129,7 @@ class _Stage:
         self.cfg, self.trace = cfg, trace
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
+        self.in_flight: Tensor | None = None
 
     @contextlib.contextmanager
     def set_for(self, recipe: ModuleType) -> Iterator[None]:
@@ -121,6 +145,13 @@ class _Stage:
             id(lean_ft.optim.build_optimizer): self.build_optimizer,
             id(lean_ft.optim.LossScaler): lambda *args, **kwargs: lean_ft.optim.LossScaler(enabled=False),
         }
+        stand_ins_inside = {  # of what the library calls for the recipe
+            (lean_ft.memory, "open_link"): self.open_link,
+            (lean_ft.memory.offload, "open_link"): self.open_link,
+            (lean_ft.optim.streamed, "open_link"): self.open_link,
+            (lean_ft.memory.loss_chunk, "memory_bytes"): self.memory_bytes,
+            (loss_module, "_softmax_gradient_in_blocks"): self.softmax_of_first_block,
+        }
         real_compile, backend = torch.compile, fusing_backend(self.trace)
 
         def planned_compile(*args: Any, **kwargs: Any) -> Any:
@@ -134,10 +165,9 @@ class _Stage:
                     stack.enter_context(mock.patch.object(recipe, name, stand_ins[id(value)]))
             stack.enter_context(mock.patch.object(torch, "compile", planned_compile))
             stack.enter_context(mock.patch.object(torch.Tensor, "backward", backward))
-            stack.enter_context(
-                mock.patch.object(loss_module, "_softmax_gradient_in_blocks", self.softmax_of_first_block)
-            )
-            stack.enter_context(first_slice_only())
+            for (module, name), stand_in in stand_ins_inside.items():
+                stack.enter_context(mock.patch.object(module, name, stand_in))
+            stack.enter_context(first_slice_only("cpu" if self.trace.device.is_cpu else "cuda"))
             yield
 
     def labelled(self, label: str, where: str, function: Callable) -> Callable:
@@ -191,6 +221,12 @@ class _Stage:
 
         return note
 
+    def memory_bytes(self, device: torch.device) -> int | None:
+        return memory_bytes(device) if self.trace.device.is_cpu else self.trace.device.memory_bytes
+
+    def open_link(self, device: torch.device, setting: str, instead: str) -> HostLink:
+        return open_link(device, setting, instead) if self.trace.device.is_cpu else _PlannedLink(self.trace)
+
     def linear_cross_entropy(self, *args: Any, **kwargs: Any) -> Any:
         with self.trace.labelled(LOSS):
             return lean_ft.losses.linear_cross_entropy(*args, **kwargs)
@@ -199,6 +235,14 @@ class _Stage:
         with self.trace.labelled(STATES):
             optimizer = lean_ft.optim.build_optimizer(*args, **kwargs)
         optimizer._noise_seed = 0  # drawing one asks a tensor for its value
+        rule = optimizer.rule.rule if isinstance(optimizer.rule, Streamed) else optimizer.rule
+        is_one_kernel = isinstance(rule, AdamW8bit) and not (rule.update_clipping or rule.draws_noise)
+        if is_one_kernel and not self.trace.device.is_cpu:
+            rule.update = lambda states, step: None  # bitsandbytes' own, which has no workspace
+        if isinstance(optimizer.rule, Streamed):
+            with self.trace.labelled(STATES):  # one step alone fetches nothing ahead
+                in_flight = min(IN_FLIGHT_BYTES, optimizer.state_bytes)
+                self.in_flight = torch.empty(in_flight, dtype=torch.uint8)
         optimizer.rule.update = self.update_once_a_shape(optimizer.rule.update)
         return optimizer
 
@@ -220,6 +264,8 @@ class _Stage:
             self.trace.seconds = seconds
             for state in states:
                 kept = [state.param, *state.tensors.values()]
+                if self.in_flight is not None:
+                    self.trace.travel(2 * sum(t.nbytes for t in state.tensors.values()))
                 self.trace.spend(0.0, 2 * sum(t.nbytes for t in kept) + state.grad.nbytes)
 
         return call
@@ -269,3 +315,31 @@ class _Stage:
     def log(self, **kwargs: Any) -> None:
         """The step is over: what is evaluated or saved after it takes less."""
         raise _Curtain
+
+
+class _PlannedLink(HostLink):
+    """Counts what stays on the device and how long the copies take; what is on the host costs nothing."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        super().__init__(torch.device("cpu"))
+
+    def _open(self) -> None:
+        pass
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        with self._trace.uncounted():
+            return torch.empty_like(like)
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        return self._host_memory(tensor)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        self._trace.travel(source.nbytes)
+        return "the end of this copy"
+
+    def _finish(self) -> None:
+        pass
+
+    def _wait(self, event: Any) -> None:
+        pass

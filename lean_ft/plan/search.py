@@ -153,16 +153,24 @@ def _ladder(cfg: Any, device: Device) -> list[Overrides]:
         {_CHECKPOINTING: "every_n"},
         {_CHECKPOINTING: "selective"},
         {_CHECKPOINTING: "full"},
-        {_CHECKPOINTING: "full", "memory.loss_accumulation_dtype": "weight"},
+        lean := {
+            _CHECKPOINTING: "full",
+            "memory.loss_accumulation_dtype": "weight",
+            "memory.loss_chunk_tokens": 1024,
+        },
     ]
+    if not device.is_cpu:
+        rungs += [{**lean, "memory.activation_offload": True}]
+        rungs += [{**lean, "memory.activation_offload": True, "memory.tied_gradient": "host"}]
     return [{**always, **rung} for rung in rungs]
 
 
 def _states(cfg: Any, device: Device) -> list[Overrides]:
     """How the optimizer's state is kept: as it is, then leaner."""
     if cfg.optimizer.name != "adamw":
-        return [{}]
-    return [{}, {"optimizer.name": "adamw_8bit"}]
+        return [{}] if device.is_cpu or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
+    lean: Overrides = {"optimizer.name": "adamw_8bit"}
+    return [{}, lean] if device.is_cpu else [{}, lean, {**lean, "optimizer.state": "streamed"}]
 
 
 def _smaller_batches(cfg: Any) -> Iterator[Overrides]:

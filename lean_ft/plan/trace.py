@@ -54,6 +54,7 @@ class Trace(TorchDispatchMode):
         self.peak = Moment()
         self.timeline: list[tuple[float, int, str]] = []  # (seconds, bytes alive, label)
         self.seconds = 0.0
+        self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
         self.longest_document = 1
         self._peak_bytes = 0
         self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, label)
@@ -124,6 +125,10 @@ class Trace(TorchDispatchMode):
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
         self.seconds += max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
         self.timeline.append((self.seconds, self.live_bytes, self.label))
+
+    def travel(self, num_bytes: int) -> None:
+        """Adds the time of a copy between the device and the host."""
+        self.link_seconds += num_bytes / self.device.host_bytes_per_second
 
     def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func.overloadpacket

@@ -61,6 +61,21 @@ def test_the_hook_fires_once_and_a_weight_that_waits_takes_no_memory() -> None:
     assert not link._arriving and not link._leaving
 
 
+def test_the_gradient_is_away_while_the_layers_go_backward() -> None:
+    model, link = tiny(), LateLink()
+    fuse_tied_gradient(model, link)
+    sent_before = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _, name=name: sent_before.update({name: [what for what, _ in link.log].count("copy")})
+        )
+    backward(model)
+    last = f"layers.{len(model.layers) - 1}."
+    assert {count for name, count in sent_before.items() if last in name} == {1}, "sent before the last layer's update"
+    assert sent_before["model.layers.0.mlp.gate_proj.weight"] == 1
+    assert max(count for name, count in sent_before.items() if "layers.0.self_attn" in name) == 2, "on its way back"
+
+
 def test_the_first_backward_of_two_forwards_and_a_loss_without_the_output_layer_lose_nothing() -> None:
     ids, _ = batch()
     gradients = []
