@@ -124,6 +124,8 @@ class Offloaded:
         if isinstance(packed, Tensor):
             return packed
         tensor = self._link.fetch(packed)
+        if any(shared() is packed for shared in self._shared):
+            return tensor  # its place, that of the first layer, says nothing of where backward is
         self._link.let_go_of(packed)  # backward has it now, and is the last to need it
         ahead_bytes, place = 0, self._places[id(packed)]
         self._came.add(place)
