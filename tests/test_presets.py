@@ -14,6 +14,7 @@ from lean_ft import catalog, hub
 from lean_ft.config import describe, load_config, preset_values
 
 GIB = 2**30
+_CHUNK_TOKENS = 1024  # of the loss; `auto` takes more where there is room
 CARDS = (8, 12, 16, 24, 40, 48, 80)  # GB of memory that cards come with
 
 
@@ -125,7 +126,7 @@ def estimate_bytes(model: Model, cfg: Any) -> int:
     states = round(model.num_parameters * (2 + 2 * 4 / 256))  # two moments of a byte, a float32 scale for 256 of each
     kept = 2 * tokens * model.L * (model.H + (q if cfg.memory.activation_checkpointing == "selective" else 0))
     sum_bytes = 4 if cfg.memory.loss_accumulation_dtype == "float32" else 2
-    loss = model.V * model.H * (sum_bytes + 2) + cfg.memory.loss_chunk_tokens * model.V * (2 + 4)
+    loss = model.V * model.H * (sum_bytes + 2) + _CHUNK_TOKENS * model.V * (2 + 4)
     # Inputs of products and gradients of activations: of the block, of attention, of the feed-forward layer.
     layer = 2 * tokens * (4 * model.H + 2 * q + 4 * k + 5 * model.I) + 2 * model.layer_parameters()
     if model.tied:  # the gradient of the output layer waits for that of the embedding
