@@ -81,6 +81,7 @@ def main(cfg: Config) -> None:
             loss = loss_of(batch) / num_targets
             # A mixture of experts also balances its load; a micro-batch counts by its share of the targets. Else 0.
             router_loss = model.auxiliary_loss(batch.is_token) * (batch.num_targets / num_targets)
+            optimizer.expect_finite(loss + router_loss)  # or else this step is skipped, and its batch kept
             scaler.scale(loss + router_loss).backward()
             step_loss += loss.detach()
             step_router_loss += router_loss.detach()
@@ -98,6 +99,6 @@ def main(cfg: Config) -> None:
 
         if eval_batches is not None and run.evaluation_due():
             with torch.no_grad():
-                losses = torch.stack([loss_of(batch.to(device)) for batch in eval_batches])
+                losses = torch.stack([loss_of(batch.to(device)) for batch in run.until_stopped(eval_batches)])
             run.log_evaluation(losses.sum() / sum(batch.num_targets for batch in eval_batches))
     say_answers(f"at step {run.total_steps}", model, tokenizer, eval_batches, cfg.eval_answers)

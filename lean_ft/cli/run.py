@@ -65,8 +65,12 @@ def run(
         from lean_ft.training.pinning import pin_models  # here, as it brings torch
 
         cfg = pin_models(cfg)
+    from lean_ft.training.interrupts import OutsideTraining  # here, as these bring torch
+    from lean_ft.training.summary import command_to_continue
+
     try:
-        module.main(cfg)
+        with OutsideTraining(command_to_continue(cfg)):
+            module.main(cfg)
     except BrokenPipeError as error:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:

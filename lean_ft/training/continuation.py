@@ -29,6 +29,7 @@ from lean_ft.training.run_directory import (
 )
 
 FREE = {"max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
+FREE |= {"save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "data.validation_source"}  # allowed, with a word
 SAID_GROUPS = ("memory.", "schedule.")
 CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
