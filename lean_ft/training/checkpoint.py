@@ -5,7 +5,7 @@
       training_state/optimizer.safetensors            the optimizer's tensors
       training_state/training_state.json              step, settings, data position, loss scale
       training_state/random_state.json                every random number generator
-      manifest.json                                   size and sha256 of every file above
+      manifest.json                                   size and sha256 of every file above, and its own
 
 It is written under another name and renamed when it is whole and on the disk, so a name `step_*` never stands for
 half of one. Nothing in it is pickled.
@@ -105,8 +105,7 @@ def write_checkpoint(
     if free < needed:
         raise OSError(
             f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
-            f"Nothing was written. Free some space, then start the same command again: it goes on from the "
-            f"newest checkpoint."
+            f"Nothing was written."
         )
     final = directory / checkpoint_name(step)
     temporary = directory / f".{final.name}.tmp-{os.getpid()}"
@@ -149,7 +148,13 @@ def _manifest(folder: Path, step: int) -> State:
     with ThreadPoolExecutor(max_workers=2) as pool:
         entries = pool.map(sync_and_sum, paths)
     names = [path.relative_to(folder).as_posix() for path in paths]
-    return {"format": 1, "step": step, "files": dict(zip(names, entries, strict=True))}
+    files = dict(zip(names, entries, strict=True))
+    return {"format": 1, "step": step, "files": files, "sha256": _manifest_digest(step, files)}
+
+
+def _manifest_digest(step: Any, files: Any) -> str:
+    """A checksum of the manifest's own content, so that damage to it is told from damage to a file."""
+    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folders(folder: Path) -> None:
@@ -209,12 +214,13 @@ def _read_manifest(folder: Path) -> dict[str, State]:
         files = manifest["files"]
         step = NAME.fullmatch(folder.name)
         right = manifest["format"] == 1 and (step is None or manifest["step"] == int(step[1]))
+        right = right and manifest["sha256"] == _manifest_digest(manifest["step"], files)
         for name, entry in files.items():
             parts = PurePosixPath(name).parts
             right = right and ".." not in parts and not name.startswith("/") and "\\" not in name
             right = right and type(entry["bytes"]) is int and type(entry["sha256"]) is str
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one.") from None
+        raise ValueError(f"{path} is missing: {folder} is not a checkpoint, or not a whole one.") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} cannot be read: the checkpoint is damaged.") from None
     if not right or not {TRAINING_STATE_FILE, RANDOM_STATE_FILE, OPTIMIZER_FILE} <= files.keys():

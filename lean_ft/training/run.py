@@ -241,7 +241,7 @@ class Run:
         Raises:
             TrainingFailed: more than `max_bad_steps` steps were not finite, or one with an optimizer that does not skip
                 them. Found when their lines are written, so up to `log_every` steps late, but before anything is saved.
-            OSError: a checkpoint could not be written; with `save_async` raised after a later step.
+                Or a checkpoint could not be written; with `save_async` raised after a later step.
         """
         if self.start_step >= self.total_steps:
             self._lock.release()
@@ -418,12 +418,11 @@ class Run:
                     random_state=random_state,
                 )
             except OSError as error:
-                newest = f"The newest whole checkpoint is {self.checkpoint}" if self.checkpoint else "There is none yet"
-                error.add_note(
-                    f"The checkpoint of step {done} was not written. {newest}. Mend the disk, then start the same "
-                    f"command again:\n            {command_to_continue(self.cfg)}"
-                )
-                raise
+                newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
+                raise TrainingFailed(
+                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Mend the disk, then start the "
+                    f"same command again:\n{command_to_continue(self.cfg)}"
+                ) from error
             say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}{copied}")
             if removed := remove_superseded(self.directory, self.cfg, done):
                 say("removed", f"{', '.join(removed)}, as keep_last={self.cfg.keep_last} asks")
