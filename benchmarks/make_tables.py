@@ -33,6 +33,7 @@ BENCHMARKS = (
     "linear_cross_entropy",
     "attention",
     "optimizer_step",
+    "data_preparation",
     "loading",
     "tokenizers_gsm8k",
     "planner_accuracy",

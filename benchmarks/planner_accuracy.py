@@ -111,7 +111,8 @@ def _both(
 def _rehearsed(settings: dict[str, Any], run: Path) -> dict[str, Any]:
     from lean_ft.catalog import find_recipe, load_recipe
     from lean_ft.config import load_config
-    from lean_ft.plan import choose_device, rehearse
+    from lean_ft.plan.devices import choose_device
+    from lean_ft.plan.rehearsal import rehearse
 
     recipe = load_recipe(find_recipe(RECIPE))
     overrides = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

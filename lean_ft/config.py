@@ -142,7 +142,9 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
     settings = {setting.key: setting for setting in describe(config_class)}
 
     def comment(text: str, indent: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        return textwrap.wrap(
+            text, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+        )
 
     def lines(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
         indent = "  " * len(path)
@@ -204,8 +206,8 @@ def _takes_only_text(annotation: Any) -> bool:
             return all(isinstance(word, str) for word in get_args(member))
         return isinstance(member, type) and issubclass(member, str | Path)
 
-    containers = _containers(annotation)
-    scalars = [m for m in _members(annotation) if m is not NoneType and m not in containers]
+    mappings_and_lists = [*_containers(annotation), _group(annotation)]
+    scalars = [m for m in _members(annotation) if m is not NoneType and m not in mappings_and_lists]
     return bool(scalars) and all(is_text(member) for member in scalars)
 
 
@@ -237,6 +239,8 @@ def _type_text(annotation: Any, constraints: Sequence[Any] = ()) -> str:
         text = f"list of {_type_text(args[0])}"
     elif origin is dict:
         text = f"mapping of {_type_text(args[0])} to {_type_text(args[1])}"
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):  # an element of a list
+        text = f"{{{', '.join(annotation.model_fields)}}}"
     else:
         text = _WORDS.get(annotation) or getattr(annotation, "__name__", str(annotation))
     bounds = [

@@ -140,5 +140,18 @@ def _memory() -> str:
     return _gib(total_bytes)
 
 
+def available_bytes() -> int | None:
+    """Host memory that a process could still take, within its container's limit; None where the system does not tell."""
+    available: int | None = None
+    path = Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if available is not None and limit.exists() and (text := limit.read_text().strip()).isdigit():
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"

@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -51,34 +52,142 @@ class ModelConfig(Settings):
     )
 
 
-class SFTDataConfig(Settings):
-    """What is trained on, and how it becomes batches."""
+class Source(Settings):
+    """One of several sources of rows."""
 
-    source: str | list[str] = Field(description="A JSONL or JSON file, or a list of them.")
-    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text"] = Field(
-        "auto", description="How a row is read. `auto` decides from the fields of the first rows."
+    path: str = Field(description="A file, a glob, or a Hugging Face dataset.")
+    weight: PositiveFloat = Field(
+        default=1.0,
+        description="How often an epoch shows each row of this source: 2 shows all twice, 0.5 a half of them, drawn by "
+        "the seed and the same in every epoch.",
+    )
+    subset: str | None = Field(default=None, description="As data.subset, for this source alone.")
+    split: str | None = Field(default=None, description="As data.split, for this source alone.")
+
+
+Sources = str | list[str | Source]
+
+
+class RowsConfig(Settings):
+    """Where rows come from, and how each is read."""
+
+    source: Sources = Field(
+        description="A JSONL, JSON, CSV, TSV or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
+        "Hugging Face dataset (org/name, or a folder that save_to_disk wrote); or a list of these, each a path or "
+        "{path, weight, subset, split}."
+    )
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"] = (
+        Field("auto", description="How a row is read. `auto` decides from the fields of the first rows of a source.")
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Field names, ours to yours: `columns.prompt=question`."
     )
+    subset: str | None = Field(
+        None, description="The subset (configuration) of a Hugging Face dataset that has several."
+    )
+    split: str = Field("train", description="The split of a Hugging Face dataset.")
+    streaming: bool = Field(False, description="Read a Hugging Face dataset as it arrives, without storing it first.")
+    on_bad_row: Literal["raise", "skip"] = Field(
+        "raise",
+        description="What a row that cannot be read does: stop with its file, line, field and reason, or be left out and "
+        "counted.",
+    )
+    max_bad_rows: NonNegativeInt = Field(
+        100, description="Bad rows that `on_bad_row=skip` leaves out before it stops after all."
+    )
+    validation_source: Sources | None = Field(
+        None, description="Held-out rows for evaluation; what `source` takes, without weights."
+    )
+    validation_fraction: Fraction = Field(
+        0.0,
+        description="Share of the source's rows held out for evaluation when there is no validation_source.",
+    )
+
+    @field_validator("validation_source")
+    @classmethod
+    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
+        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
+        return sources
+
+
+class SFTDataConfig(RowsConfig):
+    """What is trained on, and how it becomes batches."""
+
     train_on: Literal["completion", "assistant", "last", "all"] = Field(
         "assistant",
-        description="Which tokens carry a label: every assistant turn (`assistant`; `completion` is its name for "
-        "prompt/completion rows), only the last assistant turn, or all tokens.",
+        description="Which tokens of a chat carry a label: every assistant message (`assistant`), only those behind the "
+        "prompt of a prompt/completion row (`completion`; in other rows the same as `assistant`), only the last one "
+        "(`last`), or all tokens. Each includes the token that ends its turn. A message with `train: false` or "
+        "`weight: 0` never does. Rows of `text` are trained whole; `tokens` follow their labels.",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
         "truncate", description="What happens to a row longer than max_length."
     )
-    packing: Literal["none", "bfd"] = Field(
-        "none",
-        description="`bfd` fills rows of max_length with whole documents (best-fit decreasing) that cannot see "
-        "each other; `none` pads each batch to its longest row.",
+    truncation_side: Literal["right", "left"] = Field(
+        "right", description="Where `overflow=truncate` cuts: `right` keeps the beginning, `left` the end."
     )
-    validation_source: str | list[str] | None = Field(None, description="Held-out file or files for evaluation.")
-    validation_fraction: Fraction = Field(
-        0.0,
-        description="Share of the source's rows held out for evaluation when there is no validation_source.",
+    packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = Field(
+        "none",
+        description="`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents "
+        "(best-fit decreasing) that cannot see each other; `bfd_split` does so after cutting longer documents, and loses "
+        "nothing. `wrapped` lays all documents end to end and cuts every max_length tokens: those in one row see each "
+        "other. `padding_free` makes a batch of whole documents, however long, one row without padding.",
+    )
+    batch_tokens: PositiveInt | None = Field(
+        None,
+        description="Most positions of a batch, padding included, for packing=none: batches hold as many rows of about "
+        "one length as fit, in place of batch_size.",
+    )
+    num_processes: PositiveInt | None = Field(
+        None, description="Processes that tokenise many rows; null starts one for every core that this one may use."
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="Where prepared data is kept for the next start; null is the environment's LEAN_FT_CACHE, or "
+        "lean_ft/data in the user's cache (~/.cache). It can be deleted at any time.",
+    )
+    cache_gib: PositiveFloat = Field(
+        50.0, description="Size, in GiB, above which the data that was not used for longest is deleted from cache_dir."
+    )
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> "SFTDataConfig":
+        if self.packing not in ("none", "bfd") and self.overflow != "truncate":
+            raise ValueError(
+                f"overflow={self.overflow} cannot be with packing={self.packing}, to which no row is too long. Leave it "
+                "out, or set packing=bfd or packing=none."
+            )
+        if self.batch_tokens is not None and self.packing != "none":
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} cannot be with packing={self.packing}: it is for rows that are not "
+                "packed. Set packing=none, or leave it out and set batch_size."
+            )
+        if self.batch_tokens is not None and self.batch_tokens < self.max_length:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so the longest row would "
+                "fit into no batch. Raise the one or lower the other."
+            )
+        return self
+
+
+class PreferenceDataConfig(RowsConfig):
+    """Pairs of a chosen and a rejected answer."""
+
+    max_prompt_length: PositiveInt | None = Field(
+        None, description="Tokens of a prompt, of which the last ones are kept; null keeps all."
+    )
+    max_completion_length: PositiveInt | None = Field(
+        None, description="Tokens of a chosen or rejected answer, of which the first ones are kept; null keeps all."
+    )
+    max_length: Annotated[int, Field(ge=2)] = Field(
+        2048, description="Longest sequence, in tokens: prompt and answer together, after the two limits above."
+    )
+    truncation_side: Literal["right", "left"] = Field(
+        "right",
+        description="What max_length cuts: the end of the longer answer (`right`), or the beginning of the prompt "
+        "(`left`), which both answers share.",
     )
 
 
@@ -183,6 +292,11 @@ class RecipeConfig(Settings):
     )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    plan: bool = Field(
+        True,
+        description="Rehearse one step on shapes before weights are loaded, and tell its peak memory where that matters. "
+        "For a copied recipe that does more than train: false, as the rehearsal calls its main.",
+    )
     output_dir: Path = Field(description="The run directory: config, metrics and checkpoints.")
     resume: str = Field(
         "auto",

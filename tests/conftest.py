@@ -24,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where prepared data goes, in the processes that tests start as well: never into the user's cache."""
+    folder = tmp_path_factory.mktemp("data_cache")
+    os.environ["LEAN_FT_CACHE"] = str(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real inputs (GSM8K, tokenizers), which lies beside the checkout and is not part of it."""

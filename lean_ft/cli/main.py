@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, download, env, export, ls, plan, run, validate
+from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, run, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 
@@ -31,6 +31,7 @@ app.command("plan")(plan.plan)
 app.command("download")(download.download)
 app.command("export")(export.export)
 app.command("env")(env.env)
+app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)

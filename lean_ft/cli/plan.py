@@ -14,7 +14,9 @@ from lean_ft.cli.output import stdout
 from lean_ft.config import load_config
 
 if TYPE_CHECKING:
-    from lean_ft.plan import Device, Rehearsal, Search
+    from lean_ft.plan.devices import Device
+    from lean_ft.plan.rehearsal import Rehearsal
+    from lean_ft.plan.search import Search
 
 GIB = 2**30
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -47,7 +49,9 @@ def plan(
     cfg = load_config(module.Config, preset_file, overrides or [])
 
     # Here, because it brings torch, which the other verbs must not wait for.
-    from lean_ft.plan import CUDA_RESERVED_BYTES, choose_device, rehearse, search
+    from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
+    from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.plan.search import search
 
     device = choose_device(device_name, cfg.device)
     budget_bytes = _bytes(budget) if budget is not None else device.memory_bytes
@@ -69,7 +73,7 @@ def plan(
             cfg,
             device,
             budget_bytes - reserved,
-            lambda done, total: status.update(f"rehearsing other settings: {done} of {total}"),
+            lambda settings: status.update(f"rehearsing {settings}"),
         )
     _print_search(found, rehearsal, budget_bytes, reserved)
 

@@ -1,5 +1,7 @@
 """`leanft run`: trains."""
 
+import contextlib
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +12,7 @@ from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.config import load_config
-from lean_ft.settings import ModelConfig
+from lean_ft.settings import ModelConfig, RecipeConfig
 
 
 def _refuse_torchrun(value: str | None) -> None:
@@ -65,6 +67,8 @@ def run(
         from lean_ft.training.pinning import pin_models  # here, as it brings torch
 
         cfg = pin_models(cfg)
+    if isinstance(cfg, RecipeConfig) and cfg.plan:
+        _tell_outlook(module, cfg)
     from lean_ft.training.interrupts import OutsideTraining  # here, as these bring torch
     from lean_ft.training.summary import command_to_continue
 
@@ -75,8 +79,24 @@ def run(
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(memory_advice(cfg))
+            error.add_note(memory_advice(module, cfg))
         raise
+
+
+def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
+    """Says what the run is going to take, before it loads weights."""
+    from lean_ft.plan.beforehand import foresee
+    from lean_ft.training.progress import say
+
+    try:
+        outlook = foresee(recipe, cfg)
+    except RuntimeError as error:
+        say("plan", f"none, as the rehearsal of a step failed: {error}")
+        return
+    if outlook is not None:
+        say("plan", str(outlook))
+        if not outlook.fits:
+            say("plan", "WARNING: that does not fit. The same arguments after `leanft plan` name settings that do.")
 
 
 def names_repository(cfg: Any) -> bool:
@@ -85,20 +105,12 @@ def names_repository(cfg: Any) -> bool:
     return any(repository_name(model.path) for model in models)
 
 
-def memory_advice(cfg: Any) -> str:
-    """The settings that take less memory and are not in use yet, cheapest in time first."""
-    wanted = [
-        ("optimizer.in_backward", True, "frees each gradient as soon as it is used"),
-        ("optimizer.name", "adamw_8bit", "keeps AdamW's moments in a quarter of the space"),
-        ("memory.activation_checkpointing", "full", "recomputes activations instead of keeping them"),
-        ("model.dtype", "bfloat16", "halves weights, gradients and activations against float32"),
-    ]
-    lines = []
-    for key, value, effect in wanted:
-        current: Any = cfg
-        for name in key.split("."):
-            current = getattr(current, name, None)
-        if current is not None and current != value:
-            lines.append(f"  {key}={str(value).lower()}  {effect}")
-    lines.append("  a smaller batch_size or data.max_length, with more gradient_accumulation_steps for the former")
-    return "Out of memory. What takes less:\n" + "\n".join(lines)
+def memory_advice(recipe: ModuleType, cfg: Any) -> str:
+    """What to do about a run that was out of memory: settings that take less, with what each leaves."""
+    advice = "A smaller batch_size or a shorter data.max_length takes less."
+    if isinstance(cfg, RecipeConfig):
+        from lean_ft.plan.beforehand import what_takes_less
+
+        with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all
+            advice = what_takes_less(recipe, cfg) or advice
+    return f"Out of memory. {advice}"

@@ -50,6 +50,8 @@ def _missing_files(cfg: Any) -> Iterator[str]:
         value = getattr(data, name, None)
         for source in [value] if isinstance(value, str) else value or []:
             try:
-                next(read_rows(source), None)
+                row = next(read_rows([source], None, data), None)
+                if row is not None and row.problem is not None:
+                    yield f"data.{name}: {row.place}: {row.problem}."
             except ValueError as error:
                 yield f"data.{name}: {error}"

@@ -1,21 +1,22 @@
 """Rows of documents to batches of tensors: shuffled for training, in order for evaluation.
 
 Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by
-position, and no document's first token is ever a label. Padding carries no label because of where it is; its
-id plays no part.
+position, and no document's first token is ever a label (but in `wrapped` rows, which are one text). Padding carries
+no label because of where it is; its id plays no part.
 
-Legend: B rows of a batch, T positions of a row, N documents of a batch, each stretch of padding being one.
+Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data.documents import DataReport, Documents
+from lean_ft.data.grouping import Plan, plan_by_count, plan_by_tokens
+from lean_ft.data.report import DataReport
 
 IGNORED = -100  # the label of positions that are not trained
 PADDED_TO_MULTIPLE_OF = 8
@@ -29,8 +30,9 @@ class Batch:
     labels: Tensor  # (B, T) int64, already shifted; -100 where nothing is trained
     positions: Tensor  # (B, T) int64, from 0 in every document
     cu_seqlens: Tensor | None
-    """(N + 1,) int32 when packed: where documents begin in the B * T flattened positions, with B * T at the
-    end. None: every row is one document, padded on the right."""
+    """When packed, int32: where documents begin in the B * T flattened positions, then B * T, once or more often. It is
+    as long for every batch of a run, so that compiled code sees one shape; the repeats are documents of no tokens.
+    None: every row is one document, padded on the right."""
     num_targets: int
     """Labels that are not -100."""
     num_tokens: int
@@ -57,63 +59,105 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that batches are made of: one document each, or packed ones of `row_tokens` positions."""
+    """The rows that batches are made of, and how these are laid out."""
 
-    documents: Documents
-    order: np.ndarray  # (documents,) their indices, row after row
+    tokens: np.ndarray  # (S,) int32: the documents', in memory or in a file
+    trained: np.ndarray  # (S,) bool
+    starts: np.ndarray  # (P,) the pieces in `tokens`: whole documents, or what packing cut of them
+    lengths: np.ndarray  # (P,)
+    order: np.ndarray  # (P,) indices of pieces, row after row
     offsets: np.ndarray  # (rows + 1,) into `order`
-    packed: bool
+    layout: Literal["padded", "packed", "flat"]
+    """Rows of one document each, padded to the longest; rows of max_length; or a batch of documents as one row."""
     max_length: int
     batch_size: int
     pad_id: int
+    batch_tokens: int | None = None
+    """A budget a batch of padded rows, in place of `batch_size`."""
+    goes_on: np.ndarray | None = None  # (P,) bool: a piece with more of its document behind it in `tokens`
+    joined: bool = False
+    """What stands in one row is one text: positions go on, and its documents see each other."""
+    most_in_a_row: int = 1
+    """Documents in a packed row, a stretch of padding counted as one."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
-    def num_batches(self) -> int:
-        return -(-len(self) // self.batch_size)
+    def plan(self, generator: np.random.Generator | None) -> Plan:
+        """Which rows come in which batch; in fixed order where there is no `generator`."""
+        if self.batch_tokens is None:
+            return plan_by_count(len(self), self.batch_size, generator)
+        widths = np.minimum(_rounded_up(self.lengths[self.order]), self.max_length)
+        return plan_by_tokens(widths, self.batch_tokens, generator)
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """The batch of the rows numbered `rows`, at most `batch_size` of them. Packed ones are filled up with
-        empty rows, so that compiled code sees one shape."""
+        """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
+        compiled code sees one shape."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        if self.packed:
+        packed = self.layout != "padded"
+        if self.layout == "flat":
+            contents = [np.concatenate(contents)]
+            num_columns = int(_rounded_up(self.lengths[contents[0]].sum()))
+            num_boundaries = self.batch_size + 2  # of the documents, one stretch of padding, and the end
+        elif self.layout == "packed":
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
             num_columns = self.max_length
+            num_boundaries = self.batch_size * self.most_in_a_row + 1
         else:
-            longest = int(self.documents.lengths[np.concatenate(contents)].max())
-            num_columns = min(-(-longest // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF, self.max_length)
+            longest = self.lengths[np.concatenate(contents)].max()
+            num_columns = min(int(_rounded_up(longest)), self.max_length)
+            num_boundaries = 0
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(num_columns), (len(contents), 1))
         is_token = np.zeros(shape, dtype=bool)
         boundaries = [0]
-        for row, documents in enumerate(contents):
+        for row, pieces in enumerate(contents):
             column = 0
-            for document in documents:
-                ids, trained = self.documents[document]
+            for ids, targets in self._texts(pieces):
                 end = column + len(ids)
                 input_ids[row, column:end] = ids
-                labels[row, column : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
-                if self.packed:
+                labels[row, column:end] = targets
+                if packed:
                     positions[row, column:end] = np.arange(len(ids))
                     boundaries.append(row * num_columns + end)
                 column = end
             is_token[row, :column] = True
-            if self.packed and column < num_columns:
+            if packed and column < num_columns:
                 positions[row, column:] = np.arange(num_columns - column)
                 boundaries.append((row + 1) * num_columns)
+        cu_seqlens = None
+        if packed:
+            assert len(boundaries) <= num_boundaries
+            cu_seqlens = torch.full((num_boundaries,), input_ids.size, dtype=torch.int32)
+            cu_seqlens[: len(boundaries)] = torch.tensor(boundaries, dtype=torch.int32)
         return Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
             positions=torch.from_numpy(positions),
-            cu_seqlens=torch.tensor(boundaries, dtype=torch.int32) if self.packed else None,
+            cu_seqlens=cu_seqlens,
             num_targets=int((labels != IGNORED).sum()),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
         )
+
+    def _texts(self, pieces: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids and shifted labels of what a row holds: of each of its pieces, or of all of them joined."""
+        spans = [slice(self.starts[piece], self.starts[piece] + self.lengths[piece]) for piece in pieces]
+        some = [(self.tokens[span], self.trained[span]) for span in spans]
+        if self.joined and some:
+            some = [(np.concatenate([ids for ids, _ in some]), np.concatenate([trained for _, trained in some]))]
+        for i, (ids, trained) in enumerate(some):
+            targets = np.full(len(ids), IGNORED, dtype=np.int64)
+            targets[:-1] = np.where(trained[1:], ids[1:], IGNORED)
+            if self.goes_on is not None and self.goes_on[pieces[i]] and self.trained[spans[i].stop]:
+                targets[-1] = self.tokens[spans[i].stop]
+            yield ids, targets
+
+
+def _rounded_up(lengths: np.ndarray) -> np.ndarray:
+    return -(-lengths // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF
 
 
 class Batches:
@@ -127,11 +171,11 @@ class Batches:
         self.epoch = 0
         """The epoch (from 0) that the last batch came from."""
         self._num_taken = 0  # batches of this epoch
-        self._shuffled = self._shuffle(0)
+        self._plan = self._draw(0)
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._rows.num_batches
+        return len(self._plan)
 
     def take(self, n: int) -> list[Batch]:
         """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
@@ -140,11 +184,10 @@ class Batches:
         if self._num_taken == self.batches_per_epoch:
             self.epoch += 1
             self._num_taken = 0
-            self._shuffled = self._shuffle(self.epoch)
+            self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        size = self._rows.batch_size
-        return [self._rows.batch(self._shuffled[i * size : (i + 1) * size]) for i in range(first, self._num_taken)]
+        return [self._rows.batch(self._plan[i]) for i in range(first, self._num_taken)]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""
@@ -176,10 +219,10 @@ class Batches:
                     "checkpoint's weights."
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
-        self._shuffled = self._shuffle(self.epoch)
+        self._plan = self._draw(self.epoch)
 
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+    def _draw(self, epoch: int) -> Plan:
+        return self._rows.plan(np.random.default_rng([self._seed, epoch]))
 
 
 class EvalBatches:
@@ -187,12 +230,11 @@ class EvalBatches:
 
     def __init__(self, rows: Rows, report: DataReport):
         self._rows = rows
+        self._plan = rows.plan(None)
         self.report = report
 
     def __len__(self) -> int:
-        return self._rows.num_batches
+        return len(self._plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        size = self._rows.batch_size
-        for first in range(0, len(self._rows), size):
-            yield self._rows.batch(np.arange(first, min(first + size, len(self._rows))))
+        return (self._rows.batch(self._plan[i]) for i in range(len(self)))

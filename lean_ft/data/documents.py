@@ -1,32 +1,43 @@
-"""Tokenised training sequences in flat arrays, and the counts of what became of every row.
+"""Tokenised training sequences in flat arrays.
 
 Legend: N documents, S their tokens in sum.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
-from lean_ft.data.sources import Digest, Row, read_rows
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.detection import NUM_ROWS_TO_DETECT
+from lean_ft.data.formats import RowReader
+from lean_ft.data.render import Renderer
+from lean_ft.data.report import DataReport
+from lean_ft.data.rows import Digest, Row
+from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.data.workers import map_in_processes, usable_cores
+from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer
 
-ROWS_AT_A_TIME = 1024  # tokenised together; bounds the Python objects alive
+ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive
+ARRAYS = ("tokens", "trained", "lengths", "num_targets")  # what `Documents.of` is made of
+FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 
 @dataclass(frozen=True)
 class Documents:
-    """N sequences of ids; five bytes a token, so ten million tokens are 50 MB."""
+    """N sequences of ids; five bytes a token, so ten million tokens are 50 MB, in memory or mapped from a file."""
 
     tokens: np.ndarray  # (S,) int32
     trained: np.ndarray  # (S,) bool: this token is a label
     starts: np.ndarray  # (N,) int64
     lengths: np.ndarray  # (N,) int64
     num_targets: np.ndarray  # (N,) int64: labels; a document's first token is none, since nothing predicts it
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray, num_targets: np.ndarray) -> "Documents":
+        """Documents that lie end to end."""
+        return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -49,82 +60,73 @@ class Documents:
         )
 
 
-@dataclass
-class DataReport:
-    """What became of the rows of a source."""
+@dataclass(frozen=True)
+class RowsToDocuments:
+    """A batch of rows to its documents and counts; what each process does."""
 
-    format: str
-    rows: int = 0
-    kept: int = 0
-    truncated: int = 0
-    lost_tokens: int = 0
-    """Tokens cut off by truncation."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
-    tokens: int = 0
-    target_tokens: int = 0
-    """Tokens that carry a label."""
-    packed_rows: int | None = None
-    """Rows of max_length after packing; None without."""
-    packing_efficiency: float | None = None
-    """Share of the packed rows' positions that hold a token."""
+    render: Renderer
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows ({self.format})"]
-        if self.truncated:
-            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
-        parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
-        share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
-        if self.packed_rows is not None and self.packing_efficiency is not None:
-            parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
-        return "; ".join(parts)
-
-    def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+    def __call__(self, rows: list[Row]) -> tuple[Documents, DataReport]:
+        rendered, report = self.render(rows)
+        ids = [ids for ids, _ in rendered] or [np.empty(0, dtype=np.int32)]
+        masks = [mask for _, mask in rendered] or [np.empty(0, dtype=bool)]
+        lengths = np.array([len(ids) for ids, _ in rendered], dtype=np.int64)
+        num_targets = np.array([mask[1:].sum() for _, mask in rendered], dtype=np.int64)
+        return Documents.of(np.concatenate(ids), np.concatenate(masks), lengths, num_targets), report
 
 
 def prepare_documents(
     config: SFTDataConfig,
     tokenizer: Tokenizer,
-    source: str | list[str],
+    source: Sources,
     digest: Digest | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Reads, renders, tokenises and truncates every row of `source`.
+    """Reads, renders, tokenises and truncates every row of `source`, in memory.
 
     Raises ValueError for a row that cannot be read, for one that is too long under `overflow=raise`, and when
     nothing is left to train on.
     """
-    rows = read_rows(source, digest)
-    first_rows = list(itertools.islice(rows, NUM_ROWS_TO_DETECT))
-    reader = RowReader.of(config, first_rows, tokenizer)
-    report = DataReport(reader.format)
-    tokens: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
-    lengths: list[int] = []
-    num_targets: list[int] = []
-    for some in _batched(itertools.chain(first_rows, rows), ROWS_AT_A_TIME):
-        kept = list(_kept(some, config, reader, tokenizer, report))
-        if kept:
-            tokens.append(np.concatenate([ids for ids, _ in kept]))
-            trained.append(np.concatenate([mask for _, mask in kept]))
-            lengths += [len(ids) for ids, _ in kept]
-            num_targets += [int(mask[1:].sum()) for _, mask in kept]
-    if not lengths:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
-        raise ValueError(
-            f"nothing in {source} is left to train on: of {report.rows} rows, {reasons}. Raise "
-            f"data.max_length (now {config.max_length}) or check data.train_on (now {config.train_on})."
-        )
-    ends = np.cumsum(lengths)
-    documents = Documents(
-        np.concatenate(tokens), np.concatenate(trained), ends - lengths, np.array(lengths), np.array(num_targets)
-    )
-    count(report, documents)
-    return documents, report
+    parts = Parts(config, tokenizer, source, digest)
+    documents = list(parts)
+    parts.check_any_left()
+    arrays = (np.concatenate([getattr(part, name) for part in documents]) for name in ARRAYS)
+    return Documents.of(*arrays), parts.report
+
+
+class Parts:
+    """The documents of `source`, a few hundred rows at a time and in order; `report` counts those given so far.
+
+    Many rows are shared out to `config.num_processes`. Raises ValueError as `prepare_documents` does.
+    """
+
+    def __init__(self, config: SFTDataConfig, tokenizer: Tokenizer, source: Sources, digest: Digest | None = None):
+        self._config, self._source, self._digest = config, source, digest
+        reader = RowReader.of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), tokenizer)
+        render = Renderer(config, reader, tokenizer)
+        self._to_documents = RowsToDocuments(render)
+        self.report = render.empty_report()
+
+    def __iter__(self) -> Iterator[Documents]:
+        rows = read_rows(self._source, self._digest, self._config)
+        beginning = list(itertools.islice(rows, FEW_ROWS + 1))
+        batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)
+        num_processes = self._config.num_processes or usable_cores()
+        if num_processes == 1 or len(beginning) <= FEW_ROWS:
+            results = map(self._to_documents, batches)
+        else:
+            results = map_in_processes(self._to_documents, batches, num_processes)
+        for documents, counts in results:
+            self.report.add(counts)
+            self.report.check_bad_rows(self._config.max_bad_rows)
+            yield documents
+
+    def check_any_left(self) -> None:
+        """Raises ValueError when all rows were dropped."""
+        if self.report.kept == 0:
+            raise ValueError(
+                f"nothing in {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length "
+                f"(now {self._config.max_length}) or check data.train_on (now {self._config.train_on})."
+            )
 
 
 def count(report: DataReport, documents: Documents) -> None:
@@ -137,32 +139,3 @@ def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:
     iterator = iter(rows)
     while some := list(itertools.islice(iterator, n)):
         yield some
-
-
-def _kept(
-    rows: list[Row], config: SFTDataConfig, reader: RowReader, tokenizer: Tokenizer, report: DataReport
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and trained mask of the rows that can be trained on; counts the others."""
-    passages = [reader.passage(row) for row in rows]
-    for row, (ids, mask) in zip(rows, tokenizer.tokenize(passages), strict=True):
-        report.rows += 1
-        if not mask[1:].any():
-            report.drop("nothing to train on")
-            continue
-        too_many = len(ids) - config.max_length
-        if too_many > 0 and config.overflow == "raise":
-            raise ValueError(
-                f"{row.place}: {len(ids):,} tokens, more than data.max_length={config.max_length:,}. Raise "
-                "it, or set data.overflow=truncate or data.overflow=drop."
-            )
-        if too_many > 0 and config.overflow == "drop":
-            report.drop("longer than max_length")
-            continue
-        if too_many > 0:
-            ids, mask = ids[: config.max_length], mask[: config.max_length]
-            if not mask[1:].any():
-                report.drop("nothing to train on within max_length")
-                continue
-            report.truncated += 1
-            report.lost_tokens += too_many
-        yield ids, mask

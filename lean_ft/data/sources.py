@@ -1,112 +1,88 @@
-"""Rows of JSONL and JSON files, each with the place it came from."""
+"""What `data.source` names, and its rows in order: files, globs and Hugging Face datasets, one after another."""
 
-import json
+import glob
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
 
 from lean_ft.assets import resolve_data_path
+from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
+from lean_ft.data.rows import Digest, Row
+from lean_ft.data.text_files import read_text_file
+from lean_ft.settings import RowsConfig, Source, Sources
+
+EXPECTED = "a JSONL, JSON, CSV, TSV or Parquet file, a glob, or a Hugging Face dataset (org/name)"
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 
 
-class Digest(Protocol):
-    """A hash of `hashlib` that is being fed."""
+def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig | None = None) -> Iterator[Row]:
+    """Rows of `source`, one source after another, each in its order; `digest` is fed everything read.
 
-    def update(self, data: bytes, /) -> None: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """One JSON object and where it stands."""
-
-    fields: dict[str, Any]
-    place: str
-    """`train.jsonl, line 12`: for messages to the user."""
-
-
-def read_rows(source: str | list[str], digest: Digest | None = None) -> Iterator[Row]:
-    """Rows of the file or files `source`, in order; `digest` is fed every byte read.
-
-    `tiny/train.jsonl` and `tiny/validation.jsonl` are the embedded data. A file that begins with `[` is one JSON
-    array, any other is JSONL: one object a line, empty lines skipped; the name's ending does not matter. Raises
-    ValueError for a missing, empty or malformed file, with its name, line and reason.
+    `config` says which part of a Hugging Face dataset is meant. A row that cannot be read comes with its problem. Raises
+    ValueError for a source that is missing, empty or cannot be read to its end, with its name and the reason.
     """
-    paths = [source] if isinstance(source, str) else source
-    if not paths:
-        raise ValueError("data.source is an empty list; expected one or more JSONL or JSON files.")
-    for path in paths:
-        yield from _read_file(resolve_data_path(path), digest)
+    for number, one in enumerate(list_sources(source, config)):
+        for row in _read_source(one, digest, streaming=config is not None and config.streaming):
+            yield replace(row, source=number) if number else row
 
 
-def _read_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    _check_is_file(path)
-    if _first_character(path) == b"[":
-        yield from _read_array(path, digest)
-        return
-    any_row = False
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if digest is not None:
-                digest.update(line)
-            place = f"{path}, line {number}"
-            text = _decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, place)
-            if text.strip():
-                any_row = True
-                yield Row(_object(_parse(text, place, path), place), place)
-    if not any_row:
-        raise ValueError(f"{path} has no rows: the file is empty. Expected one JSON object a line.")
+def first_rows(source: Sources, count: int, config: RowsConfig | None = None) -> list[Row]:
+    """The first `count` rows of every source, to tell their formats by."""
+    rows: list[Row] = []
+    for number, one in enumerate(list_sources(source, config)):
+        some = _read_source(one, None, streaming=config is not None and config.streaming)
+        rows += [replace(row, source=number) for row in islice(some, count)]
+    return rows
 
 
-def _read_array(path: Path, digest: Digest | None) -> Iterator[Row]:
-    content = path.read_bytes()
-    if digest is not None:
-        digest.update(content)
-    text = _decode(content.removeprefix(b"\xef\xbb\xbf"), str(path))
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: malformed JSON: {error.msg} (column {error.colno}).") from None
-    if not rows:
-        raise ValueError(f"{path} has no rows: its JSON array is empty.")
-    for number, row in enumerate(rows, start=1):
-        yield Row(_object(row, f"{path}, row {number}"), f"{path}, row {number}")
+def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Source]:
+    """`source` as a list, each with its subset and split."""
+    given = [source] if isinstance(source, str) else source
+    if not given:
+        raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or several.")
+    split = config.split if config is not None else RowsConfig.model_fields["split"].default
+    subset = config.subset if config is not None else None
+    sources = [Source(path=one) if isinstance(one, str) else one for one in given]
+    return [one.model_copy(update={"split": one.split or split, "subset": one.subset or subset}) for one in sources]
 
 
-def _check_is_file(path: Path) -> None:
+def source_files(source: str) -> list[Path] | None:
+    """The existing files that one path or glob names, in order; None where it names a Hugging Face dataset.
+
+    Raises ValueError where there is no such thing.
+    """
+    path = resolve_data_path(source)
     if path.is_file():
-        return
+        return [path]
     if path.is_dir():
-        inside = sorted(child.name for child in path.iterdir() if child.suffix in (".jsonl", ".json"))
-        found = f"it holds {', '.join(inside[:5])}; name one, or several as a list" if inside else "it holds none"
-        raise ValueError(f"data source {path} is a folder; expected a JSONL or JSON file ({found}).")
-    raise ValueError(f"data source {path} does not exist; expected a JSONL or JSON file.")
-
-
-def _first_character(path: Path) -> bytes:
-    with path.open("rb") as file:
-        start = file.read(4096)
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-
-
-def _decode(content: bytes, place: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
+        if any((path / name).is_file() for name in SAVED_DATASET):
+            return None
+        inside = sorted(child.name for child in path.iterdir() if child.is_file())
+        found = f"it holds {', '.join(inside[:5])}{' ...' if len(inside) > 5 else ''}" if inside else "it holds none"
         raise ValueError(
-            f"{place}: not UTF-8 (byte 0x{content[error.start]:02x} at position {error.start}). Expected "
-            "JSON or JSONL in UTF-8; convert the file, for example with `iconv -t UTF-8`."
-        ) from None
+            f"data source {source} is a folder ({found}), and not all that lies in a folder has to be trained on; "
+            f"expected {EXPECTED}. For all of one kind: {source.rstrip('/')}/*.jsonl"
+        )
+    if any(sign in source for sign in "*?["):
+        files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
+        if not files:
+            raise ValueError(f"data source {source}: no file matches this glob.")
+        return files
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source)
+    if is_name and not re.search(r"\.(jsonl?|csv|tsv|txt|parquet|gz|zst|zstd)$", source):
+        return None
+    raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.")
 
 
-def _parse(text: str, place: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = "" if path.suffix == ".jsonl" else " Expected JSONL (one object a line) or a JSON array."
-        raise ValueError(f"{place}: malformed JSON: {error.msg} (column {error.colno}).{hint}") from None
-
-
-def _object(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: expected a JSON object with named fields, found a {type(value).__name__}.")
-    return value
+def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
+    files = source_files(source.path)
+    if files is None:
+        assert source.split is not None
+        yield from read_dataset(
+            str(resolve_data_path(source.path)), digest, subset=source.subset, split=source.split, streaming=streaming
+        )
+        return
+    for file in files:
+        yield from read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest)

@@ -103,8 +103,8 @@ def _scale_by_query_scalar(fields: _Fields) -> float:
 
 
 def _num_experts(fields: _Fields) -> int:
-    """transformers has written either name for the same family."""
-    names = [name for name in ("num_local_experts", "num_experts") if fields.get(name) is not None]
+    """transformers has written either name for the same family; a family's default has the first."""
+    names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{fields.where}: {counts}; expected the same number in both. Remove the one that is wrong.")
@@ -394,6 +394,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
+            "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
     ),
@@ -412,7 +413,9 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
+            "num_local_experts": 128,
             "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
             "norm_topk_prob": False,
             "decoder_sparse_step": 1,
         },
@@ -425,6 +428,7 @@ FAMILIES: dict[str, Family] = {
             **_MIXTURE_DEFAULTS,
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
+            "num_local_experts": 64,
             "num_experts_per_tok": 8,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
@@ -453,6 +457,7 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "attention_bias": True,
             "sliding_window": 128,
+            "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,

@@ -1,7 +1,9 @@
-"""The planner: what a recipe takes, known before it runs, and which settings fit."""
+"""The planner: what a recipe takes, known before it runs, and which settings fit.
 
-from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
-from lean_ft.plan.rehearsal import Rehearsal, rehearse
-from lean_ft.plan.search import Candidate, Search, search
+    rehearsal    one real step of a real recipe, on shapes alone
+    search       the fastest settings that fit a budget, and what each technique would save
+    beforehand   what a run says of itself before it loads weights, and after it ran out of memory
+    devices      what is known of cards and CPUs
 
-__all__ = ["CUDA_RESERVED_BYTES", "Candidate", "Device", "Rehearsal", "Search", "choose_device", "rehearse", "search"]
+Nothing is imported here: a run that asks `beforehand` must not carry the tracer in its own memory.
+"""

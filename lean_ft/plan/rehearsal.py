@@ -220,7 +220,8 @@ class _Stage:
     def take(self, n: int) -> list[Batch]:
         """The step's micro-batches: two stand for more, for the second finds the gradients of the first."""
         cfg = self.cfg
-        rows, columns = cfg.batch_size, cfg.data.max_length
+        columns = cfg.data.max_length
+        rows = cfg.batch_size if cfg.data.batch_tokens is None else cfg.data.batch_tokens // columns
         packed = cfg.data.packing != "none"
         self.trace.longest_document = columns
         with self.trace.labelled(BATCH):

@@ -1,12 +1,15 @@
-"""Looks for the fastest settings that fit a budget of memory, by rehearsing one step with each.
+"""Looks for the fastest settings that fit a budget of memory, and for what each technique would save.
 
 Only what leaves the training the same is varied: how activations, gradients and the loss are kept, and the split of a
-step's rows into micro-batches. The one exception is the precision of AdamW's moments, 8 bits for 16 or 32, which
-changes rounding; it is offered after what does not.
+step's rows into micro-batches. The exceptions change rounding: 8-bit moments for AdamW, and the output weight's gradient
+summed in the weight's own type; both are named in the overrides like everything else.
+
+Techniques form a ladder from the fastest to the leanest. For each way to keep the optimizer's state the first rung that
+fits is found by bisection, since every rung takes less memory than the one before: three or four rehearsals, not nine.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,15 +19,16 @@ from pydantic import BaseModel
 from lean_ft.plan.devices import Device
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
 
-# Each group from the fastest to the leanest; the numbers of a group are tried with those of all others.
-_CHECKPOINTING = ("none", "every_n", "selective", "full")
+Overrides = dict[str, Any]
+
+_CHECKPOINTING = "memory.activation_checkpointing"
 
 
 @dataclass(frozen=True)
 class Candidate:
     """Settings that differ from the user's by `overrides`, and what a step with them takes."""
 
-    overrides: dict[str, Any]
+    overrides: Overrides
     rehearsal: Rehearsal
 
     @property
@@ -51,42 +55,84 @@ class Search:
     refused: dict[str, str]  # overrides -> why the recipe refuses them
 
 
+class _Rehearsals:
+    """One rehearsal of each settings that are asked for."""
+
+    def __init__(self, recipe: ModuleType, cfg: Any, device: Device, progress: Callable[[str], None]) -> None:
+        self.recipe, self.cfg, self.device, self.progress = recipe, cfg, device, progress
+        self.found: dict[str, Candidate] = {}
+        self.refused: dict[str, str] = {}
+
+    def of(self, wanted: Overrides) -> Candidate | None:
+        """What a step takes with `wanted` in place; None where the recipe refuses them."""
+        overrides = {key: value for key, value in wanted.items() if current(self.cfg, key) != value}
+        name = str(overrides)
+        if name not in self.found and name not in self.refused:
+            self.progress(" ".join(f"{key}={value}" for key, value in overrides.items()) or "the settings as they are")
+            try:
+                rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device)
+                self.found[name] = Candidate(overrides, rehearsal)
+            except ValueError as error:
+                self.refused[name] = str(error)
+        return self.found.get(name)
+
+
 def search(
     recipe: ModuleType,
     cfg: Any,
     device: Device,
     budget_bytes: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[str], None] = lambda settings: None,
 ) -> Search:
     """Rehearses the settings that `cfg` can be varied to and ranks them against `budget_bytes`."""
-    variants = list(_variants(cfg))
-    found: list[Candidate] = []
-    refused: dict[str, str] = {}
-    for i, overrides in enumerate(variants):
-        progress(i, len(variants))
-        try:
-            found.append(Candidate(overrides, rehearse(recipe, with_overrides(cfg, overrides), device)))
-        except ValueError as error:
-            refused[str(overrides)] = str(error)
-    progress(len(variants), len(variants))
-    if not any(candidate.peak_bytes <= budget_bytes for candidate in found) and cfg.batch_size > 1:
-        # Nothing fits: take the leanest and go through smaller batches.
-        leanest = min(found, key=lambda candidate: candidate.peak_bytes)
+    rehearsals = _Rehearsals(recipe, cfg, device, progress)
+
+    def fits(candidate: Candidate | None) -> bool:
+        return candidate is not None and candidate.peak_bytes <= budget_bytes
+
+    for states in _states(cfg, device):
+        rungs = [{**rung, **states} for rung in _ladder(cfg, device)]
+        first, beyond = 0, len(rungs)
+        while first < beyond:
+            middle = (first + beyond) // 2
+            if fits(rehearsals.of(rungs[middle])):
+                beyond = middle
+            else:
+                first = middle + 1
+    if not any(map(fits, rehearsals.found.values())) and rehearsals.found and cfg.batch_size > 1:
+        leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.peak_bytes)
         for batch in _smaller_batches(cfg):
-            overrides = leanest.overrides | batch
-            found.append(Candidate(overrides, rehearse(recipe, with_overrides(cfg, overrides), device)))
-            if found[-1].peak_bytes <= budget_bytes:
+            if fits(rehearsals.of(leanest.overrides | batch)):
                 break
-    fitting = [candidate for candidate in found if candidate.peak_bytes <= budget_bytes]
-    too_large = [candidate for candidate in found if candidate.peak_bytes > budget_bytes]
+    found = list(rehearsals.found.values())
     return Search(
-        sorted(fitting, key=lambda candidate: (-candidate.tokens_per_second, candidate.peak_bytes)),
-        sorted(too_large, key=lambda candidate: candidate.peak_bytes),
-        refused,
+        sorted(filter(fits, found), key=lambda candidate: (-candidate.tokens_per_second, candidate.peak_bytes)),
+        sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.peak_bytes),
+        rehearsals.refused,
     )
 
 
-def with_overrides(cfg: Any, overrides: dict[str, Any]) -> Any:
+def remedies(recipe: ModuleType, cfg: Any, device: Device) -> tuple[Rehearsal, list[Candidate]]:
+    """Returns what a step takes as `cfg` is, and what it would take with one more technique each, the leanest first.
+
+    The last candidate is all of them together. Those that save less than 1 % are left out.
+    """
+    rehearsals = _Rehearsals(recipe, cfg, device, lambda settings: None)
+    own = rehearse(recipe, cfg, device)
+    single: list[Overrides] = [{key: value} for rung in _ladder(cfg, device) for key, value in rung.items()]
+    single += _states(cfg, device)
+    single += list(_smaller_batches(cfg))[:1]
+    unique = {str(overrides): overrides for overrides in single if overrides}
+    found = [candidate for overrides in unique.values() if (candidate := rehearsals.of(overrides)) is not None]
+    found = [candidate for candidate in found if candidate.peak_bytes < 0.99 * own.peak_bytes]
+    found.sort(key=lambda candidate: candidate.peak_bytes)
+    together = rehearsals.of({**_ladder(cfg, device)[-1], **_states(cfg, device)[-1]})
+    if together is not None and (not found or together.peak_bytes < found[0].peak_bytes):
+        found.append(together)
+    return own, found
+
+
+def with_overrides(cfg: Any, overrides: Overrides) -> Any:
     """The settings with `group.name` keys replaced."""
     updates: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -94,29 +140,32 @@ def with_overrides(cfg: Any, overrides: dict[str, Any]) -> Any:
         if not group:
             updates[name] = value
         else:
-            current: BaseModel = updates.get(group, getattr(cfg, group))
-            updates[group] = current.model_copy(update={name: value})
+            own: BaseModel = updates.get(group, getattr(cfg, group))
+            updates[group] = own.model_copy(update={name: value})
     return cfg.model_copy(update=updates)
 
 
-def _variants(cfg: Any) -> Iterator[dict[str, Any]]:
-    """Overrides to try, without what `cfg` says already."""
-    for checkpointing in _CHECKPOINTING:
-        for optimizer in _optimizers(cfg):
-            for loss in ({}, {"memory.loss_accumulation_dtype": "weight", "memory.loss_chunk_tokens": 512}):
-                wanted = {"memory.activation_checkpointing": checkpointing, **optimizer, **loss}
-                yield {key: value for key, value in wanted.items() if _current(cfg, key) != value}
+def _ladder(cfg: Any, device: Device) -> list[Overrides]:
+    """How activations, gradients and the loss are kept, from the fastest to the leanest; each rung is whole."""
+    always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
+    rungs: list[Overrides] = [
+        {_CHECKPOINTING: "none"},
+        {_CHECKPOINTING: "every_n"},
+        {_CHECKPOINTING: "selective"},
+        {_CHECKPOINTING: "full"},
+        {_CHECKPOINTING: "full", "memory.loss_accumulation_dtype": "weight"},
+    ]
+    return [{**always, **rung} for rung in rungs]
 
 
-def _optimizers(cfg: Any) -> Iterable[dict[str, Any]]:
-    optimizer = cfg.optimizer
-    in_backward = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
-    yield in_backward
-    if optimizer.name == "adamw":
-        yield {**in_backward, "optimizer.name": "adamw_8bit"}
+def _states(cfg: Any, device: Device) -> list[Overrides]:
+    """How the optimizer's state is kept: as it is, then leaner."""
+    if cfg.optimizer.name != "adamw":
+        return [{}]
+    return [{}, {"optimizer.name": "adamw_8bit"}]
 
 
-def _smaller_batches(cfg: Any) -> Iterator[dict[str, Any]]:
+def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
     """The same rows a step in more micro-batches."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     for batch_size in range(cfg.batch_size // 2, 0, -1):
@@ -124,7 +173,8 @@ def _smaller_batches(cfg: Any) -> Iterator[dict[str, Any]]:
             yield {"batch_size": batch_size, "gradient_accumulation_steps": rows // batch_size}
 
 
-def _current(cfg: Any, key: str) -> Any:
+def current(cfg: Any, key: str) -> Any:
+    """The value of a `group.name` key."""
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg

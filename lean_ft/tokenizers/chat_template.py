@@ -1,9 +1,8 @@
 """Chat templates: the Jinja programs in a model folder that write messages as text.
 
 They run in Jinja's immutable sandbox, as in transformers, with the same functions, and within the bounds of
-`lean_ft.tokenizers.template_limits`. Places in the rendered
-text are found with markers: Unicode noncharacters (U+FDD0 and on, which the standard reserves for a program's
-own use) that are rendered along and taken out again.
+`lean_ft.tokenizers.template_limits`. Places in the rendered text are found with markers: Unicode noncharacters (U+FDD0
+and on, which the standard reserves for a program's own use) that are rendered along and taken out again.
 """
 
 import json
@@ -38,6 +37,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source,)  # a compiled template cannot be pickled
 
     def render(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
-from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
+from lean_ft.tokenizers.vocabulary import Span, SpanEncoding, any_of, split_at_tokens
 
 WORD_START = "▁"
 # A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
@@ -77,7 +77,7 @@ class SentencePieceModel:
                 )
             )
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[SpanEncoding]:
         return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
 
     def encode_ids(self, text: str) -> list[int]:
@@ -128,7 +128,7 @@ class SentencePieceModel:
         token_id = self._processor.piece_to_id(piece)
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
-    def _encode(self, text: str, literal: list[Span]) -> Encoding:
+    def _encode(self, text: str, literal: list[Span]) -> SpanEncoding:
         ids: list[int] = []
         spans: list[Span] = []
         for start, end, is_token in split_at_tokens(text, self._any_added, literal):
@@ -139,7 +139,7 @@ class SentencePieceModel:
             piece_ids, piece_spans = _pieces(self._processor if start == 0 else self._inside, text[start:end])
             ids.extend(piece_ids)
             spans.extend((start + first, start + last) for first, last in piece_spans)
-        return Encoding.of(ids, spans)
+        return SpanEncoding.of(ids, spans)
 
 
 def _pieces(processor: Any, text: str) -> tuple[list[int], list[Span]]:

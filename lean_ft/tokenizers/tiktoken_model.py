@@ -12,7 +12,7 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken
 
-from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
+from lean_ft.tokenizers.vocabulary import Span, SpanEncoding, any_of, split_at_tokens
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -78,7 +78,7 @@ class TiktokenModel:
         self._contents = {token_id: content for content, token_id in self.added.items()}
         self._any_added = any_of(self.added)
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[SpanEncoding]:
         return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
 
     def encode_ids(self, text: str) -> list[int]:
@@ -107,23 +107,23 @@ class TiktokenModel:
         except KeyError:
             return None
 
-    def _encode(self, text: str, literal: list[Span]) -> Encoding:
+    def _encode(self, text: str, literal: list[Span]) -> SpanEncoding:
         encodings = []
         for start, end, is_token in split_at_tokens(text, self._any_added, literal):
             piece = text[start:end]
             if is_token:
-                encodings.append(Encoding.of([self.added[piece]], [(start, end)]))
+                encodings.append(SpanEncoding.of([self.added[piece]], [(start, end)]))
             else:
                 encodings.append(self._encode_plain(piece, start))
         if not encodings:
-            return Encoding.of([], [])
-        return Encoding(
+            return SpanEncoding.of([], [])
+        return SpanEncoding(
             np.concatenate([encoding.ids for encoding in encodings]),
             np.concatenate([encoding.starts for encoding in encodings]),
             np.concatenate([encoding.ends for encoding in encodings]),
         )
 
-    def _encode_plain(self, piece: str, start: int) -> Encoding:
+    def _encode_plain(self, piece: str, start: int) -> SpanEncoding:
         ids = self._tiktoken.encode_ordinary(piece)
         lengths = np.array([len(token) for token in self._tiktoken.decode_tokens_bytes(ids)])
         byte_ends = np.cumsum(lengths)
@@ -132,4 +132,4 @@ class TiktokenModel:
         character = np.cumsum((utf8 & 0xC0) != 0x80) - 1
         starts = start + character[byte_ends - lengths]
         ends = start + character[byte_ends - 1] + 1
-        return Encoding(np.asarray(ids, dtype=np.int32), starts.astype(np.int32), ends.astype(np.int32))
+        return SpanEncoding(np.asarray(ids, dtype=np.int32), starts.astype(np.int32), ends.astype(np.int32))

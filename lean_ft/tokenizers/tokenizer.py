@@ -3,7 +3,7 @@
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -157,8 +157,9 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
+        untrained: Collection[int] = (),
     ) -> Passage:
-        """The text of a chat with its trained spans; see `render`."""
+        """The text of a chat with its trained spans; see `render`. The messages `untrained` have none."""
         template = self._template(tools)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
@@ -185,18 +186,12 @@ class Tokenizer:
                     "a message holds a control token as text, and the chat template acts on it, so the two "
                     "cannot be told apart. Remove the control token from the message."
                 )
-        if train_on == "all":
-            trained = [(0, len(text))]
-        elif template.marks_generation:
-            spans = _generation_spans(full)
-            if train_on == "last":
-                spans = spans[self._num_spans_before_last_turn(messages, template, tools) :]
-            trained = [(unmarked(start), unmarked(end)) for start, end in spans]
+        everything = [(0, len(full))]
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if train_on == "all" and not untrained:
+            spans = everything
         else:
-            wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-            if train_on == "last":
-                wanted = wanted[-1:]
-            turns = Turns(
+            finder = Turns(
                 full,
                 add_generation_prompt,
                 marked_messages,
@@ -204,7 +199,22 @@ class Tokenizer:
                 self._written_by_template,
                 self._vocabulary.control,
             )
-            trained = [(unmarked(start), unmarked(end)) for start, end in map(turns.span, wanted)]
+            by_template = _generation_spans(full) if template.marks_generation else None
+
+            def spans_of(turns: list[int]) -> list[Span]:
+                if by_template is None:
+                    return list(map(finder.span, turns))
+                return [span for i in turns for span in by_template[self._blocks(i, messages, template, tools)]]
+
+            if train_on == "all":
+                spans = _without(everything, spans_of([i for i in turns if i in untrained]))
+            elif train_on == "last":
+                spans = spans_of([i for i in turns[-1:] if i not in untrained])
+            elif by_template is not None and not untrained:
+                spans = by_template  # wherever they stand: the template knows
+            else:
+                spans = spans_of([i for i in turns if i not in untrained])
+        trained = [(unmarked(start), unmarked(end)) for start, end in spans]
         return Passage(text, trained, literal)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -265,6 +275,8 @@ class Tokenizer:
                     "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
                     "character and are used here as markers. Remove it."
                 )
+            if not self._control.search(value):
+                return value, 0
             return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
         if isinstance(value, dict):
             marked = {key: self._mark_literals(inner) for key, inner in value.items()}
@@ -274,13 +286,25 @@ class Tokenizer:
             return [inner for inner, _ in items], sum(n for _, n in items)
         return value, 0
 
-    def _num_spans_before_last_turn(
-        self, messages: Messages, template: ChatTemplate, tools: list[dict[str, Any]] | None
-    ) -> int:
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if len(turns) < 2:
-            return 0
-        return len(_generation_spans(template.render(messages[: turns[-1]], tools, False, self._special_tokens)))
+    def _blocks(
+        self, turn: int, messages: Messages, template: ChatTemplate, tools: list[dict[str, Any]] | None
+    ) -> slice:
+        """Which of the template's generation blocks are those of the message `turn`."""
+
+        def count(messages: Messages) -> int:
+            return len(_generation_spans(template.render(messages, tools, False, self._special_tokens)))
+
+        is_last = not any(message.get("role") == "assistant" for message in messages[turn + 1 :])
+        is_first = not any(message.get("role") == "assistant" for message in messages[:turn])
+        return slice(0 if is_first else count(messages[:turn]), None if is_last else count(messages[: turn + 1]))
+
+
+def _without(spans: list[Span], holes: list[Span]) -> list[Span]:
+    """What of `spans` lies in none of `holes`."""
+    for hole_start, hole_end in holes:
+        parts = [part for start, end in spans for part in ((start, min(end, hole_start)), (max(start, hole_end), end))]
+        spans = [(start, end) for start, end in parts if start < end]
+    return spans
 
 
 def _generation_spans(marked: str) -> list[Span]:

@@ -1,14 +1,18 @@
 """`tokenizer.json`: the format of the `tokenizers` library, which almost every model on the hub ships."""
 
 import json
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken
+from tokenizers import Encoding as HFEncoding
 from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
+from lean_ft.tokenizers.ascii_words import AsciiWords
+from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, split_at_tokens
 
 # Stand-ins for control tokens while literal ones are encoded: one private-use character each.
 FIRST_STAND_IN = 0x100000
@@ -52,14 +56,21 @@ class TokenizerJson:
         self.adds_bos = bos is not None and around_nothing[:1] == [self.token_id(bos)]
         self.adds_eos = eos is not None and around_nothing[-1:] == [self.token_id(eos)]
         self._any_added = any_of(self.added)
+        self._ascii_words = AsciiWords.of(self._tokenizer, json.loads(self._tokenizer.to_str()))
         self._with_stand_ins: tuple[HFTokenizer, dict[str, str], np.ndarray] | None = None
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
-        whole = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._encode_with_literals(text, literal) if literal else Encoding.of(encoding.ids, encoding.offsets)
-            for text, literal, encoding in zip(texts, literals, whole, strict=True)
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> Sequence[Encoding]:
+        encodings: list[Encoding | None] = [
+            self._encode_with_literals(text, literal)
+            if literal
+            else self._ascii_words.encode(text)
+            if self._ascii_words is not None
+            else None
+            for text, literal in zip(texts, literals, strict=True)
         ]
+        others = [text for text, encoding in zip(texts, encodings, strict=True) if encoding is None]
+        whole = iter(self._tokenizer.encode_batch(others, add_special_tokens=False))
+        return [_SortedEncoding(next(whole)) if encoding is None else encoding for encoding in encodings]
 
     def encode_ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -77,7 +88,7 @@ class TokenizerJson:
     def id_token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
-    def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
+    def _encode_with_literals(self, text: str, literal: list[Span]) -> SpanEncoding:
         """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
 
         The template's own control tokens are respelled in the text too, so the typed ones match nothing;
@@ -101,7 +112,7 @@ class TokenizerJson:
         place = np.asarray(origin, dtype=np.int32)
         spans = np.asarray(encoding.offsets, dtype=np.int32).reshape(-1, 2)
         ids = true_ids[np.asarray(encoding.ids, dtype=np.int64)]
-        return Encoding(ids.astype(np.int32), place[spans[:, 0]], place[spans[:, 1]])
+        return SpanEncoding(ids.astype(np.int32), place[spans[:, 0]], place[spans[:, 1]])
 
     def _copy_with_stand_ins(self) -> tuple[HFTokenizer, dict[str, str], np.ndarray]:
         if self._with_stand_ins is None:
@@ -118,6 +129,31 @@ class TokenizerJson:
                 true_ids[copy.token_to_id(stand_ins.get(content, content))] = token_id
             self._with_stand_ins = copy, stand_ins, true_ids
         return self._with_stand_ins
+
+
+class _SortedEncoding:
+    """The library's own encoding, of which few characters are asked for: reading them all takes longer than the rest.
+
+    Its pieces stand in the order of the text, so those that touch a span are found by bisection.
+    """
+
+    def __init__(self, encoding: HFEncoding):
+        self._encoding = encoding
+        self.ids = np.array(encoding.ids, dtype=np.int32)
+
+    def touches(self, spans: Iterable[Span]) -> np.ndarray:
+        hit = np.zeros(len(self.ids), dtype=bool)
+        pieces = range(len(self.ids))
+        for start, end in spans:
+            # Of the pieces that end where the span begins, those of no length belong to it.
+            first = bisect_left(pieces, (start, start), key=lambda piece: self._span(piece)[::-1])
+            hit[first : bisect_left(pieces, end, first, key=lambda piece: self._span(piece)[0])] = True
+        return hit
+
+    def _span(self, piece: int) -> Span:
+        span = self._encoding.token_to_chars(piece)
+        assert span is not None  # only what a post-processor adds stands for nothing
+        return span
 
 
 def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:

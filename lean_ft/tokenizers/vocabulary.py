@@ -15,8 +15,20 @@ import numpy as np
 Span = tuple[int, int]  # first character, and one past the last
 
 
+class Encoding(Protocol):
+    """The ids of a text, and which of them are where in it."""
+
+    @property
+    def ids(self) -> np.ndarray: ...  # (N,) int32
+
+    def touches(self, spans: Iterable[Span]) -> np.ndarray:
+        """(N,) bool: the ids that hold at least one character of `spans`, or a part of one. A piece without characters
+        of its own belongs to the character it stands before."""
+        ...
+
+
 @dataclass(frozen=True)
-class Encoding:
+class SpanEncoding:
     """The ids of a text and the characters that each covers: `text[starts[i]:ends[i]]`.
 
     The pieces of one character (bytes of an emoji) may all cover it, or the first ones nothing at its
@@ -28,16 +40,14 @@ class Encoding:
     ends: np.ndarray  # (N,) int32
 
     @classmethod
-    def of(cls, ids: Sequence[int], spans: Sequence[Span]) -> "Encoding":
+    def of(cls, ids: Sequence[int], spans: Sequence[Span]) -> "SpanEncoding":
         starts_ends = np.asarray(spans, dtype=np.int32).reshape(-1, 2)
         return cls(np.asarray(ids, dtype=np.int32), starts_ends[:, 0], starts_ends[:, 1])
 
     def touches(self, spans: Iterable[Span]) -> np.ndarray:
-        """(N,) bool: the ids that hold at least one character of `spans`, or a part of one."""
         hit = np.zeros(len(self.ids), dtype=bool)
         for start, end in spans:
             inside = (self.starts < end) & (self.ends > start)
-            # A piece without characters of its own belongs to the character it stands before.
             hit |= inside | ((self.starts == self.ends) & (self.starts >= start) & (self.starts < end))
         return hit
 
@@ -54,7 +64,7 @@ class Vocabulary(Protocol):
     adds_bos: bool
     adds_eos: bool
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> Sequence[Encoding]:
         """Encodes without adding bos or eos; control tokens inside a text's `literals` are plain text."""
         ...
 

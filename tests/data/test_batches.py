@@ -53,13 +53,15 @@ def epoch(batches: Batches) -> list[Batch]:
     return taken
 
 
-@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize("packing", ["none", "bfd", "bfd_split", "padding_free"])
 def test_every_document_comes_once_with_its_labels(config: Config, plain_tokenizer, packing: str):
     batches, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=3)
     seen = []
     for batch in epoch(batches):
         for ids, labels, positions in documents_of(batch):
             assert positions == list(range(len(ids)))
+            if not ids:
+                continue  # the end of cu_seqlens, repeated
             if packing == "none":
                 num_real = max(t for t, label in enumerate(labels) if label != -100) + 2
                 assert ids[num_real:] == [plain_tokenizer.pad_id] * (len(ids) - num_real)
@@ -77,12 +79,14 @@ def test_every_document_comes_once_with_its_labels(config: Config, plain_tokeniz
 
 def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config, plain_tokenizer):
     batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    assert len({len(batch.cu_seqlens) for batch in epoch(batches) if batch.cu_seqlens is not None}) == 1
     for batch in epoch(batches):
         assert batch.input_ids.shape == (BATCH_SIZE, 64)
         assert batch.cu_seqlens is not None
         assert batch.cu_seqlens.dtype == torch.int32
         bounds = batch.cu_seqlens.tolist()
-        assert bounds == sorted(set(bounds))
+        assert bounds[: bounds.index(BATCH_SIZE * 64) + 1] == sorted(set(bounds))
+        assert set(bounds[bounds.index(BATCH_SIZE * 64) :]) == {BATCH_SIZE * 64}  # nothing but the end behind it
         assert (bounds[0], bounds[-1]) == (0, BATCH_SIZE * 64)
         assert set(range(0, BATCH_SIZE * 64, 64)) <= set(bounds)  # no document goes on in the next row
 
@@ -132,6 +136,71 @@ def test_the_token_that_ends_a_text_is_a_label_though_padding_has_its_id(config:
         assert batch.labels[0, :4].tolist() == [b, end, -100, -100]
 
 
+def test_padding_free_makes_a_batch_one_row_of_whole_documents(config: Config, plain_tokenizer):
+    texts = [{"text": "a" * (20 * i + 7)} for i in range(7)]  # up to 127 bytes: max_length is 64
+    batches, _ = sft_batches(config(texts, packing="padding_free"), plain_tokenizer, 3, seed=0)
+    assert (batches.report.truncated, batches.report.lost_tokens) == (0, 0)
+    lengths = []
+    for batch in epoch(batches):
+        assert batch.cu_seqlens is not None
+        assert len(batch.cu_seqlens) == 5
+        documents = [len(labels) for _, labels, _ in documents_of(batch) if any(label != -100 for label in labels)]
+        assert batch.input_ids.shape == (1, -(-sum(documents) // 8) * 8)  # padded at its end alone, by 7 at most
+        assert batch.input_ids.shape[1] - sum(documents) < 8
+        lengths += documents
+    assert sorted(lengths) == [len(row["text"]) + 1 for row in texts]
+
+
+def test_every_label_of_a_long_document_survives_being_split(config: Config, plain_tokenizer):
+    texts = [{"prompt": "pp", "completion": "c" * 150}, {"text": "x"} | {"prompt": "p", "completion": "c" * 30}]
+    batches, _ = sft_batches(config(texts, packing="bfd_split"), plain_tokenizer, 2, seed=0)
+    taken = epoch(batches)
+    assert sum(batch.num_targets for batch in taken) == 151 + 31 == batches.report.target_tokens
+    assert sum(len(ids) for batch in taken for ids, labels, _ in documents_of(batch) if set(labels) != {-100}) == 185
+
+
+class TestTokenBudget:
+    def test_batches_fill_the_budget_with_rows_of_one_length(self, config: Config, plain_tokenizer):
+        generator = np.random.default_rng(0)
+        texts = [{"text": "a" * int(n)} for n in generator.integers(1, 63, size=400)]
+        batches, held_out = sft_batches(
+            config(texts, batch_tokens=512, validation_fraction=0.25), plain_tokenizer, 1, seed=0
+        )
+        taken = epoch(batches)
+        assert max(batch.num_tokens for batch in taken) <= 512
+        positions, real = sum(batch.num_tokens for batch in taken), batches.report.tokens
+        assert real / positions > 0.85  # a multiple of 8 costs 8 % at these lengths, batches at random cost 50 %
+        assert np.median([batch.num_tokens for batch in taken]) > 0.9 * 512
+        assert sum(batch.num_targets for batch in taken) == batches.report.target_tokens
+        assert held_out is not None
+        assert sum(batch.num_targets for batch in held_out) == held_out.report.target_tokens
+
+    def test_epochs_have_other_batches_but_as_many(self, config: Config, plain_tokenizer):
+        texts = [{"text": f"{i:03}" + "a" * (i % 40)} for i in range(200)]
+        batches, _ = sft_batches(config(texts, batch_tokens=128), plain_tokenizer, 1, seed=0)
+        first, second = ([batch.input_ids.tolist() for batch in epoch(batches)] for _ in range(2))
+        assert len(first) == len(second)
+        assert [len(ids[0]) for ids in first] != sorted(len(ids[0]) for ids in first)
+
+        def rows(taken: list[Any]) -> list[str]:
+            return sorted(plain_tokenizer.decode(row)[:3] for ids in taken for row in ids)
+
+        assert rows(first) == rows(second) == [f"{i:03}" for i in range(200)]
+        assert sorted(map(str, first)) != sorted(map(str, second))  # other rows together, too
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"batch_tokens": 63}, "batch_tokens=63 is less than max_length=64"),
+            ({"batch_tokens": 640, "packing": "bfd"}, "for rows that are not packed"),
+            ({"overflow": "drop", "packing": "padding_free"}, "overflow=drop cannot be with packing=padding_free"),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_refused(self, config: Config, settings: dict[str, Any], reason: str):
+        with pytest.raises(ValueError, match=reason):
+            config([{"text": "a"}], **settings)
+
+
 class TestOrder:
     def test_epochs_differ_and_repeat_by_seed(self, config: Config, plain_tokenizer):
         def orders(seed: int) -> list[list[int]]:
@@ -155,13 +224,26 @@ class TestOrder:
         with pytest.raises(ValueError, match="take"):
             batches.take(0)
 
-    @pytest.mark.parametrize("packing", ["none", "bfd"])
+    @pytest.mark.parametrize(
+        ("layout", "num_rows"),
+        [
+            ({"packing": "none"}, 20),
+            ({"packing": "none", "batch_tokens": 100}, 20),
+            ({"packing": "bfd"}, 60),
+            ({"packing": "bfd_split", "max_length": 20}, 22),
+            ({"packing": "wrapped"}, 60),
+            ({"packing": "padding_free"}, 20),
+        ],
+        ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else None,
+    )
     @pytest.mark.parametrize("num_taken", [0, 1, 3, 5, 6, 11])
-    def test_resuming_gives_the_same_batches(self, config: Config, plain_tokenizer, packing: str, num_taken: int):
-        settings = config(rows(20 if packing == "none" else 60), packing=packing)
+    def test_resuming_gives_the_same_batches(self, config: Config, plain_tokenizer, layout, num_rows, num_taken: int):
+        settings = config(rows(num_rows), **layout)
 
         def fresh() -> Batches:
-            return sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
+            batches = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
+            assert 4 <= batches.batches_per_epoch <= 6  # the places are in the first epoch, at its end, and beyond
+            return batches
 
         uninterrupted, interrupted, resumed = fresh(), fresh(), fresh()
         for _ in range(num_taken):
@@ -187,6 +269,7 @@ class TestOrder:
             (batches(21), "data .* changed"),
             (batches(max_length=63), "data .* changed"),
             (batches(train_on="all"), "data .* changed"),
+            (batches(batch_tokens=256), "data .* changed"),
         ):
             with pytest.raises(ValueError, match=rf"cannot resume: the {reason}"):
                 other.load_state_dict(state)

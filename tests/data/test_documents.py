@@ -95,10 +95,30 @@ def test_the_report_in_a_line(config: Config, plain_tokenizer):
     line = str(report)
     assert "\n" not in line
     for part in (
-        "3 rows (prompt_completion)",
+        "3 rows (prompt_completion, told from their fields)",
         "1 truncated (-14 tokens)",
         "1 dropped",
         "2 sequences, 11 tokens, 9 trained",
     ):
         assert part in line
     assert report.to_dict()["target_tokens"] == 9
+
+
+def test_truncation_from_the_left_keeps_the_end(config: Config, plain_tokenizer):
+    rows = [{"prompt": "p" * 10, "completion": "abc"}, {"prompt": "p" * 9, "completion": "c" * 20}]
+    documents, report = prepare(config(rows, max_length=8, truncation_side="left"), plain_tokenizer)
+    ids, trained = documents[0]
+    assert plain_tokenizer.decode(ids) == "ppppabc<|end|>"
+    assert trained.tolist() == [False] * 4 + [True] * 4
+    assert plain_tokenizer.decode(documents[1][0]) == "c" * 7 + "<|end|>"
+    assert documents.num_targets.tolist() == [4, 7]  # nothing predicts the first token that is left
+    assert (report.truncated, report.lost_tokens) == (2, 6 + 22)
+
+
+def test_each_source_has_its_own_format(config: Config, write, plain_tokenizer):
+    other = write([{"prompt": "p", "completion": "c"}] * 3, "other.jsonl")
+    made = config([{"text": "ab"}] * 2)
+    documents, report = prepare(made.model_copy(update={"source": [made.source, other]}), plain_tokenizer)
+    assert [plain_tokenizer.decode(ids) for ids, _ in documents] == ["ab<|end|>"] * 2 + ["pc<|end|>"] * 3
+    assert report.format == "text + prompt_completion"
+    assert report.kept_by_source == [2, 3]

@@ -1,11 +1,11 @@
-"""Rows of every format become the text that the table in `lean_ft.data.formats` says."""
+"""Rows of every format become the text that the table in `lean_ft.data.detection` says."""
 
 from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import RowReader, detect_format
-from lean_ft.data.sources import Row
+from lean_ft.data.formats import RowReader
+from lean_ft.data.rows import Row
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Passage
 
@@ -69,22 +69,6 @@ def test_train_on(train_on: str, plain_tokenizer, chat_tokenizer):
     assert trained(read({"text": "abc"}, chat_tokenizer, train_on=train_on)) == ["abc"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"messages": MESSAGES, "text": "x"}, "messages"),
-        ({"prompt": "q", "completion": "a", "instruction": "q", "output": "a"}, "prompt_completion"),
-        ({"instruction": "q", "output": "a", "text": "x"}, "alpaca"),
-        ({"text": "x", "prompt": "q"}, "text"),
-    ],
-)
-def test_detection(fields: dict[str, Any], name: str):
-    assert detect_format([Row(fields, "")], {}) == name
-    # A format fits only if it fits every row that is looked at.
-    with pytest.raises(ValueError, match="cannot be told"):
-        detect_format([Row({"other": 1}, "a.jsonl, line 1"), Row(fields, "")], {})
-
-
 def test_tools_reach_the_template(plain_tokenizer, tmp_path):
     from tests.data.conftest import build
 
@@ -98,27 +82,19 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"question": "q"}, {}, r"line 7: the format cannot be told from the fields question.*data\.columns\.prompt=question"),
-        ({}, {}, "from the fields no fields"),
-        ({"conversations": []}, {}, "data.columns.messages=conversations"),
-        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
         ({"prompt": "q"}, {"format": "prompt_completion"}, r"no field `completion`.*needs prompt, completion; the row has prompt"),
         (
             {"prompt": "q", "answer": "a"},
             {"format": "prompt_completion", "columns": {"completion": "reply"}},
             r"no field `reply` \(for `completion`, by data.columns\)",
         ),
-        ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a int; expected a string"),
-        ({"prompt": "q", "completion": None}, {}, "`completion` is a NoneType"),
-        ({"text": "a\ud800b"}, {}, r"line 7: half a surrogate pair \(\\ud800\) stands at character 1"),
-        ({"messages": []}, {}, "line 7: `messages` is empty"),
-        ({"messages": "hi"}, {}, "`messages` is a str"),
-        ({"messages": ["hi"]}, {}, "message 0 has a str; expected `role` and `content`"),
-        ({"messages": [{"from": "human", "value": "q"}]}, {}, "message 0 has from, value.*ShareGPT"),
-        ({"messages": [{"role": "user"}]}, {}, "message 0 has a `content` of type NoneType"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "parts that are not text"),
+        ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a number; expected a string"),
+        ({"prompt": "q", "completion": None}, {}, "the field `completion` is null"),
+        ({"text": True}, {}, "the field `text` is a boolean"),
+        ({"text": "a\ud800b"}, {}, r"line 7: the field `text`: half a surrogate pair \(\\ud800\) stands at character 1"),
         ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
         ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "preference pairs.*data.columns.completion=chosen"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
@@ -145,5 +121,5 @@ def test_tool_calls_may_stand_without_content(tmp_path: Any):
     tokenizer = build(
         tmp_path / "t", chat_template="{% for m in messages %}{{ m.content or m.tool_calls }}{% endfor %}"
     )
-    messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [1]}]
-    assert read({"messages": messages}, tokenizer, train_on="all").text == "q[1]"
+    messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert read({"messages": messages}, tokenizer, train_on="all").text == "q[{'name': 'f'}]"

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack
+from lean_ft.data.documents import Documents
+from lean_ft.data.layout import Layout
+from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack, split, wrap
+from lean_ft.data.report import DataReport
 from lean_ft.data.sft import sft_batches
 from lean_ft.settings import SFTDataConfig
 
@@ -75,15 +78,85 @@ def test_a_million_documents_take_seconds(longest: int):
     assert lengths.sum() / ((len(offsets) - 1) * longest) > 0.998
 
 
-def test_gsm8k_wastes_less_than_one_percent(shared_data, chat_tokenizer, tmp_path):
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
+def test_cutting_loses_no_token(lengths: list[int]):
+    """Against cutting a list of tokens, each named by its document and place."""
+    texts = [[(document, place) for place in range(length)] for document, length in enumerate(lengths)]
+
+    def tokens(pieces) -> list[list[tuple[int, int]]]:
+        columns = (pieces.documents, pieces.firsts, pieces.lengths)
+        stretches = zip(*(column.tolist() for column in columns), strict=True)
+        return [texts[document][first : first + length] for document, first, length in stretches]
+
+    pieces = split(np.array(lengths), CAPACITY)
+    expected = [text[i : i + CAPACITY] for text in texts for i in range(0, len(text), CAPACITY)]
+    assert tokens(pieces) == expected
+    assert pieces.goes_on.tolist() == [piece[-1][1] < lengths[piece[-1][0]] - 1 for piece in expected]
+
+    pieces, offsets = wrap(np.array(lengths), CAPACITY)
+    one_text = list(itertools.chain(*texts))
+    got = tokens(pieces)
+    rows = [list(itertools.chain(*got[first:last])) for first, last in itertools.pairwise(offsets)]
+    assert rows == [one_text[i : i + CAPACITY] for i in range(0, len(one_text), CAPACITY)]
+
+
+class TestPublishedExamples:
+    """What TRL 1.16's `pack_dataset` documents, and returns, for these four sequences at a length of 4."""
+
+    def rows(self, packing: str, tmp_path) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Ids, labels and positions of the packed rows, without padding."""
+        texts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
+        if packing == "bfd":
+            texts[0] = texts[0][:4]  # cut before packing, where it is counted
+        tokens = np.array(list(itertools.chain(*texts)), dtype=np.int32)
+        lengths = np.array(list(map(len, texts)))
+        documents = Documents.of(tokens, np.ones(len(tokens), dtype=bool), lengths, lengths - 1)
+        config = SFTDataConfig(source="-", max_length=4, packing=packing)
+        layout = Layout(config, batch_size=3, pad_id=0, folder=tmp_path)
+        self.report = DataReport("tokens", tokens=len(tokens), target_tokens=int((lengths - 1).sum()))
+        rows = layout.rows(documents, self.report, None)
+        batch = rows.batch(np.arange(len(rows)))
+        sizes = (batch.input_ids != 0).sum(1).tolist()
+        assert all((row[size:] == 0).all() for row, size in zip(batch.input_ids, sizes, strict=True))
+        assert (batch.labels[batch.input_ids == 0] == -100).all()
+        assert self.report.target_tokens == batch.num_targets
+        columns = (batch.input_ids, batch.labels, batch.positions)
+        return tuple([row[:size].tolist() for row, size in zip(c, sizes, strict=True)] for c in columns)  # pyright: ignore
+
+    def test_bfd(self, tmp_path):
+        ids, labels, positions = self.rows("bfd", tmp_path)
+        assert ids == [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]]
+        assert labels == [[2, 3, 4, -100], [9, 10, -100, -100], [7, -100]]
+        assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1]]
+
+    def test_bfd_split(self, tmp_path):
+        ids, labels, positions = self.rows("bfd_split", tmp_path)
+        assert ids == [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11]]
+        # The 5, cut off, is still predicted where it would have been.
+        assert labels == [[2, 3, 4, 5], [9, 10, -100, -100], [7, -100, -100]]
+        assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]]
+
+    def test_wrapped(self, tmp_path):
+        ids, labels, positions = self.rows("wrapped", tmp_path)
+        assert ids == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
+        # One text: a document's first token is predicted by the one before it, a row's first token by none.
+        assert labels == [[2, 3, 4, -100], [6, 7, 8, -100], [10, 11, -100]]
+        assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
+        assert "see each other" in str(self.report)
+
+
+@pytest.mark.parametrize("max_length", [1024, 2048])
+def test_gsm8k_wastes_less_than_one_percent(shared_data, tmp_path, max_length: int):
     from lean_ft.tokenizers import load_tokenizer
 
     (tmp_path / "tokenizer.model").write_bytes((shared_data / "tokenizers/llama2_sentencepiece.model").read_bytes())
     config = SFTDataConfig(
         source=str(shared_data / "gsm8k_train.jsonl"),
         columns={"prompt": "question", "completion": "answer"},
-        max_length=1024,
+        max_length=max_length,
         packing="bfd",
+        num_processes=1,
     )
     batches, _ = sft_batches(config, load_tokenizer(tmp_path), batch_size=4, seed=0)
     report = batches.report

@@ -1,4 +1,4 @@
-"""Rows keep their order and their place; whatever is wrong with a file is said with its name and line."""
+"""What a source names, and its rows in their order, each with its place."""
 
 import hashlib
 import json
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lean_ft.data.sources import read_rows
+from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.settings import Source
 
 Write = Callable[..., str]
 ROWS = [{"text": "first"}, {"text": "zweite ü"}, {"text": "third\u2028still third"}]
@@ -51,35 +52,24 @@ def test_digest_sees_every_byte(write: Write):
         assert digest.digest() == hashlib.sha256(text.encode()).digest()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"a": 1}\n{"a": \n', "rows.jsonl, line 2: malformed JSON: Expecting value"),
-        ('{"a": 1}\n[1]\n', "line 2: expected a JSON object with named fields, found a list"),
-        ('[{"a": 1},\n {"a" 2}]', "line 2: malformed JSON: Expecting ':' delimiter"),
-        ('[{"a": 1}, 7]', "row 2: expected a JSON object with named fields, found a int"),
-        ("[]", "has no rows: its JSON array is empty"),
-        ("", "has no rows: the file is empty"),
-        (" \n\n", "has no rows: the file is empty"),
-        (b'{"a": "ok"}\n{"a": "caf\xe9"}\n', "line 2: not UTF-8 \\(byte 0xe9 at position 10\\)"),
-        (b'[{"a": "caf\xe9"}]', "not UTF-8"),
-    ],
-)
-def test_what_is_wrong_with_a_file(write: Write, content: str | bytes, message: str):
-    with pytest.raises(ValueError, match=message):
-        list(read_rows(write(content)))
+def test_a_source_is_a_path_a_glob_or_a_list_of_them(write: Write, tmp_path):
+    for i in (2, 0, 1):
+        write([{"n": i}], f"part{i}.jsonl")
+    rows = list(read_rows([f"{tmp_path}/part[12].jsonl", Source(path=f"{tmp_path}/part0.jsonl", weight=2)]))
+    assert [(row.fields["n"], row.source) for row in rows] == [(1, 0), (2, 0), (0, 1)]
+    firsts = first_rows([f"{tmp_path}/part*.jsonl", f"{tmp_path}/part2.jsonl"], 2)
+    assert [(row.fields["n"], row.source) for row in firsts] == [(0, 0), (1, 0), (2, 1)]
 
 
-def test_another_kind_of_file(write: Write):
-    with pytest.raises(ValueError, match=r"rows.csv, line 1: malformed JSON.*Expected JSONL .* or a JSON array"):
-        list(read_rows(write("question,answer\n1,2\n", "rows.csv")))
-
-
-def test_paths_that_are_no_file(write: Write, tmp_path):
-    with pytest.raises(ValueError, match=r"missing.jsonl does not exist"):
-        list(read_rows("missing.jsonl"))
+def test_paths_that_are_no_source(write: Write, tmp_path):
+    for source, message in (
+        ("missing.jsonl", "missing.jsonl does not exist; expected a JSONL, JSON"),
+        ("folder/missing.jsonl", "folder/missing.jsonl does not exist"),
+        (f"{tmp_path}/*.jsonl", "no file matches this glob"),
+        ([], "empty list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(read_rows(source))
     write(ROWS)
-    with pytest.raises(ValueError, match=r"is a folder.*it holds rows\.jsonl"):
+    with pytest.raises(ValueError, match=r"is a folder \(it holds rows\.jsonl\).*/\*\.jsonl"):
         list(read_rows(str(tmp_path)))
-    with pytest.raises(ValueError, match="empty list"):
-        list(read_rows([]))

@@ -9,8 +9,9 @@ from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.config import load_config
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
-from lean_ft.plan import rehearse, search
 from lean_ft.plan.devices import CPU, DEVICES
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.plan.search import search
 
 RECIPE = "full_finetune_single_device"
 ROWS, COLUMNS = 2, 256
@@ -34,9 +35,7 @@ def tiny_model():
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adafactor"])
 def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_model, name: str):
     recipe, cfg = settings(tmp_path, f"optimizer.name={name}")
-    optimizer = build_optimizer(
-        tiny_model, cfg.optimizer, clip_grad_norm=None, uses_loss_scaling=False, compile=False
-    )
+    optimizer = build_optimizer(tiny_model, cfg.optimizer, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
     parts = rehearse(recipe, cfg, CPU).peak.bytes_by_label
     assert parts["weights"] == sum(p.nbytes for p in tiny_model.parameters())
     # What the optimizer makes beside its state (lookup tables) is of some KiB.
@@ -89,7 +88,12 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     """A copy that keeps a tensor of 8 MiB through the step takes 8 MiB more."""
     source = find_recipe(RECIPE).read_text()
     edited = tmp_path / "mine.py"
-    edited.write_text(source.replace("    for step in run.steps():", "    kept = torch.empty(2**23, dtype=torch.uint8)\n    for step in run.steps():"))
+    edited.write_text(
+        source.replace(
+            "    for step in run.steps():",
+            "    kept = torch.empty(2**23, dtype=torch.uint8)\n    for step in run.steps():",
+        )
+    )
     recipe, cfg = settings(tmp_path)
     plain = rehearse(recipe, cfg, CPU)
     changed = rehearse(load_recipe(edited), cfg, CPU)

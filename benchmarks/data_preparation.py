@@ -1,0 +1,237 @@
+"""Preparing a chat data set against TRL: read, render, tokenise, mask, pack, write; in fresh processes that take turns.
+
+    python benchmarks/data_preparation.py                          # GSM8K repeated to 300,000 rows, packed to 1,024
+    python benchmarks/data_preparation.py --rows 20000 --rounds 3
+    python benchmarks/data_preparation.py --data questions.jsonl   # other rows with `question` and `answer`
+
+The rows are a prompt and a completion in messages, each numbered so that no two are equal. The tokenizer is a byte-level
+BPE of 16,000 tokens trained on the same text, split and normalised as Qwen2.5's, with a ChatML template that has no
+`{% generation %}` blocks: both sides find what is trained by rendering twice. Both get as many processes as there are
+cores. Ours is started twice: the second start finds the first one's work.
+
+Writes `results/data_preparation_<rows>x<length>_<hardware>.json`. TRL is the `compare` extra.
+"""
+
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import ROOT, Budget, run_measured
+from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+SIDES = ("ours", "trl")
+VOCABULARY_SIZE = 16_000
+# What text is split at before merging, as Qwen2.5's tokenizer.json has it.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = """\
+{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def find_gsm8k() -> Path | None:
+    """`shared/data/gsm8k_train.jsonl` beside this checkout or above it."""
+    found = (parent / "shared" / "data" / "gsm8k_train.jsonl" for parent in ROOT.parents)
+    return next((path for path in found if path.is_file()), None)
+
+
+def read_questions(data: Path) -> list[dict[str, str]]:
+    with data.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(path: Path, questions: list[dict[str, str]], num_rows: int) -> Path:
+    """Writes `num_rows` different rows."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(islice(cycle(questions), num_rows), start=1):
+            prompt = [{"role": "user", "content": f"Question {number}: {row['question']}"}]
+            completion = [{"role": "assistant", "content": row["answer"]}]
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    return path
+
+
+def write_tokenizer(folder: Path, texts: Iterator[str]) -> Path:
+    """Trains a tokenizer on `texts` and writes it as both sides read it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    return folder
+
+
+def measure_side(
+    side: str, label: str, data: Path, tokenizer: Path, cache: Path, *, length: int, num_processes: int, budget: Budget
+) -> dict[str, Any]:
+    """Prepares once in a fresh process; returns a row of plain values."""
+    facts = cache / f"{label}.json"
+    cache.mkdir(exist_ok=True)
+    command = [
+        *(sys.executable, Path(__file__).with_name("prepare_data.py")),
+        *("--side", side, "--data", data, "--tokenizer-folder", tokenizer, "--cache", cache, "--facts-file", facts),
+        *("--length", str(length), "--num-processes", str(num_processes)),
+    ]
+    # A plain traceback, whose last line is not broken where a terminal would end.
+    environment = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TYPER_STANDARD_TRACEBACK": "1"}
+    measured = run_measured(command, timeout_seconds=budget.timeout_seconds(), environment=environment)
+    row = asdict(measured)
+    output = row.pop("output")
+    row["process_seconds"] = row.pop("seconds")
+    if measured.status == "ok":
+        row |= json.loads(facts.read_text())
+    else:
+        row["output"] = output[-2000:]
+    return {"label": label, "side": side, **{k: v for k, v in row.items() if k not in ("steps", "peak_device_bytes")}}
+
+
+def summarize(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
+    """A line a label: medians over the rounds, and TRL's seconds over these, formed within a round."""
+    summary = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        own = [row for row in rows if row["label"] == label]
+        bad = next((row for row in own if row["status"] != "ok"), None)
+        if bad:
+            summary.append({"label": label, "status": bad["status"]})
+            continue
+        seconds = statistics.median(row["seconds"] for row in own)
+        peer = {row["round"]: row["seconds"] for row in rows if row["side"] == "trl" and row["status"] == "ok"}
+        ratios = [peer[row["round"]] / row["seconds"] for row in own if row["round"] in peer]
+        summary.append(
+            {
+                "label": label,
+                "status": "ok",
+                "seconds": seconds,
+                "rows_per_second": num_rows / seconds,
+                "tokens": own[0]["tokens"],
+                "packed_rows": own[0]["packed_rows"],
+                "peak_tree_rss_bytes": statistics.median(row["peak_tree_rss_bytes"] for row in own),
+                "times_as_fast": statistics.median(ratios) if ratios else None,
+            }
+        )
+    return summary
+
+
+COLUMNS = ["", "seconds", "rows/s", "as fast as TRL", "peak memory", "packed rows", "full"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"preparing {settings['rows']:,} rows of chat ({settings['distinct']:,} of {settings['data']}, repeated and "
+        f"numbered; {settings['megabytes']:.0f} MB) from a JSONL file to rows of {settings['length']:,} tokens packed by "
+        f"best-fit decreasing, on disk; {settings['num_processes']} processes each, TRL {result['versions']['trl']}; "
+        f"peak memory is the resident size of all processes together; medians over {settings['rounds']} rounds"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text; a side that gave no number shows why."""
+    cells = []
+    for line in result["summary"]:
+        if line["status"] != "ok":
+            cells.append([line["label"], line["status"], *["-"] * (len(COLUMNS) - 2)])
+            continue
+        ratio = line["times_as_fast"]
+        full = line["tokens"] / (line["packed_rows"] * result["settings"]["length"])
+        cells.append(
+            [
+                line["label"],
+                f"{line['seconds']:.2f}" if line["seconds"] < 10 else f"{line['seconds']:.0f}",
+                f"{line['rows_per_second']:,.0f}",
+                "-" if ratio is None else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x",
+                gibibytes(line["peak_tree_rss_bytes"]),
+                f"{line['packed_rows']:,}",
+                f"{full:.2%}",
+            ]
+        )
+    return cells
+
+
+def main(
+    data: Annotated[Path | None, typer.Option(help="JSONL with question and answer; GSM8K's training split.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows to prepare.")] = 300_000,
+    length: Annotated[int, typer.Option(help="Tokens of a packed row.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 1,
+    only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+) -> None:
+    """Compares the preparation of a data set with TRL's on speed and peak memory."""
+    if only not in ("", *SIDES):
+        raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
+    sides = [only] if only else list(SIDES)
+    if "trl" in sides and importlib.util.find_spec("trl") is None:
+        console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
+        raise typer.Exit(2)
+    data = data or find_gsm8k()
+    if data is None or not data.is_file():
+        raise typer.BadParameter("expected GSM8K's training split as JSONL", param_hint="--data")
+    hardware = require_hardware("cpu")
+    budget = Budget(timeout_seconds)
+    questions = read_questions(data)
+    measured: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="lean_ft_preparation_") as name:
+        folder = Path(name)
+        source = write_rows(folder / "rows.jsonl", questions, rows)
+        texts = (f"{row['question']}\n{row['answer']}" for row in questions)
+        tokenizer = write_tokenizer(folder / "tokenizer", texts)
+        settings = {"length": length, "num_processes": hardware["cores"], "budget": budget}
+        for turn in range(rounds):
+            for side in sides if turn % 2 == 0 else sides[::-1]:
+                cache = folder / f"{side}_{turn}"
+                for label in ("lean_ft", "lean_ft, second start") if side == "ours" else ("TRL",):
+                    row = measure_side(side, label, source, tokenizer, cache, **settings)
+                    measured.append({"round": turn, **row})
+                    said = f"{row['seconds']:.2f} s" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+                    console.print(f"round {turn + 1}  {label:<22} {said}", markup=False)
+        megabytes = source.stat().st_size / 1e6
+    path = write_result(
+        f"data_preparation_{rows}x{length}{f'_{only}' if only else ''}",
+        benchmark="data_preparation",
+        hardware=hardware,
+        settings={
+            "data": data.stem,
+            "distinct": len(questions),
+            "rows": rows,
+            "megabytes": megabytes,
+            "length": length,
+            "rounds": rounds,
+            "num_processes": hardware["cores"],
+            "vocabulary_size": VOCABULARY_SIZE,
+        },
+        rows=measured,
+        summary=summarize(measured, rows),
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,191 @@
+"""`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the weights."""
+
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.output import stdout
+from lean_ft.config import load_config
+from lean_ft.settings import SFTDataConfig
+
+TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
+CONTROL = Style(color="magenta")
+BAR_WIDTH = 40
+NOTES_SHOWN = 5
+
+app = typer.Typer(
+    help="Look at the data of a run: its lengths, or its rows as the model sees them.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def stats(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the distribution of lengths into a picture, too.")
+    ] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Predict the peak memory of a step at each length, too; takes a while.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the lengths of a run's rows, and what each maximum length would cost.
+
+    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    """
+    module, cfg = _settings(recipe, config, overrides)
+    from lean_ft.data import statistics
+    from lean_ft.tokenizers import load_tokenizer
+
+    found = statistics.gather_statistics(cfg.data, load_tokenizer(cfg.model.path))
+    console = stdout()
+    console.print(Text(f"{found.report}\n"))
+    _print_histogram(console, statistics.histogram(found.lengths))
+    shares = [0.05, 0.5, 0.95, 0.99, 1.0]
+    lengths = statistics.quantiles(found.lengths, shares)
+    quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
+    console.print(Text(f"at most this many tokens have: {quantiles}\n"))
+    candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
+    rows = [
+        statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
+    ]
+    peaks = _peaks(module, cfg, candidates) if peak else {}
+    column = ("peak",) if peak else ()
+    table = [("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full", *column, "")]
+    for row in rows:
+        table.append(
+            (
+                f"{row.max_length:,}",
+                f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
+                f"{row.lost_tokens:,} ({row.lost_tokens / found.lengths.sum():.1%})",
+                f"{row.padding:.1%}",
+                f"{row.packed_rows:,}",
+                f"{row.packing_efficiency:.2%}",
+                *((peaks[row.max_length],) if peak else ()),
+                "as set" if row.max_length == cfg.data.max_length else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for i, cells in enumerate(table):
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        console.print(Text(line, style="" if i else "bold"))
+    console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
+    if peak:
+        console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
+    if png is not None:
+        from lean_ft.data.statistics_figure import save_figure
+
+        save_figure(found, cfg.data.max_length, png)
+        console.print(Text(f"wrote {png}"))
+
+
+@app.command()
+def preview(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config: Preset = None,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to share, and print no rows.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show the first rows of a run as the model sees them: what is trained, what is masked, and control tokens.
+
+    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    """
+    _, cfg = _settings(recipe, config, overrides)
+    from lean_ft.data.preview import preview as look
+    from lean_ft.data.preview_html import preview_page
+    from lean_ft.tokenizers import load_tokenizer
+
+    found = look(cfg.data, load_tokenizer(cfg.model.path), num_rows=rows, batch_size=cfg.batch_size)
+    console = stdout()
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(preview_page(found, f"Preview of {cfg.data.source}"), encoding="utf-8")
+        console.print(Text(f"wrote {html}: {len(found.rows)} rows; {found.report}"))
+        return
+    for number, row in enumerate(found.rows, start=1):
+        _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
+    more = len(found.notes) - NOTES_SHOWN
+    for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
+        console.print(Text(note, style="yellow"))
+    console.print(Text(f"of {found.report}"))
+
+
+def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
+    """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
+    recipe_file = catalog.find_recipe(recipe)
+    preset_file = catalog.find_preset(config) if config is not None else None
+    module = catalog.load_recipe(recipe_file)
+    config_class = module.Config
+    # Nothing is written, so nobody has to say where to.
+    unused = ["output_dir=unused"] if "output_dir" in config_class.model_fields else []
+    cfg = load_config(config_class, preset_file, [*unused, *(overrides or [])])
+    if not isinstance(getattr(cfg, "data", None), SFTDataConfig) or not hasattr(cfg, "model"):
+        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no SFT `data`, or no `model`.")
+    return module, cfg
+
+
+def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str]:
+    """The predicted peak memory at each maximum length; a dash where batch_tokens allows no such row."""
+    from lean_ft.plan import choose_device, rehearse
+
+    device = choose_device(None, cfg.device)
+    peaks = dict.fromkeys(candidates, "-")
+    with stdout().status("rehearsing a step") as status:
+        for length in candidates:
+            if cfg.data.batch_tokens is None or length <= cfg.data.batch_tokens:
+                status.update(f"rehearsing a step with rows of {length:,} tokens")
+                data = cfg.data.model_copy(update={"max_length": length})
+                peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
+                peaks[length] = f"{peak_bytes / 2**30:.2f} GiB"
+    return peaks
+
+
+def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:
+    labels = [f"{first:,}+" if last is None else f"{first:,}-{last:,}" for first, last, _ in bins]
+    width, most = max(map(len, labels)), max(count for _, _, count in bins)
+    digits = len(f"{most:,}")
+    for label, (_, _, count) in zip(labels, bins, strict=True):
+        line = Text(f"  {label:>{width}}  {count:>{digits},}  ").append(
+            "█" * -(-count * BAR_WIDTH // most), style="cyan"
+        )
+        line.rstrip()
+        console.print(line)
+    console.print()
+
+
+def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None:
+    from lean_ft.data.visible import visible
+
+    for document in row.documents:
+        goes_on = ", goes on from another row" if document.begins_before else ""
+        counts = f"{document.num_tokens:,} tokens, {document.num_trained:,} trained{goes_on}"
+        console.print(Text(f"── row {number}: {document.place}: {counts}", style="bold"))
+        text = Text()
+        for trained, stretches in groupby(document.stretches, key=lambda stretch: stretch.trained):
+            # Without colour, what is trained stands between marks.
+            opening, closing = ("⟦", "⟧") if trained and not console.is_terminal else ("", "")
+            text.append(opening)
+            for stretch in stretches:
+                style = TRAINED if trained else MASKED
+                text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
+            text.append(closing)
+        console.print(text, soft_wrap=True)
+    if packed and row.padding:
+        console.print(Text(f"── row {number}: {row.padding:,} positions of padding", style="bold"))
+    console.print()

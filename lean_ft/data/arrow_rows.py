@@ -1,0 +1,90 @@
+"""Rows of Parquet files and of Hugging Face datasets, which both hold columns. Needs the `datasets` extra.
+
+A column has one type for all rows, so an object that lacks a name gets it with null there. In what a chat template
+writes out (tools, tool calls) such nulls were never said, and are taken out again.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lean_ft.data.rows import Digest, Row
+
+ROWS_AT_A_TIME = 1024
+PARQUET = b"PAR1"
+HASHED_BYTES_AT_A_TIME = 1 << 20
+
+
+def is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(PARQUET)) == PARQUET
+
+
+def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
+    """Rows of a Parquet file, a group at a time. Raises ValueError for a file that cannot be read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{path} is a Parquet file, which needs a package: pip install 'lean-ft[datasets]'.") from None
+    if digest is not None:
+        with path.open("rb") as file:
+            while some := file.read(HASHED_BYTES_AT_A_TIME):
+                digest.update(some)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows == 0:
+                raise ValueError(f"{path} has no rows.")
+            number = 0
+            for batch in file.iter_batches(ROWS_AT_A_TIME):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(without_nulls(fields), f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split: str, streaming: bool) -> Iterator[Row]:
+    """Rows of the Hugging Face dataset `name`, on the hub (`org/name`) or in a folder that `save_to_disk` wrote.
+
+    Raises ValueError where it is not there, or has no such subset or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"data source {name} is a Hugging Face dataset, which needs a package: pip install 'lean-ft[datasets]'."
+        ) from None
+    try:
+        if Path(name).is_dir():
+            dataset: Any = datasets.load_from_disk(name)
+            if isinstance(dataset, datasets.DatasetDict):
+                if split not in dataset:
+                    raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split}")
+                dataset = dataset[split]
+        else:
+            dataset = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        for number, fields in enumerate(dataset, start=1):
+            if digest is not None:
+                digest.update(json.dumps(fields, default=str).encode())
+            yield Row(without_nulls(fields), f"{name} ({split}), row {number}")
+    # What a hub, its files and their formats can raise has no common ancestor.
+    except Exception as error:
+        raise ValueError(
+            f"data source {name} could not be read as a Hugging Face dataset (data.split={split}, "
+            f"data.subset={subset}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the entries of nested objects that are null; a row keeps its own."""
+    return {name: _without_nulls(inner) for name, inner in value.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

@@ -1,0 +1,209 @@
+"""Prepared data on disk: folders of plain arrays that are mapped into memory, each written once and then only read.
+
+An entry is a folder named by its key, a hash of all that decides its content. It is written under another name and
+renamed when it is whole and on the disk, so what a crash leaves is never taken for an entry; it is removed by a later
+start. Two runs that prepare the same data at once both do the work, and the second to finish takes the first one's.
+Entries are never changed, so readers need no lock, and deleting one takes nothing from a run that has it mapped.
+
+In an entry: raw arrays in the machine's byte order, one a file, and `about.json` with their types and lengths. Nothing
+is pickled. When all entries together exceed a bound, those that were not used for longest are deleted.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+FORMAT = 1  # of entries; part of every key
+ABOUT = "about.json"
+UNFINISHED = ".unfinished"
+JUST_BEGUN_SECONDS = 60.0  # a folder as young as this may not be locked yet
+
+Entry = tuple[dict[str, np.ndarray], dict[str, Any]]
+"""Arrays by name, read-only and mapped from files, and what was noted about them."""
+
+
+def cache_folder(setting: Path | None) -> Path:
+    """The folder for prepared data: `data.cache_dir`, else LEAN_FT_CACHE, else lean_ft/data in the user's cache.
+
+    Makes it. Raises ValueError where that is not possible.
+    """
+    if setting is not None:
+        folder = setting.expanduser()
+    elif named := os.environ.get("LEAN_FT_CACHE"):
+        folder = Path(named).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lean_ft" / "data"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(
+            f"prepared data cannot be kept in {folder}: no such folder can be made or written there. Set data.cache_dir, "
+            "or LEAN_FT_CACHE in the environment, to one that can."
+        )
+    return folder
+
+
+class EntryWriter:
+    """Arrays of an entry, growing on disk; at most a part of them is in memory."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._files: dict[str, tuple[BinaryIO, np.dtype, int]] = {}
+        self.about: dict[str, Any] = {}
+
+    def append(self, name: str, values: np.ndarray) -> None:
+        """Adds `values` (n,) to the array `name`; all parts of one are of one type."""
+        if name not in self._files:
+            self._files[name] = ((self._folder / name).open("wb"), values.dtype, 0)
+        file, dtype, length = self._files[name]
+        assert values.dtype == dtype
+        file.write(values.tobytes())
+        self._files[name] = file, dtype, length + len(values)
+
+    def finish(self) -> None:
+        """Puts everything on the disk; the description last."""
+        arrays = {name: {"dtype": dtype.str, "length": length} for name, (_, dtype, length) in self._files.items()}
+        for file, _, _ in self._files.values():
+            _close_on_disk(file)
+        description = {"format": FORMAT, "byte_order": sys.byteorder, "arrays": arrays, **self.about}
+        file = (self._folder / ABOUT).open("wb")
+        file.write(json.dumps(description, indent=2).encode())
+        _close_on_disk(file)
+
+    def close(self) -> None:
+        for file, _, _ in self._files.values():
+            file.close()
+
+
+def read_entry(folder: Path, key: str) -> Entry | None:
+    """The entry `key` with its arrays mapped, or None where there is no whole one."""
+    path = folder / key
+    try:
+        about = json.loads((path / ABOUT).read_bytes())
+        arrays = {name: _mapped(path / name, **shape) for name, shape in about["arrays"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or one that is being deleted or was damaged: it is made again
+    with contextlib.suppress(OSError):  # somebody else's
+        os.utime(path / ABOUT)  # the time of its last use
+    return arrays, about
+
+
+@contextlib.contextmanager
+def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
+    """Writes the entry `key`: it is there when the block ends, and leaves nothing behind when the block fails."""
+    _remove_abandoned(folder)
+    path = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=UNFINISHED, dir=folder))
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        writer = EntryWriter(path)
+        try:
+            yield writer
+            writer.finish()
+        finally:
+            writer.close()
+        if read_entry(folder, key) is None:
+            _remove(folder / key)  # a damaged one
+        # Fails where another run put a whole one there meanwhile: the two are equal, and that one stays.
+        with contextlib.suppress(OSError):
+            path.rename(folder / key)
+        _sync_folder(folder)
+    finally:
+        os.close(lock)
+        _remove(path)
+
+
+@contextlib.contextmanager
+def unkept_entry(folder: Path) -> Iterator[tuple[EntryWriter, list[Entry]]]:
+    """Writes an entry that no later start may use; when the block ends it stands in the list.
+
+    Its files are mapped and then deleted at once, so they take space for as long as this process runs and no longer.
+    """
+    mapped: list[Entry] = []
+    with write_entry(folder, key := f"unkept-{os.getpid()}-{time.time_ns()}") as writer:
+        yield writer, mapped
+    entry = read_entry(folder, key)
+    assert entry is not None
+    mapped.append(entry)
+    _remove(folder / key)
+
+
+def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
+    """Deletes the entries that were not used for longest until all take at most `max_bytes`; returns their keys.
+
+    Those in `keep` stay, even if they alone are larger.
+    """
+    entries = []
+    for about in folder.glob(f"*/{ABOUT}"):
+        if about.parent.name.endswith(UNFINISHED):
+            continue
+        with contextlib.suppress(OSError):
+            size = sum(file.stat().st_size for file in about.parent.iterdir())
+            entries.append((about.stat().st_mtime, about.parent.name, size))
+    total = sum(size for _, _, size in entries)
+    deleted = []
+    for _, key, size in sorted(entries):
+        if total <= max_bytes:
+            break
+        if key not in keep:
+            _remove(folder / key)
+            deleted.append(key)
+            total -= size
+    return deleted
+
+
+def _mapped(file: Path, dtype: str, length: int) -> np.ndarray:
+    if file.stat().st_size != length * np.dtype(dtype).itemsize:
+        raise ValueError(f"{file} is not as long as it was written")
+    if length == 0:
+        return np.empty(0, dtype=dtype)  # nothing can be mapped of an empty file
+    # A plain view of the mapping: slices of np.memmap itself cost microseconds more each.
+    return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(length,)))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Deletes what runs that were killed left half written; what is being written is locked."""
+    for path in folder.glob(f"*{UNFINISHED}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < JUST_BEGUN_SECONDS:
+                continue
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path)
+            finally:
+                os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    # The description first: without it what is left is no entry, whenever this is interrupted.
+    with contextlib.suppress(OSError):
+        (path / ABOUT).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _close_on_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""Chats as data sets write them, made into messages that a chat template takes.
+
+A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of text parts,
+a tool call's arguments an object or JSON in a string, the tools JSON in a string. `train: false` and `weight: 0`
+keep an assistant's message out of the loss.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lean_ft.data.rows import kind, names_of
+from lean_ft.data.text_files import parse_json
+from lean_ft.spelling import did_you_mean
+
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+"""ShareGPT's names; those of the chat templates stand for themselves."""
+OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages as a chat template takes them."""
+
+    messages: list[dict[str, Any]]
+    untrained: frozenset[int] = frozenset()
+    """Indices of the messages that say that they are not trained."""
+
+
+def read_chat(value: Any, field: str) -> Chat:
+    """The messages in `value`, the content of `field`. Raises ValueError with the message and what is wrong."""
+    value = parse_if_json(value, field)
+    if not isinstance(value, list) or not value:
+        found = "empty" if value == [] else kind(value)
+        raise ValueError(f'`{field}` is {found}; expected a list of {{"role": ..., "content": ...}}.')
+    messages = [_message(message, f"`{field}`, message {i}") for i, message in enumerate(value)]
+    untrained = {i for i, message in enumerate(value) if not _is_trained(message, messages[i]["role"], i)}
+    return Chat(messages, frozenset(untrained))
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """JSON schemas of functions, or None. Raises ValueError for anything else."""
+    tools = parse_if_json(value, "tools")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("`tools` is not a list of objects; expected JSON schemas of functions.")
+    return tools
+
+
+def parse_if_json(value: Any, field: str) -> Any:
+    """The value of a string that holds a JSON array, as CSV files and uniform columns have it; others as they are."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    if not value.lstrip().startswith("["):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise ValueError(f"`{field}` is a string that is not JSON: {error}.") from None
+
+
+def check_text(value: Any, what: str) -> str:
+    """`value` if it is text. Raises ValueError that names `what`."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {kind(value)}; expected a string.")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what}: half a surrogate pair (\\u{ord(value[error.start]):04x}) stands at character {error.start}, "
+            "which is no text. Repair the row."
+        ) from None
+    return value
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} is {kind(message)}; expected an object with `role` and `content`.")
+    if "role" in message:
+        role, content = message["role"], message.get("content")
+    elif "from" in message:
+        role, content = message["from"], message.get("value")
+    else:
+        raise ValueError(f"{where} has {names_of(message)}; expected `role` and `content`, or `from` and `value`.")
+    if not isinstance(role, str):
+        raise ValueError(f"{where}: its role is {kind(role)}; expected a string.")
+    read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", "train", "weight")}
+    read = {"role": ROLES.get(role, role), "content": _content(content, message, where), **read}
+    if "from" in message and "role" not in message and read["role"] not in OWN_ROLES:
+        known = [*ROLES, *OWN_ROLES]
+        raise ValueError(
+            f"{where}: {role!r} is no role; expected one of {', '.join(known)}.{did_you_mean(role, known)}"
+        )
+    if "from" in message and role == "function_call":
+        read["tool_calls"], read["content"] = parse_json(f"[{read['content']}]"), None
+    if read.get("tool_calls") is not None:
+        read["tool_calls"] = _tool_calls(read["tool_calls"], where)
+    return read
+
+
+def _content(content: Any, message: dict[str, Any], where: str) -> str | None:
+    if isinstance(content, list):  # the parts of the OpenAI format
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ValueError(f"{where} has parts that are not text; only text can be trained on.")
+        content = "".join(part["text"] for part in content)
+    if content is None and (message.get("tool_calls") or message.get("function_call")):
+        return None
+    return check_text(content, f"{where}: its content")
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: `tool_calls` is {kind(calls)}; expected a list of calls.")
+    return [_tool_call(call, where) for call in calls]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise ValueError(f"{where}: a tool call is {kind(call)}; expected an object.")
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _tool_call(call["function"], where)}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    # OpenAI sends arguments as JSON in a string; templates write them out as JSON once more.
+    try:
+        arguments = parse_json(call["arguments"]) if call["arguments"].strip() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: the arguments of the tool call {call.get('name')!r} are not JSON: {error}."
+        ) from None
+    return {**call, "arguments": arguments}
+
+
+def _is_trained(message: dict[str, Any], role: str, i: int) -> bool:
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise ValueError(f"message {i}: `train` is {kind(train)}; expected true or false.")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"message {i}: `weight` is {weight!r}; expected 0 or 1: a message is trained or not.")
+    if (train or weight) and role != "assistant":
+        raise ValueError(
+            f"message {i} is the {role}'s, and says that it is to be trained; only the assistant's messages are "
+            "trained one by one. data.train_on=all trains everything."
+        )
+    return train is not False and weight != 0

@@ -1,0 +1,102 @@
+"""What became of the rows of a source, counted: nothing is left out without being told."""
+
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+NUM_BAD_ROWS_SHOWN = 3
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a source."""
+
+    format: str
+    detected: bool = False
+    """Whether the format was told from the rows' fields."""
+    rows: int = 0
+    kept: int = 0
+    kept_by_source: list[int] = field(default_factory=list)
+    """Of `kept`, how many are from the first source, the second ...: they stand in this order."""
+    truncated: int = 0
+    lost_tokens: int = 0
+    """Tokens cut off by truncation."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    bad_rows: int = 0
+    """Rows left out because they could not be read."""
+    bad_row_examples: list[str] = field(default_factory=list)
+    """Where the first of them stand, and what is wrong with them."""
+    tokens: int = 0
+    target_tokens: int = 0
+    """Tokens that carry a label."""
+    packing: str | None = None
+    """How rows of max_length were packed; None where they were not."""
+    packed_rows: int | None = None
+    """How many those are."""
+    packing_efficiency: float | None = None
+    """Share of the packed rows' positions that hold a token."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows:,} rows ({self.format}{', told from their fields' if self.detected else ''})"]
+        if self.bad_rows:
+            parts.append(f"{self.bad_rows:,} bad, left out (the first: {self.bad_row_examples[0]})")
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
+        parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        share = self.target_tokens / max(1, self.tokens)
+        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        if self.packed_rows is not None and self.packing_efficiency is not None:
+            parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
+        if self.packing == "wrapped":
+            parts.append("wrapped: documents in one row see each other, and rows cut them")
+        return "; ".join(parts)
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def keep(self, tokens: int, targets: int, source: int) -> None:
+        """Counts a sequence that is trained on."""
+        self.kept += 1
+        self.tokens += tokens
+        self.target_tokens += targets
+        self.kept_by_source += [0] * (source + 1 - len(self.kept_by_source))
+        self.kept_by_source[source] += 1
+
+    def skip_bad_row(self, problem: str) -> None:
+        self.bad_rows += 1
+        self.bad_row_examples = [*self.bad_row_examples, problem][:NUM_BAD_ROWS_SHOWN]
+
+    def check_bad_rows(self, most: int) -> None:
+        """Raises ValueError when more than `most` rows were bad."""
+        if self.bad_rows > most:
+            examples = "".join(f"\n  {example}" for example in self.bad_row_examples)
+            raise ValueError(
+                f"more than data.max_bad_rows={most} rows cannot be read. The first are:{examples}\nRepair them, or "
+                "raise data.max_bad_rows."
+            )
+
+    def nothing_left(self) -> str:
+        """Why no row is left, for a message."""
+        reasons = [f"{count:,} {reason}" for reason, count in self.dropped.items()]
+        if self.bad_rows:
+            reasons.append(f"{self.bad_rows:,} bad (the first: {self.bad_row_examples[0]})")
+        return f"of {self.rows:,} rows, {', '.join(reasons)}"
+
+    def add(self, other: "DataReport") -> None:
+        """Adds the counts of `other`, a part of the same source; what packing made is no count of rows."""
+        self.rows += other.rows
+        self.kept += other.kept
+        self.truncated += other.truncated
+        self.lost_tokens += other.lost_tokens
+        self.tokens += other.tokens
+        self.target_tokens += other.target_tokens
+        self.bad_rows += other.bad_rows
+        self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
+        pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
+        self.kept_by_source = [ours + theirs for ours, theirs in pairs]
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count

@@ -1,0 +1,163 @@
+"""Rows of text files, plain or compressed: JSONL, JSON arrays, CSV and TSV.
+
+What a file holds is told by its first bytes; only CSV and TSV go by the name's ending, since they begin like
+anything. JSON is read strictly: a name that stands twice in an object, NaN and Infinity are refused, where
+Python's own reader would keep the last value or make a number of it.
+
+A row that cannot be read is a `Row` with a problem, so that others can follow it. A file that cannot be read any
+further (a truncated archive, a broken array) is a ValueError at once.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lean_ft.data.archives import open_decompressed
+from lean_ft.data.rows import Digest, Row, kind
+
+BOM = b"\xef\xbb\xbf"
+NUM_BYTES_TO_DETECT = 4096
+
+
+def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
+    """Rows of a JSONL, JSON, CSV or TSV file, in order; `digest` is fed every byte, decompressed.
+
+    Empty lines are no rows. Raises ValueError for a file that is empty or cannot be read to its end.
+    """
+    start = _start(path)
+    if not start.strip():
+        raise ValueError(f"{path} has no rows: the file is empty.")
+    _check_encoding(start, path)
+    lines = _lines(path, digest)
+    ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
+    if ending in (".csv", ".tsv"):
+        rows = _csv_rows(lines, path, "\t" if ending == ".tsv" else ",")
+    elif start.lstrip()[:1] == b"[":
+        rows = _array_rows(b"".join(lines), path)
+    else:
+        rows = _json_lines(lines, path)
+    any_row = False
+    for row in rows:
+        any_row = True
+        yield row
+    if not any_row:
+        raise ValueError(f"{path} has no rows: it holds nothing but what stands around rows.")
+
+
+def parse_json(text: str) -> Any:
+    """The value of strict JSON. Raises ValueError with the reason."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"malformed JSON: {error.msg} ({place})") from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply to be read") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name `{twice}` more than once, so one of its values would be lost")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value; write null, or leave the field out")
+
+
+def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
+    hint = "" if ".jsonl" in path.suffixes else ". Expected JSONL (one object a line) or a JSON array."
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            yield Row(_object(parse_json(_decode(line.rstrip(b"\r\n")))), place)
+        except ValueError as error:
+            yield Row({}, place, problem=f"{error}{hint if 'malformed' in str(error) else ''}")
+
+
+def _array_rows(content: bytes, path: Path) -> Iterator[Row]:
+    try:
+        values = parse_json(_decode(content))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for number, value in enumerate(values, start=1):
+        place = f"{path}, row {number}"
+        try:
+            yield Row(_object(value), place)
+        except ValueError as error:
+            yield Row({}, place, problem=str(error))
+
+
+def _csv_rows(lines: Iterable[bytes], path: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # a text of a megabyte is no mistake here
+    # Bytes that are not UTF-8 become half surrogates, which no decoded text holds, and are told from them below.
+    text = (line.decode("utf-8", "surrogateescape") for line in lines)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        names = next(reader)
+        if len(set(names)) != len(names):
+            raise ValueError(f"{path}, line 1: a column's name stands there twice ({', '.join(names)}).")
+        line = reader.line_num + 1
+        for cells in reader:
+            place = f"{path}, line {line}"
+            line = reader.line_num + 1
+            undecoded = next((c for cell in cells for c in cell if "\udc80" <= c <= "\udcff"), None)
+            if undecoded is not None:
+                problem = f"not UTF-8 (byte 0x{ord(undecoded) - 0xDC00:02x}){CONVERT}"
+                yield Row({}, place, problem=problem)
+            elif cells and len(cells) != len(names):
+                problem = f"{len(cells)} cells under {len(names)} names ({', '.join(names)})"
+                yield Row({}, place, problem=problem)
+            elif cells:
+                yield Row(dict(zip(names, cells, strict=True)), place)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: malformed CSV: {error}. Expected the columns' names in the first line, "
+            'and quotes inside a "quoted cell" doubled.'
+        ) from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object with named fields, found {kind(value)}")
+    return value
+
+
+CONVERT = "; convert the file, for example with `iconv -f LATIN1 -t UTF-8`"
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte 0x{content[error.start]:02x} at position {error.start}){CONVERT}") from None
+
+
+def _start(path: Path) -> bytes:
+    with open_decompressed(path) as file:
+        return file.read(NUM_BYTES_TO_DETECT).removeprefix(BOM)
+
+
+def _lines(path: Path, digest: Digest | None) -> Iterator[bytes]:
+    with open_decompressed(path) as file:
+        for number, line in enumerate(file):
+            if digest is not None:
+                digest.update(line)
+            yield line.removeprefix(BOM) if number == 0 else line
+
+
+def _check_encoding(start: bytes, path: Path) -> None:
+    # Text of these kinds begins with a mark, or has a zero byte in an ASCII character such as `{`.
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start[:4]:
+        raise ValueError(
+            f"{path} looks like UTF-16 or UTF-32 (or is no text at all); expected JSON, JSONL or CSV in UTF-8. "
+            "Convert it, for example with `iconv -f UTF-16 -t UTF-8`."
+        )

@@ -1,0 +1,156 @@
+"""A run plans itself before it loads weights, and says what would help after it ran out of memory.
+
+The rehearsal runs in a process forked for it: the tracer and the compiler that it brings stay out of the run's own
+memory, and a recipe that does more than the library calls cannot spoil the run that follows. Where a bound from the
+shapes alone shows that the run takes less than half of what is there, nothing is rehearsed.
+"""
+
+import json
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lean_ft.environment import available_bytes
+from lean_ft.models import Decoder, empty_model
+from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
+from lean_ft.settings import RecipeConfig
+
+GIB = 2**30
+_TIMEOUT_SECONDS = 120.0  # of a rehearsal; an 8 B model takes under 10
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run is going to take, and what there is."""
+
+    peak_bytes: int
+    where: str  # empty where `peak_bytes` is a bound and not a rehearsal's
+    room_bytes: int | None  # what the device has left for this process; None where it does not tell
+    device: str
+
+    @property
+    def fits(self) -> bool:
+        return self.room_bytes is None or self.peak_bytes <= self.room_bytes
+
+    def __str__(self) -> str:
+        room = "" if self.room_bytes is None else f" of the {_gib(self.room_bytes)} that {self.device} has free"
+        if not self.where:
+            return f"takes less than {_gib(self.peak_bytes)}{room}"
+        return f"will take {_gib(self.peak_bytes)}{room}, at its highest in: {self.where}"
+
+
+def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
+    """Returns what a run of the recipe will take; None where its settings are refused, as the run is going to say.
+
+    Raises RuntimeError where the rehearsal fails for another reason.
+    """
+    device, room_bytes = choose_device(None, cfg.device), _room_bytes(cfg.device)
+    try:
+        bound = upper_bound_bytes(cfg)
+    except ValueError:
+        return None
+    if bound is not None and (room_bytes is None or bound < room_bytes // 2):
+        return Outlook(bound, "", room_bytes, device.name)
+
+    def peak() -> list[Any]:
+        from lean_ft.plan.rehearsal import rehearse
+
+        rehearsal = rehearse(recipe, cfg, device)
+        return [rehearsal.peak_bytes, rehearsal.peak.where]
+
+    found = _in_child(peak)
+    return None if found is None else Outlook(*found, room_bytes, device.name)
+
+
+def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
+    """Returns lines that name settings which take less memory, with the peak of each, the leanest first."""
+    device = choose_device(None, cfg.device)
+
+    def lines() -> str:
+        from lean_ft.plan.search import remedies
+
+        own, found = remedies(recipe, cfg, device)
+        if not found:
+            return "Every setting that saves memory is in use; a shorter data.max_length or a smaller model takes less."
+        width = max(len(candidate.command_line) for candidate in found)
+        return "\n".join(
+            [f"Predicted peak {_gib(own.peak_bytes)}. What takes less, one at a time and the last together:"]
+            + [
+                f"  {c.command_line:<{width}}  {_gib(c.peak_bytes)} ({_gib(own.peak_bytes - c.peak_bytes)} less)"
+                for c in found
+            ]
+        )
+
+    return _in_child(lines) or ""
+
+
+def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
+    """Memory that no setting exceeds: everything in float32, nothing recomputed. None for a mixture of experts, whose
+    activations are more than its shapes tell, and for a recipe without a model or data. Raises as `load_model` does."""
+    model_settings, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
+    if model_settings is None or data is None:
+        return None
+    model = empty_model(model_settings.path, torch.float32)
+    if model.mixture is not None:
+        return None
+    # Weights, gradients, both moments, and half of them again for what a step takes on the side.
+    return 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+
+
+def _activation_bytes(model: Decoder, cfg: Any) -> int:
+    config = model.config
+    features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
+    features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
+    tokens = cfg.batch_size * cfg.data.max_length
+    return 4 * tokens * (2 * features + 4 * config.vocab_size)
+
+
+def _room_bytes(setting: str) -> int | None:
+    """What is free on the device of `device=setting`, less what the driver keeps."""
+    if setting != "cpu" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] - CUDA_RESERVED_BYTES
+    return available_bytes()
+
+
+def _in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns, of a forked process, as JSON has it; None where it raises ValueError.
+
+    Raises RuntimeError where it raises anything else, dies, or takes too long.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(work, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(_TIMEOUT_SECONDS):
+            raise RuntimeError(f"the rehearsal took longer than {_TIMEOUT_SECONDS:.0f} s")
+        answer = json.loads(receiver.recv_bytes())
+    except EOFError:
+        raise RuntimeError("the rehearsal's process died") from None
+    finally:
+        process.kill()
+        process.join()
+    if "failure" in answer:
+        raise RuntimeError(answer["failure"])
+    return answer["result"]
+
+
+def _answer(work: Callable[[], Any], sender: Connection) -> None:
+    try:
+        answer = {"result": work()}
+    except ValueError:
+        answer = {"result": None}
+    except BaseException as error:
+        answer = {"failure": traceback.format_exception_only(error)[-1].strip()}
+    sender.send_bytes(json.dumps(answer).encode())
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,72 @@
+"""Both sides of the preparation benchmark see the same rows and the same ids, and its table says what was measured."""
+
+import json
+from pathlib import Path
+
+import data_preparation as benchmark
+import prepare_data
+import pytest
+from measure import Budget
+
+from lean_ft.tokenizers import load_tokenizer
+
+QUESTIONS = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    texts = (f"{row['question']}\n{row['answer']}" for row in QUESTIONS)
+    return benchmark.write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer", texts)
+
+
+def test_rows_are_as_many_as_asked_and_all_different(tmp_path: Path):
+    lines = benchmark.write_rows(tmp_path / "rows.jsonl", QUESTIONS, 100).read_text().splitlines()
+    assert len(set(lines)) == 100
+    assert json.loads(lines[41])["completion"] == [{"role": "assistant", "content": QUESTIONS[1]["answer"]}]
+
+
+def test_the_tokenizer_gives_transformers_ids(tokenizer: Path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    messages = [{"role": "user", "content": "What is 3  and it's\n\n4?"}, {"role": "assistant", "content": "7"}]
+    ids, mask = load_tokenizer(tokenizer).render(messages)
+    assert ids == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert theirs.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "7<|im_end|>"
+
+
+def test_our_side_prepares_and_finds_its_work_again(tmp_path: Path, tokenizer: Path):
+    data = benchmark.write_rows(tmp_path / "rows.jsonl", QUESTIONS, 100)
+    first, second = (prepare_data.ours(data, tokenizer, tmp_path / "cache", 256, 1) for _ in range(2))
+    assert first.pop("seconds") > second.pop("seconds")
+    assert first == second
+    assert first["packed_rows"] * 256 >= first["tokens"] > 100 * 20
+
+
+def test_a_side_that_fails_gives_a_reason_and_no_number(tmp_path: Path, tokenizer: Path):
+    row = benchmark.measure_side(
+        "ours",
+        "lean_ft",
+        tmp_path / "missing.jsonl",
+        tokenizer,
+        tmp_path / "cache",
+        length=64,
+        num_processes=1,
+        budget=Budget(60),
+    )
+    assert row["status"] == "failed"
+    assert "does not exist" in row["reason"]
+    assert "seconds" not in row
+    assert benchmark.summarize([{"round": 0, **row}], 100) == [{"label": "lean_ft", "status": "failed"}]
+
+
+def test_ratios_are_formed_within_a_round():
+    def row(label: str, turn: int, seconds: float) -> dict:
+        side = "trl" if label == "TRL" else "ours"
+        common = {"status": "ok", "tokens": 900, "packed_rows": 10, "peak_tree_rss_bytes": 2**30}
+        return {"label": label, "side": side, "round": turn, "seconds": seconds, **common}
+
+    rows = [row("lean_ft", 0, 2), row("TRL", 0, 8), row("TRL", 1, 20), row("lean_ft", 1, 10)]
+    ours, trl = benchmark.summarize(rows, 1000)
+    assert (ours["seconds"], ours["times_as_fast"], trl["times_as_fast"]) == (6, 3, 1)
+    cells = benchmark.table_cells({"summary": [ours], "settings": {"length": 100}})
+    assert cells == [["lean_ft", "6.00", "167", "3.0x", "1.00 GiB", "10", "90.00%"]]

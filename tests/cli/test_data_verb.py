@@ -1,0 +1,100 @@
+"""`leanft data`: lengths and rows of a run, without its model."""
+
+import json
+import re
+
+import pytest
+
+from lean_ft.assets import resolve_model_path
+
+RECIPE = '''"""Looked at, never run."""
+
+from lean_ft.settings import ModelConfig, RecipeConfig, SFTDataConfig
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: SFTDataConfig
+
+
+def main(cfg):
+    raise AssertionError("data ran the recipe")
+'''
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The arguments of a run on three rows, with a tokenizer and no weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in resolve_model_path("tiny").iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    rows = [{"prompt": "Say [bold]it[/bold]", "completion": "yes " * count} for count in (1, 2, 300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [tmp_path / "recipe.py", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=300"]
+
+
+def test_stats(leanft, run, tmp_path):
+    answer = leanft("data", "stats", *run, "--png", tmp_path / "lengths.png")
+    assert (answer.code, answer.err) == (0, "")
+    assert "3 rows (prompt_completion, told from their fields); 3 sequences" in answer.out
+    assert "█" in answer.out
+    header, *table = [line for line in answer.out.splitlines() if re.match(r" *(max_length|[\d,]+ +\d+ \()", line)]
+    assert header.split("  ")[0] == "max_length"
+    # 256 to 32k, and the length that is set, where the long row is cut in two places of the table.
+    lengths = ["256", "300", "512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768"]
+    assert [line.split()[:2] for line in table] == [[length, "1" if i < 3 else "0"] for i, length in enumerate(lengths)]
+    assert [line.endswith("as set") for line in table] == [length == "300" for length in lengths]
+    assert all(line == line.rstrip() for line in answer.out.splitlines())
+    assert (tmp_path / "lengths.png").is_file()
+
+
+def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "Some words."}\n')
+    run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "device=cpu"]
+    settings = ["data.max_length=300", "data.batch_tokens=512"]
+    answer = leanft("data", "stats", *run, *settings, "--peak")
+    assert (answer.code, answer.err) == (0, "")
+    said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
+    planned = leanft("plan", *run, *settings, f"output_dir={tmp_path}/run").out
+    assert re.search(r"peak ([\d.]+ GiB)", planned)[1] in said["300"]  # pyright: ignore[reportOptionalSubscript]
+    assert (
+        "512 tokens a step" in leanft("plan", *run, *settings, f"output_dir={tmp_path}/run", "data.max_length=512").out
+    )
+    assert all("GiB" in said[length] for length in ("256", "300", "512"))
+    assert all(said[length].endswith("-") for length in ("1,024", "32,768"))
+
+
+def test_preview(leanft, run, tmp_path):
+    answer = leanft("data", "preview", *run, "--rows", "2")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.count("── row ") == 2
+    assert "Say [bold]it[/bold]" in answer.out
+    assert re.search(r"⟦yes <\|end\|>⟧", answer.out)
+    assert "line 3" not in answer.out
+    page = tmp_path / "pages" / "rows.html"
+    answer = leanft("data", "preview", *run, "--html", page, "data.packing=bfd")
+    assert (answer.code, "⟦" in answer.out) == (0, False)
+    assert page.read_text().count("<article>") == 3 + 1  # and a stretch of padding
+
+
+def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert leanft("data", "preview", *run, "-n", "1").code == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_wrong_input(leanft, run, toy_recipe, tmp_path):
+    for arguments, message in (
+        (["stats", *run, "data.max_lenght=3"], "data.max_length"),
+        (["preview", *run, "data.source=missing.jsonl"], "missing.jsonl does not exist"),
+        (["stats", *run, "--png", tmp_path / "x.doc"], "expected a file ending in"),
+        (["stats", toy_recipe, "model.path=tiny"], "no SFT `data`"),
+        (["preview", *run, "--rows", "0"], "--rows"),
+    ):
+        answer = leanft("data", *arguments)
+        assert (answer.code, "Traceback" in answer.err) == (2, False)
+        assert message in answer.err

@@ -1,0 +1,104 @@
+"""Rows of Parquet files and of Hugging Face datasets, which come from folders here: nothing is downloaded."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_ft.data.arrow_rows import read_dataset
+from lean_ft.data.sources import read_rows
+from lean_ft.settings import SFTDataConfig
+
+datasets = pytest.importorskip("datasets", reason="needs the `datasets` extra")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+OTHER = {"role": "assistant", "content": "b", "tool_calls": [{"name": "g", "arguments": {"y": "z"}}]}
+ROWS: list[dict[str, Any]] = [{"messages": [CALL], "note": None}, {"messages": [OTHER], "note": "n"}]
+
+
+def expected() -> list[dict[str, Any]]:
+    # Columns hold one type: what a row lacks comes as null, and inside of objects that is not told from absence.
+    return [{"messages": [{k: v for k, v in CALL.items() if v is not None}], "note": None}, ROWS[1]]
+
+
+def test_parquet(tmp_path: Path):
+    path = tmp_path / "rows"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    digest = hashlib.sha256()
+    rows = list(read_rows(str(path), digest))
+    assert [row.fields for row in rows] == expected()
+    assert rows[1].place == f"{path}, row 2"
+    assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"rows.parquet cannot be read as Parquet"):
+        list(read_rows(str(path)))
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS).slice(0, 0), path)
+    with pytest.raises(ValueError, match=r"rows.parquet has no rows"):
+        list(read_rows(str(path)))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'lean-ft\[datasets\]'"):
+        list(read_rows(str(path)))
+
+
+def test_a_saved_dataset(tmp_path: Path):
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=dataset, test=dataset.select([1])).save_to_disk(tmp_path / "splits")
+    assert [row.fields for row in read_rows(str(tmp_path / "one"))] == expected()
+    path = str(tmp_path / "splits")
+    assert len(list(read_rows(path))) == 2
+    rows = list(read_rows(path, None, SFTDataConfig(source=path, split="test")))
+    assert [(row.fields, row.place) for row in rows] == [(expected()[1], f"{path} (test), row 1")]
+    with pytest.raises(ValueError, match=r"data.split=dev.*it has the splits train, test, and no dev"):
+        list(read_rows(path, None, SFTDataConfig(source=path, split="dev")))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch) -> str:
+    """A dataset in the layout of the hub's repositories, with two subsets, named as by somebody in its parent."""
+    folder = tmp_path / "org" / "name"
+    for subset, rows in (("main", ROWS), ("other", ROWS[1:])):
+        (folder / subset).mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / subset / "train-00000.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: main/*.parquet\n- config_name: other\n"
+        "  data_files: other/*.parquet\n---\n"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    load = datasets.load_dataset  # the boundary: `org/name` is on no hub here, but in a folder
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *a, **k: load(str(tmp_path / name), *a, **k))
+    return "org/name"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_hub(hub: str, streaming: bool):
+    config = SFTDataConfig(source=hub, subset="main", streaming=streaming)
+    assert [row.fields for row in read_rows(hub, None, config)] == expected()
+    source = SFTDataConfig(source=[{"path": hub, "subset": "other"}]).source  # pyright: ignore
+    digests = [hashlib.sha256(), hashlib.sha256()]
+    assert [row.fields for row in read_rows(source, digests[0], config)] == expected()[1:]
+    list(read_rows(hub, digests[1], config))
+    assert digests[0].digest() != digests[1].digest()
+
+
+def test_a_dataset_that_is_not_there(hub: str):
+    with pytest.raises(ValueError, match=r"org/nane could not be read as a Hugging Face dataset"):
+        list(read_rows("org/nane"))
+    with pytest.raises(ValueError, match=r"data.subset=third.*main"):
+        list(read_dataset(hub, None, subset="third", split="train", streaming=False))
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"org/name is a Hugging Face dataset.*pip install 'lean-ft\[datasets\]'"):
+        list(read_rows("org/name"))

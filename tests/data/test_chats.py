@@ -1,0 +1,96 @@
+"""Chats of every make become the same messages; what is wrong is said with the message that it is in."""
+
+from typing import Any
+
+import pytest
+
+from lean_ft.data.chats import read_chat, read_tools
+
+CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": [1, None]}}}
+OPENAI = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "7", "tool_call_id": "1"},
+    {"role": "assistant", "content": "a"},
+]
+
+
+def with_arguments(arguments: Any) -> list[dict[str, Any]]:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    return [*OPENAI[:2], {**OPENAI[2], "tool_calls": [call]}, *OPENAI[3:]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OPENAI,
+        with_arguments('{"x": [1, null]}'),
+        [*OPENAI[:1], {"role": "user", "content": [{"type": "text", "text": "q"}]}, *OPENAI[2:]],
+        '[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": null, '
+        '"tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": "{\\"x\\": [1, null]}"}}]}, '
+        '{"role": "tool", "content": "7", "tool_call_id": "1"}, {"role": "assistant", "content": "a"}]',
+    ],
+)
+def test_ways_to_write_messages(value: Any):
+    assert read_chat(value, "messages").messages == OPENAI
+
+
+def test_sharegpt():
+    names = ["system", "human", "gpt", "observation", "user", "assistant", "tool", "function", "model", "chatgpt"]
+    chat = read_chat([{"from": name, "value": name} for name in names], "conversations")
+    roles = ["system", "user", "assistant", "tool", "user", "assistant", "tool", "tool", "assistant", "assistant"]
+    assert chat.messages == [{"role": r, "content": n} for r, n in zip(roles, names, strict=True)]
+    call = read_chat(
+        [{"from": "function_call", "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'}], "conversations"
+    )
+    assert call.messages == [
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+    ]
+
+
+def test_messages_that_are_not_trained():
+    value = [
+        {"role": "user", "content": "q", "train": False},
+        {"role": "assistant", "content": "a", "weight": 0},
+        {"role": "assistant", "content": "b", "train": False},
+        {"role": "assistant", "content": "c", "train": True, "weight": 1.0},
+        {"role": "assistant", "content": "d", "train": None},
+    ]
+    chat = read_chat(value, "messages")
+    assert chat.untrained == {0, 1, 2}
+    assert all(message.keys() == {"role", "content"} for message in chat.messages)  # templates need not know
+
+
+@pytest.mark.parametrize("value", [None, [], "", "[]"])
+def test_no_tools(value: Any):
+    assert read_tools(value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "`messages` is empty"),
+        (None, "`messages` is null"),
+        ("hi", "`messages` is a string"),
+        ('[{"role": }]', "`messages` is a string that is not JSON: malformed"),
+        (["hi"], "`messages`, message 0 is a string; expected an object with `role` and `content`"),
+        ([OPENAI[1], {"speaker": "x"}], "message 1 has speaker; expected `role` and `content`, or `from` and `value`"),
+        ([{"role": None, "content": "q"}], "message 0: its role is null"),
+        ([{"from": "humann", "value": "q"}], "'humann' is no role.*Did you mean 'human'"),
+        ([{"role": "user"}], "message 0: its content is null; expected a string"),
+        ([{"role": "user", "content": float("nan")}], "its content is a number"),
+        ([{"role": "user", "content": {"text": "q"}}], "its content is an object"),
+        ([{"role": "user", "content": "\udc00"}], "message 0: its content: half a surrogate pair"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "parts that are not text"),
+        (with_arguments("{x: 1}"), "message 2: the arguments of the tool call 'f' are not JSON"),
+        ([{"role": "assistant", "content": "", "tool_calls": {}}], "`tool_calls` is an object; expected a list"),
+        ([{"role": "assistant", "content": "", "tool_calls": [1]}], "a tool call is a number"),
+        ([{"role": "assistant", "content": "a", "train": "no"}], "`train` is a string; expected true or false"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "`weight` is 0.5; expected 0 or 1"),
+        ([{"role": "user", "content": "q", "train": True}], "message 0 is the user's, and says that it is to be trained"),
+    ],
+)  # fmt: skip
+def test_chats_that_cannot_be_read(value: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_chat(value, "messages")

@@ -1,0 +1,106 @@
+"""What is shown is what batches hold: the same tokens and labels, in text that cannot act on who reads it."""
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from lean_ft.data import sft_batches
+from lean_ft.data.preview import Preview, preview
+from lean_ft.data.preview_html import preview_page
+from lean_ft.data.visible import visible
+
+Config = Callable[..., Any]
+TEXTS = [{"prompt": f"p{i} ü🦙", "completion": f"c{i} " * (i % 5 + 1)} for i in range(12)]
+
+
+def shown(found: Preview) -> list[str]:
+    return ["".join(s.text for document in row.documents for s in document.stretches) for row in found.rows]
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd", "bfd_split", "wrapped", "padding_free"])
+def test_rows_are_those_of_the_batches(packing: str, config: Config, plain_tokenizer):
+    settings = config(TEXTS, packing=packing, max_length=32)
+    found = preview(settings, plain_tokenizer, num_rows=100, batch_size=3)
+    batches, _ = sft_batches(settings, plain_tokenizer, batch_size=3 if packing == "padding_free" else 1, seed=0)
+    epoch = batches.take(batches.batches_per_epoch)
+    assert len(found.rows) == len(epoch)
+    num_trained = [sum(document.num_trained for document in row.documents) for row in found.rows]
+    num_tokens = [sum(document.num_tokens for document in row.documents) for row in found.rows]
+    assert sum(num_trained) == sum(batch.num_targets for batch in epoch)
+    if packing == "padding_free":  # its batches are put together anew in every epoch
+        return
+    texts = [plain_tokenizer.decode(batch.input_ids[0].tolist()) for batch in epoch]
+    for text, tokens, trained, row in zip(shown(found), num_tokens, num_trained, found.rows, strict=True):
+        batch = epoch[next(i for i, whole in enumerate(texts) if whole.startswith(text))]
+        assert batch.num_targets == trained
+        if packing != "none":
+            assert row.padding == 32 - tokens
+
+
+def test_what_is_trained_and_what_a_control_token_is(config: Config, chat_tokenizer):
+    messages = [{"role": "user", "content": "q <|im_end|> ü"}, {"role": "assistant", "content": "a🦙\nb"}]
+    found = preview(config([{"messages": messages}]), chat_tokenizer, num_rows=1, batch_size=1)
+    assert [(s.text, s.trained, s.control) for s in found.rows[0].documents[0].stretches] == [
+        ("<|im_start|>", False, True),
+        ("user\nq <|im_end|> ü", False, False),
+        ("<|im_end|>", False, True),
+        ("\n", False, False),
+        ("<|im_start|>", False, True),
+        ("assistant\n", False, False),
+        ("a🦙\nb", True, False),
+        ("<|im_end|>", True, True),
+        ("\n", False, False),
+    ]
+
+
+def test_rows_that_are_cut_or_left_out_are_told(config: Config, plain_tokenizer):
+    rows = [{"prompt": "p" * 70, "completion": "c"}, {"prompt": "p", "completion": "c" * 70}, {"prompt": "p"}, *TEXTS]
+    found = preview(config(rows, on_bad_row="skip"), plain_tokenizer, num_rows=2, batch_size=1)
+    assert [note.partition("rows.jsonl, ")[2] for note in found.notes] == [
+        "line 1: left out, nothing to train on within max_length",
+        "line 2: cut by 8 tokens",
+        "line 3: no field `completion`. The format prompt_completion needs prompt, completion; the row has prompt. "
+        "Rename with data.columns, ours to yours: data.columns.prompt=question.",
+    ]
+    assert [row.documents[0].place[-6:] for row in found.rows] == ["line 2", "line 4"]
+    assert found.report.rows == 4  # no more than are needed
+
+
+def test_nothing_to_show(config: Config, plain_tokenizer):
+    with pytest.raises(ValueError, match="nothing of .* is left to look at: of 1 rows, 1 nothing to train on"):
+        preview(config([{"prompt": "p" * 70, "completion": "c"}]), plain_tokenizer, num_rows=2, batch_size=1)
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_html_in_data_does_not_run(config: Config, plain_tokenizer):
+    attack = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><a href=javascript:x>&lt;b&gt; </span></pre>"
+    settings = config([{"text": attack}], max_length=512)
+    page = preview_page(preview(settings, plain_tokenizer, num_rows=1, batch_size=1), f"of {attack}")
+    tags = Tags()
+    tags.feed(page)
+    assert tags.seen <= {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "section", "article", "small", "pre"}  # fmt: skip
+    assert tags.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class"}
+    assert tags.text.count(attack) == 3  # in the title, the heading and the row, as it was written
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_what_acts_on_a_terminal_is_shown_instead():
+    assert visible("a\x1b[31mb\x07\r\n\tc") == "a␛[31mb␇␍↵\n\tc"
+    assert visible("\u202egpj.exe\u200b \x9b") == "⟨U+202E⟩gpj.exe⟨U+200B⟩ ⟨U+009B⟩"
+    assert visible("né 你 🦙") == "né 你 🦙"

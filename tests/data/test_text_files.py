@@ -1,0 +1,143 @@
+"""Every kind of text file gives the same rows; whatever is wrong is said with file, line and reason."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable
+
+import pytest
+import zstandard
+
+from lean_ft.data.rows import Row
+from lean_ft.data.sources import read_rows
+
+Write = Callable[..., str]
+ROWS = [{"q": 'a "b", c', "a": "1\n2"}, {"q": "ü\u2028", "a": ""}, {"q": "x" * 70_000, "a": "nul"}]
+
+
+def csv_of(rows, comma: str) -> str:
+    lines = [
+        [f'"{value}"' for value in (row["q"].replace('"', '""'), row["a"])] for row in [{"q": "q", "a": "a"}, *rows]
+    ]
+    return "\r\n".join(comma.join(line) for line in lines) + "\r\n"
+
+
+JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+PLAIN = {
+    "rows.jsonl": JSONL,
+    "rows.json": json.dumps(ROWS, indent=1),
+    "rows.csv": csv_of(ROWS, ","),
+    "rows.tsv": csv_of(ROWS, "\t"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gzip", "zstd"])
+def test_all_kinds_give_the_same_rows(write: Write, name: str, compress: Callable[[bytes], bytes]):
+    content = b"\xef\xbb\xbf" + PLAIN[name].encode()
+    # The ending does not tell about compression; two frames, as from `cat a.gz b.gz`, are one text.
+    half = content.index(b"\n") + 1
+    packed = content if compress is bytes else compress(content[:half]) + compress(content[half:])
+    digest = hashlib.sha256()
+    rows = list(read_rows(write(packed, name if compress is bytes else f"{name}.gz"), digest))
+    assert [row.fields for row in rows] == ROWS
+    assert digest.digest() == hashlib.sha256(content).digest()
+
+
+def test_a_cell_over_several_lines_counts_its_lines(write: Write):
+    rows = read_rows(write('a,b\n"1\n2",x\n\ny,z\n', "rows.csv"))
+    assert [row.place[-6:] for row in rows] == ["line 2", "line 5"]
+
+
+def only(rows: list[Row]) -> str:
+    assert [row.problem is None for row in rows] == [True, False, True]
+    assert rows[1].fields == {}
+    return f"{rows[1].place}: {rows[1].problem}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"a": ', "rows.jsonl, line 2: malformed JSON: Expecting value"),
+        ("[1]", "line 2: expected a JSON object with named fields, found a list"),
+        ("null", "found null"),
+        (b'{"a": "caf\xe9"}', r"line 2: not UTF-8 \(byte 0xe9 at position 10\)"),
+        ('{"a": NaN}', "NaN is no JSON value"),
+        ('{"a": [-Infinity]}', "-Infinity is no JSON value"),
+        ('{"a": {"b": 1, "b": 2}}', "an object has the name `b` more than once"),
+        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
+        ('{"a": "\0"}', "Invalid control character"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "line",
+)
+def test_a_bad_line_leaves_the_others(write: Write, line: str | bytes, message: str):
+    line = line.encode() if isinstance(line, str) else line
+    rows = list(read_rows(write(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')))
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(only(rows))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1", "rows.csv, line 3: 1 cells under 2 names"),
+        ("1,2,3", "line 3: 3 cells under 2 names"),
+        (b"caf\xe9,1", r"line 3: not UTF-8 \(byte 0xe9\)"),
+    ],
+)
+def test_a_bad_line_of_csv_leaves_the_others(write: Write, line: str | bytes, message: str):
+    line = line.encode() if isinstance(line, str) else line
+    rows = list(read_rows(write(b"a,b\n1,2\n" + line + b"\n3,4\n", "rows.csv")))
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(only(rows))
+
+
+def test_a_bad_element_of_an_array_leaves_the_others(write: Write):
+    rows = list(read_rows(write('[{"a": 1}, 7, {"a": 2}]')))
+    assert "row 2: expected a JSON object with named fields, found a number" in only(rows)
+
+
+def test_a_line_of_ten_megabytes(write: Write):
+    text = "words and " * 1_000_000
+    assert [row.fields["text"] for row in read_rows(write([{"text": text}, {"text": "b"}]))] == [text, "b"]
+
+
+LONG = "".join(f'{{"a": "{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()}"}}\n' for i in range(9999)).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("", "rows.jsonl", "rows.jsonl has no rows: the file is empty"),
+        (" \n\n", "rows.jsonl", "has no rows: the file is empty"),
+        ("[]", "rows.jsonl", "has no rows"),
+        ("a,b\n", "rows.csv", "has no rows"),
+        (gzip.compress(b"", mtime=0), "rows.jsonl", "the file is empty"),
+        ('[{"a": 1},\n {"a" 2}]', "rows.json", "rows.json: malformed JSON: Expecting ':' delimiter .line 2"),
+        (b'[{"a": "caf\xe9"}]', "rows.json", "rows.json: not UTF-8"),
+        ('{"a": 1}\n'.encode("utf-16"), "rows.jsonl", "rows.jsonl looks like UTF-16.*iconv"),
+        ('{"a": 1}\n'.encode("utf-16-le"), "rows.jsonl", "looks like UTF-16"),
+        ('a,b\n"1,2\n', "rows.csv", "malformed CSV: unexpected end of data"),
+        ("a,a\n1,2\n", "rows.csv", "a column's name stands there twice"),
+        (gzip.compress(LONG, mtime=0)[:-9], "rows.jsonl.gz", "rows.jsonl.gz cannot be read to its end"),
+        (gzip.compress(LONG, mtime=0)[:90_000] + b"damaged" * 99, "rows.jsonl.gz", "cannot be read to its end"),
+        (zstandard.compress(LONG)[:-9], "rows.jsonl.zst", "rows.jsonl.zst cannot be read to its end"),
+        (zstandard.compress(LONG)[:-200_000] + b"damaged" * 99, "rows.jsonl.zst", "cannot be read to its end"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "content",
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_on(write: Write, content: str | bytes, name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(write(content, name)))
+
+
+def test_json_over_several_lines_says_what_was_expected(write: Write):
+    rows = list(read_rows(write(json.dumps({"a": 1, "b": 2}, indent=1), "rows.json")))
+    assert "line 1: malformed JSON" in f"{rows[0].place}: {rows[0].problem}"
+    assert "Expected JSONL (one object a line) or a JSON array" in str(rows[0].problem)
+
+
+def test_zstd_without_its_package(write: Write, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"pip install 'lean-ft\[zstd\]'"):
+        list(read_rows(write(zstandard.compress(b'{"a": 1}\n'))))
