@@ -95,10 +95,10 @@ def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | No
         say("next", f"leanft run generate model.path={shlex.quote(str(checkpoint))}")
 
 
-def command_to_continue(cfg: RecipeConfig) -> str:
+def command_to_continue(cfg: Any) -> str:
     """The command that goes on with this run: the one that started it, which resumes by itself unless told not to."""
     program, *arguments = sys.argv
-    if cfg.resume != "auto":
+    if getattr(cfg, "resume", "auto") != "auto":  # a recipe that does not train has nothing to resume
         arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
     is_leanft = Path(program).name == "leanft" or "lean_ft" in Path(program).parts
     return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)
