@@ -56,10 +56,10 @@ MESSAGES = [
     {"role": "assistant", "content": "4"},
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}<<{{ message.content | trim }}>>"
+    "{% macro f(x) %}{{ x | tojson }}{% endmacro %}{{ f([1, 2]) }}{% for i in range(3) %}{{ i }}{% endfor %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'system' %}<<{{ message.content | trim }}>>"
     "{% elif loop.first %}first {% endif %}{% set name = message.role ~ ':' %}{{ name.upper() }}{{ message['content'] }}"
-    "{% if not loop.last %}{{ '\\n' * 2 }}{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-    "{% macro f(x) %}{{ x | tojson }}{% endmacro %}{{ f([1, 2]) }}{% for i in range(3) %}{{ i }}{% endfor %}"
+    "{{ '\\n' * 2 }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**40, -(2**63), 1e308, -1e308, 1e-320, 0.5, float("nan")),

@@ -59,6 +59,8 @@ def write_inputs(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     rows = [{"prompt": f"{n} times {n} is ", "completion": str(n * n) * (1 + n % 4)} for n in range(NUM_ROWS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "caches").mkdir(exist_ok=True)
+    (folder / "caches").chmod(0o777)
     return folder
 
 
@@ -67,6 +69,8 @@ def config(inputs: Path, output_dir: Path, settings: list[str]) -> Any:
     arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
     arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]
     arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=9", f"max_steps={STEPS}"]
+    # Prepared data lies apart from the run, and from that of other users, who could not read it.
+    arguments += [f"data.cache_dir={inputs / 'caches' / str(os.getuid())}"]
     return load_config(recipe.Config, None, [*arguments, f"output_dir={output_dir}", *settings])
 
 
