@@ -207,6 +207,8 @@ FAULTS: dict[str, tuple[Callable[[Case, random.Random], Callable[[], None]], lis
 def suffer(fault: Callable, case: Case, chance: random.Random, whole: dict[str, str]) -> dict[str, Any]:
     """What the fault made of a run, and its mended continuation."""
     mend = fault(case, chance)
+    if case.fault == 3:
+        raise RuntimeError(f"the harness failed inside of the run: {case.log.read_text()}")
     said = case.log.read_text()
     problems = []
     told = case.fault in (0, 1, 2) and "Traceback" not in said and (case.fault == 0 or "error: " in said)
