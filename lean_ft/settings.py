@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -297,7 +298,9 @@ class RecipeConfig(Settings):
         description="Rehearse one step on shapes before weights are loaded, and tell its peak memory where that matters. "
         "For a copied recipe that does more than train: false, as the rehearsal calls its main.",
     )
-    output_dir: Path = Field(description="The run directory: config, metrics and checkpoints.")
+    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+        description="The run directory: config, metrics and checkpoints."
+    )
     resume: str = Field(
         "auto",
         description="`auto` goes on from the newest whole checkpoint in output_dir, `never` refuses a directory that "

@@ -101,7 +101,7 @@ def find_checkpoint(cfg: RecipeConfig) -> Path | None:
 
 def _named_checkpoint(cfg: RecipeConfig) -> Path:
     """The checkpoint folder that `resume=PATH` names, if this run may go on from it into its output_dir."""
-    folder = Path(cfg.resume)
+    folder = Path(cfg.resume).expanduser()
     if not folder.is_dir():
         raise ValueError(
             f"resume={cfg.resume} is not a folder. Expected auto, never, or a checkpoint (runs/a/step_00000100)."
