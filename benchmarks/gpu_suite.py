@@ -84,6 +84,18 @@ STAGES = (
         lambda s: _ladder(s.llama, s.llama_batch, s.llama_length, "bfd", s),
     ),
     Stage(
+        "techniques",
+        "what takes the place of a rung: checkpointing by operation, float8, other update rules, paged states",
+        lambda s: [
+            *_ladder(s.llama, s.llama_batch, s.llama_length, "bfd", s),
+            *(
+                "--rungs",
+                "checkpointing,every_n,selective,products,budget,float8,adamw_8bit,torchao,adafactor,muon,apollo_mini,paged",
+            ),
+            *("--results-name", "techniques"),
+        ],
+    ),
+    Stage(
         "loss",
         "the output loss against its peers",
         lambda s: _loss(s.llama, s.llama_batch * s.llama_length, s),

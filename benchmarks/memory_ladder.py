@@ -45,22 +45,55 @@ class Rung(NamedTuple):
 LADDER = (
     Rung("nothing", "bfloat16 AdamW, nothing else", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
     Rung("compile", "+ compile", {"compile": True}),
-    Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": 1024}),
+    Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": "auto"}),
     Rung("checkpointing", "+ activation checkpointing", {"memory.activation_checkpointing": "full"}),
     Rung("in_backward", "+ step in backward", {"optimizer.in_backward": True}),
     Rung("adamw_8bit", "+ 8-bit AdamW", {"optimizer.name": "adamw_8bit"}),
-    Rung("paged", "+ paged optimizer state", {"optimizer.name": "paged_adamw_8bit"}, needs_gpu=True),
+    Rung("loss_sums", "+ loss sums in the weight's type", {"memory.loss_accumulation_dtype": "weight"}),
+    Rung("tile_mlp", "+ feed-forward layers in 8 tiles", {"memory.tile_mlp": 8}),
+    Rung("adamw_4bit", "+ 4-bit AdamW", {"optimizer.name": "adamw_4bit"}),
+    Rung("tied_gradient", "+ tied gradient on the host", {"memory.tied_gradient": "host"}, needs_gpu=True),
+    Rung("offload", "+ activations on the host", {"memory.activation_offload": True}, needs_gpu=True),
+    Rung("streamed", "+ states streamed from the host", {"optimizer.state": "streamed"}, needs_gpu=True),
 )
+# What takes the place of a rung's technique, beside the ladder: measured with all rungs up to the one named.
+INSTEAD: dict[str, tuple[str, Rung]] = {
+    rung.name: (beside, rung)
+    for beside, rung in (
+        ("checkpointing", Rung("every_n", "every second layer", {"memory.activation_checkpointing": "every_n"})),
+        ("checkpointing", Rung("selective", "keep attention", {"memory.activation_checkpointing": "selective"})),
+        (
+            "checkpointing",
+            Rung(
+                "products",
+                "keep attention and products",
+                {"memory.activation_checkpointing": "selective", "memory.selective_keeps": "products"},
+            ),
+        ),
+        ("checkpointing", Rung("budget", "the compiler's budget", {"memory.activation_checkpointing": "budget"})),
+        ("checkpointing", Rung("float8", "float8 products", {"memory.float8_products": True}, needs_gpu=True)),
+        ("adamw_8bit", Rung("separate", "tied gradient as two", {"memory.tied_gradient": "separate"})),
+        ("adamw_8bit", Rung("torchao", "8-bit AdamW, torchao's", {"optimizer.name": "adamw_8bit_torchao"})),
+        ("adamw_8bit", Rung("adafactor", "Adafactor", {"optimizer.name": "adafactor"})),
+        ("adamw_8bit", Rung("muon", "Muon", {"optimizer.name": "muon"})),
+        ("adamw_8bit", Rung("apollo_mini", "APOLLO-Mini", {"optimizer.name": "apollo_mini"})),
+        ("adamw_8bit", Rung("paged", "states paged", {"optimizer.state": "paged"}, needs_gpu=True)),
+    )
+}
 
 
 def rung_settings(name: str, ladder: tuple[Rung, ...] = LADDER) -> dict[str, Any]:
-    """The settings of a rung: those of all rungs up to it."""
+    """The settings of a rung: those of all rungs up to it; of one beside the ladder, of those up to its place."""
+    if name in INSTEAD:
+        beside, rung = INSTEAD[name]
+        return rung_settings(beside, ladder) | rung.settings
     settings: dict[str, Any] = {}
     for rung in ladder:
         settings |= rung.settings
         if rung.name == name:
             return settings
-    raise ValueError(f"no rung is called {name!r}; expected one of {', '.join(rung.name for rung in ladder)}.")
+    names = [*(rung.name for rung in ladder), *INSTEAD]
+    raise ValueError(f"no rung is called {name!r}; expected one of {', '.join(names)}.")
 
 
 def measure_rungs(
@@ -79,6 +112,7 @@ def measure_rungs(
 ) -> list[dict[str, Any]]:
     """Measures the rungs, each in a fresh process, and says each as it is done."""
     labels = {rung.name: rung.label for rung in LADDER}
+    labels |= {name: f"with {beside}: {rung.label}" for name, (beside, rung) in INSTEAD.items()}
     rows = []
     num_steps = warmup_steps + steps + 1  # the last is never finished: the run is stopped before it would save
     with tempfile.TemporaryDirectory(prefix="lean_ft_ladder_") as folder:
@@ -231,12 +265,17 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 4,
     warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not: the first ones compile.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    rungs: Annotated[str, typer.Option(help="Names, with commas; all that the device can take if empty.")] = "",
+    rungs: Annotated[
+        str, typer.Option(help="Names, with commas; all of the ladder that the device can take if empty.")
+    ] = "",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one rung may take.")] = 3600,
     budget_seconds: Annotated[
         float | None, typer.Option(help="Time for all of them; what is left over is not run.")
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
+    results_name: Annotated[
+        str, typer.Option(help="What the result is called, before shape and sizes.")
+    ] = "memory_ladder",
     chart: Annotated[bool, typer.Option(help="Draw the chart; needs matplotlib.")] = True,
     chart_from: Annotated[Path | None, typer.Option(help="Measure nothing: draw the chart of this result.")] = None,
 ) -> None:
@@ -246,12 +285,12 @@ def main(
         console.print(drawn or "matplotlib is not installed: no chart.")
         return
     hardware = require_hardware(device)
-    known = {rung.name: rung for rung in LADDER}
+    known = {rung.name: rung for rung in LADDER} | {name: rung for name, (_, rung) in INSTEAD.items()}
     names = [name.strip() for name in rungs.split(",") if name.strip()]
     for name in names:
         rung_settings(name)  # an unknown one is refused before anything runs
     if not names:
-        names = [name for name, rung in known.items() if hardware["device"] == "cuda" or not rung.needs_gpu]
+        names = [rung.name for rung in LADDER if hardware["device"] == "cuda" or not rung.needs_gpu]
     # A rung's changes are told against the one before it, so the order is the ladder's, whatever was typed.
     names.sort(key=list(known).index)
 
@@ -268,7 +307,7 @@ def main(
         budget=Budget(timeout_seconds, budget_seconds),
     )
     path = write_result(
-        f"memory_ladder_{shape}_{batch_size}x{length}",
+        f"{results_name}_{shape}_{batch_size}x{length}",
         benchmark="memory_ladder",
         hardware=hardware,
         settings={

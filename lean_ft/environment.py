@@ -9,9 +9,12 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = (
     "torch",
@@ -130,14 +133,35 @@ def _cpu_features() -> list[str]:
 
 def _memory() -> str:
     """The machine's memory, and the container's limit where it is lower."""
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+    total_bytes, limit_bytes = _host_memory()
+    if total_bytes is None:
         return "unknown"
+    if limit_bytes is not None:
+        return f"{_gib(total_bytes)}, of which this container may use {_gib(limit_bytes)}"
+    return _gib(total_bytes)
+
+
+def memory_bytes(device: "torch.device") -> int | None:
+    """Memory that a process can have on `device` when nothing else is there: a GPU's own, or the host's less what its
+    container may not use; None where the system does not tell."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    total_bytes, limit_bytes = _host_memory()
+    return total_bytes if limit_bytes is None else limit_bytes
+
+
+def _host_memory() -> tuple[int | None, int | None]:
+    """Bytes of the machine, and the container's limit where it is lower."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None, None
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         limit = path.read_text().strip() if path.exists() else ""
         if limit.isdigit() and int(limit) < total_bytes:
-            return f"{_gib(total_bytes)}, of which this container may use {_gib(int(limit))}"
-    return _gib(total_bytes)
+            return total_bytes, int(limit)
+    return total_bytes, None
 
 
 def available_bytes() -> int | None:

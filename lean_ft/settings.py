@@ -22,6 +22,8 @@ from pydantic import (
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
+
 
 class Settings(BaseModel):
     """A group of settings: unknown keys are errors, values are checked and never silently converted."""
@@ -195,13 +197,36 @@ class PreferenceDataConfig(RowsConfig):
 class OptimizerConfig(Settings):
     """The update rule and how its state is kept."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = Field(
-        "adamw", description="The update rule. `_8bit` keeps both AdamW moments in 8 bits, in blocks of 256."
+    name: Literal[
+        "adamw",
+        "adamw_8bit",
+        "adamw_8bit_torchao",
+        "paged_adamw_8bit",
+        "adamw_4bit",
+        "adafactor",
+        "muon",
+        "apollo_mini",
+        "sgd",
+    ] = Field(
+        "adamw",
+        description="The update rule. `_8bit` and `_4bit` keep both AdamW moments in so many bits, with a scale a block; "
+        "`_torchao` by torchao's functions in place of bitsandbytes'. `muon` and `apollo_mini` are for the matrices inside "
+        "the layers, with AdamW for the rest. `paged_adamw_8bit` is adamw_8bit with state=paged.",
+    )
+    state: Literal["device", "paged", "streamed"] = Field(
+        "device",
+        description="Where the rule's state lives. GPU: `paged` is CUDA's managed memory, which the driver moves to the "
+        "host where there is no room (adamw_8bit alone); `streamed` is pinned host memory, from which each parameter's "
+        "state travels ahead of its update and back.",
     )
     lr: NonNegativeFloat = Field(2e-5, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW: decay of the two moments.")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.999), description="AdamW: decay of the two moments; also where another rule leaves a part to it."
+    )
     eps: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment.")
-    momentum: Fraction = Field(0.0, description="SGD: momentum; 0 keeps no state.")
+    momentum: Fraction | None = Field(
+        None, description="SGD and Muon: momentum. null is 0 for sgd, which then keeps no state, and 0.95 for muon."
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Decoupled weight decay, for matrices; vectors (norms, biases) are never decayed."
     )
@@ -220,6 +245,19 @@ class OptimizerConfig(Settings):
     )
 
 
+class LossConfig(Settings):
+    """What the training loss has beside the cross-entropy; held-out losses are plain."""
+
+    label_smoothing: Fraction = Field(
+        0.0, description="Share of each target's probability that is spread over the whole vocabulary."
+    )
+    z_loss: NonNegativeFloat = Field(
+        0.0,
+        description="Coefficient of the squared logarithm of the softmax's normaliser, added to each token's loss: it "
+        "keeps logits from drifting. PaLM took 1e-4.",
+    )
+
+
 class ScheduleConfig(Settings):
     """The learning rate over the run."""
 
@@ -233,14 +271,46 @@ class ScheduleConfig(Settings):
 class MemoryConfig(Settings):
     """Every trade of memory against time."""
 
-    activation_checkpointing: Literal["none", "full", "every_n", "selective"] = Field(
+    activation_checkpointing: Literal["none", "full", "every_n", "selective", "budget"] = Field(
         "none",
         description="Keep only the input of each layer and recompute the rest in backward: for no layer, every layer, "
-        "or every n-th. `selective` is `full` that also keeps what attention returned, and so attends once.",
+        "or every n-th. `selective` is `full` that also keeps what selective_keeps names. `budget` lets the compiler "
+        "choose within activation_budget; it needs compile=true.",
+    )
+    selective_keeps: Literal["attention", "products"] = Field(
+        "attention",
+        description="What `selective` keeps: what attention returned, one hidden state a token and layer, so that it "
+        "attends once; or that and every matrix product, so that only norms and activations are recomputed.",
+    )
+    activation_budget: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.5,
+        description="Share of a layer's activations that `budget` keeps: 0 recomputes all of them, 1 nothing that "
+        "costs time.",
     )
     checkpoint_every_n: PositiveInt = Field(2, description="The n of `every_n`: layers 0, n, 2n ... recompute.")
-    loss_chunk_tokens: NonNegativeInt = Field(
-        1024, description="Target tokens whose logits exist at a time; 0 computes them all at once."
+    loss_chunk_tokens: NonNegativeInt | Literal["auto"] = Field(
+        "auto",
+        description="Target tokens whose logits exist at a time; 0 computes them all at once. `auto` gives them 1/64 of "
+        "the memory that the weights leave on the device, with at least 256 and at most 4096 tokens.",
+    )
+    activation_offload: bool = Field(
+        False, description="GPU: keep what layers save for backward in pinned host memory, and fetch it back ahead."
+    )
+    tile_mlp: NonNegativeInt = Field(
+        0,
+        description="Tiles of tokens that each feed-forward layer works through one after the other, so that only one "
+        "tile's inner activations exist; 0 takes all tokens at once.",
+    )
+    tied_gradient: Literal["fused", "host", "separate"] = Field(
+        "fused",
+        description="Where the output layer is the embedding: `fused` adds the embedding's rows to the output layer's "
+        "gradient, `separate` makes a gradient each and adds them. `host` is `fused`, and on a GPU the output layer's "
+        "waits in pinned host memory while the layers go backward.",
+    )
+    float8_products: bool = Field(
+        False,
+        description="GPU with float8: the layers' linear projections multiply in 8 bits, faster and less exactly; best "
+        "with compile=true.",
     )
     loss_accumulation_dtype: Literal["float32", "weight"] = Field(
         "float32",

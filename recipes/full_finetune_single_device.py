@@ -9,11 +9,19 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from lean_ft.data import Batch, sft_batches
-from lean_ft.losses import linear_cross_entropy
-from lean_ft.memory import apply_memory
+from lean_ft.losses import TokenStatistics, linear_cross_entropy
+from lean_ft.memory import apply_memory, loss_chunk_tokens
 from lean_ft.models import load_model
 from lean_ft.optim import LossScaler, build_optimizer, learning_rate
-from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, SFTDataConfig
+from lean_ft.settings import (
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    SFTDataConfig,
+)
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import Run, say_answers, start
 
@@ -23,6 +31,7 @@ class Config(RecipeConfig):
     data: SFTDataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    loss: LossConfig = LossConfig()
     memory: MemoryConfig = MemoryConfig()
     eval_answers: NonNegativeInt = Field(
         0, description="Held-out questions that the model answers before and after training; 0 asks none."
@@ -51,7 +60,9 @@ def main(cfg: Config) -> None:
     scaler = LossScaler(enabled=mixed)
     run = Run(cfg, model=model, optimizer=optimizer, scaler=scaler, batches=batches, tokenizer=tokenizer)
 
-    def loss_of(batch: Batch) -> Tensor:
+    chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
+
+    def loss_of(batch: Batch, statistics: TokenStatistics, more: LossConfig) -> Tensor:
         """The sum of the cross-entropy over a batch's targets; logits exist a chunk of tokens at a time."""
         with torch.autocast(device.type, torch.float16, enabled=mixed):
             hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True)
@@ -60,9 +71,12 @@ def main(cfg: Config) -> None:
                 model.output_weight,
                 batch.labels,
                 num_targets=batch.num_targets,
+                chunk_tokens=chunk_tokens,
                 softcap=model.config.logits_softcap,
-                chunk_tokens=cfg.memory.loss_chunk_tokens,
                 accumulation_dtype=cfg.memory.loss_accumulation_dtype,
+                label_smoothing=more.label_smoothing,
+                z_loss=more.z_loss,
+                statistics=statistics,
                 compile=cfg.compile,
             )
 
@@ -74,11 +88,12 @@ def main(cfg: Config) -> None:
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
         step_loss, step_router_loss = torch.zeros(2, device=device)
+        statistics = TokenStatistics(device)
         for batch in micro_batches:
             optimizer.update_in_backward(batch is micro_batches[-1])
             batch = batch.to(device)
             # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
-            loss = loss_of(batch) / num_targets
+            loss = loss_of(batch, statistics, cfg.loss) / num_targets
             # A mixture of experts also balances its load; a micro-batch counts by its share of the targets. Else 0.
             router_loss = model.auxiliary_loss(batch.is_token) * (batch.num_targets / num_targets)
             optimizer.expect_finite(loss + router_loss)  # or else this step is skipped, and its batch kept
@@ -95,10 +110,13 @@ def main(cfg: Config) -> None:
             grad_norm=grad_norm,
             micro_batches=micro_batches,
             router_aux_loss=step_router_loss if model.router_aux_loss_coef else None,
+            **statistics.means(num_targets),  # accuracy and entropy, from the loss's own pass
         )
 
         if eval_batches is not None and run.evaluation_due():
+            num_targets, statistics = sum(batch.num_targets for batch in eval_batches), TokenStatistics(device)
             with torch.no_grad():
-                losses = torch.stack([loss_of(batch.to(device)) for batch in run.until_stopped(eval_batches)])
-            run.log_evaluation(losses.sum() / sum(batch.num_targets for batch in eval_batches))
+                held_out = run.until_stopped(eval_batches)
+                losses = [loss_of(batch.to(device), statistics, LossConfig()) for batch in held_out]
+            run.log_evaluation(torch.stack(losses).sum() / num_targets, **statistics.means(num_targets, "eval_"))
     say_answers(f"at step {run.total_steps}", model, tokenizer, eval_batches, cfg.eval_answers)

@@ -82,8 +82,11 @@ MODELS = {
         "Qwen3 8B", "Qwen/Qwen3-8B", 8_190_735_360,
         4096, 12_288, 36, (32, 8, 128), 151_936, tied=False, small="norms of heads"),
     "gemma3_1b": Model(
-        "Gemma 3 1B Instruct (gated)", "google/gemma-3-1b-it", 999_885_952,
+    "Gemma 3 1B Instruct (gated)", "google/gemma-3-1b-it", 999_885_952,
         1152, 6912, 26, (4, 1, 256), 262_144, tied=True, small="norms of heads and outputs"),
+    "gemma3_4b": Model(  # the hub counts 4,300,079,472 with its vision model
+        "Gemma 3 4B Instruct (gated), its language model", "google/gemma-3-4b-it", 3_880_263_168,
+        2560, 10_240, 34, (8, 4, 256), 262_208, tied=True, small="norms of heads and outputs"),
     "phi4_14b": Model(
         "Phi-4 14B", "microsoft/phi-4", 14_659_507_200,
         5120, 17_920, 40, (40, 10, 128), 100_352, tied=False),

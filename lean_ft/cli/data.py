@@ -142,7 +142,8 @@ def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> t
 
 def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str]:
     """The predicted peak memory at each maximum length; a dash where batch_tokens allows no such row."""
-    from lean_ft.plan import choose_device, rehearse
+    from lean_ft.plan.devices import choose_device
+    from lean_ft.plan.rehearsal import rehearse
 
     device = choose_device(None, cfg.device)
     peaks = dict.fromkeys(candidates, "-")

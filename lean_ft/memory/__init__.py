@@ -2,20 +2,70 @@
 
 from torch import nn
 
+from lean_ft.host_link import HostLink
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
+from lean_ft.memory.float8 import float8_products
+from lean_ft.memory.loss_chunk import loss_chunk_tokens
+from lean_ft.memory.offload import offload_activations
+from lean_ft.memory.tied_gradient import fuse_tied_gradient
+from lean_ft.memory.tiling import tile_mlp
+from lean_ft.models import Decoder
 from lean_ft.settings import MemoryConfig
 
-__all__ = ["apply_memory", "checkpoint_layers", "compile_layers"]
+__all__ = [
+    "apply_memory",
+    "checkpoint_layers",
+    "compile_layers",
+    "float8_products",
+    "fuse_tied_gradient",
+    "loss_chunk_tokens",
+    "offload_activations",
+    "tile_mlp",
+]
 
 
 def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> None:
-    """Applies the settings to the model's layers, in the one order that works: checkpoint inside, compile outside.
+    """Applies the settings to the model, in the one order that works: float8, tile, checkpoint, compile, offload.
 
-    The compiler then sees the checkpoint, and recomputes in backward only what backward needs.
+    The compiler then sees what is recomputed, and recomputes only what backward needs; the offload sees what the
+    compiled layers keep.
+
+    Raises:
+        ValueError: for settings that contradict each other, the model or its device.
     """
-    if memory.activation_checkpointing != "none":
-        every = memory.checkpoint_every_n if memory.activation_checkpointing == "every_n" else 1
-        checkpoint_layers(model, every, keep_attention=memory.activation_checkpointing == "selective")
+    kind = memory.activation_checkpointing
+    if kind == "budget" and not compile:
+        raise ValueError(
+            "memory.activation_checkpointing=budget is the compiler's choice of what to keep, but compile=false: there "
+            "is no compiler to choose. Set compile=true, or memory.activation_checkpointing=selective."
+        )
+    if memory.float8_products:
+        float8_products(model)
+    if memory.tile_mlp:
+        tile_mlp(model, memory.tile_mlp)
+    if kind in ("full", "every_n", "selective"):
+        every = memory.checkpoint_every_n if kind == "every_n" else 1
+        checkpoint_layers(model, every, keep=memory.selective_keeps if kind == "selective" else "nothing")
     if compile:
-        compile_layers(model)
+        compile_layers(model, memory.activation_budget if kind == "budget" else None)
+    if memory.activation_offload:
+        offload_activations(model)
+    _place_tied_gradient(model, memory.tied_gradient)
+
+
+def _place_tied_gradient(model: nn.Module, choice: str) -> None:
+    tied = model if isinstance(model, Decoder) and model.lm_head is None else None
+    device = next(model.parameters()).device
+    if choice == "host" and tied is None:
+        raise ValueError(
+            "memory.tied_gradient=host is for an output layer that is the embedding, and this model has two weights: no "
+            "gradient waits from the one to the other. Set memory.tied_gradient=fused."
+        )
+    if choice == "host" and device.type != "cuda":
+        raise ValueError(
+            "memory.tied_gradient=host keeps the gradient in the host's memory instead of the GPU's, but the model is "
+            f"on {device.type}: it is in the host's memory already. Set memory.tied_gradient=fused."
+        )
+    if tied is not None and choice != "separate":
+        fuse_tied_gradient(tied, HostLink(device) if choice == "host" else None)

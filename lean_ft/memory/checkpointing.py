@@ -1,24 +1,47 @@
 """Layerwise activation checkpointing: keep a layer's input, and recompute the rest of the layer in backward.
 
 A layer of hidden size D keeps about 30 D values a token for its backward pass; checkpointed it keeps D, and costs a
-second forward pass: a third more arithmetic if every layer is checkpointed, half of that for every second one.
+second forward pass: a third more arithmetic if every layer is checkpointed, half of that for every second one. Between
+the two lies keeping what some operations returned: attention's result is one hidden state a token and saves the one
+operation whose cost grows with the square of the length; with the matrix products' results as well, all that is
+computed twice is norms, rotations and activations.
 
-Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174).
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); by operation: Korthikanti
+et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198).
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+# What a name's operations are, by a part of their own names.
+KEPT_OPERATIONS = {
+    "nothing": (),
+    "attention": ("attention", "attn"),
+    "products": (
+        "attention",
+        "attn",
+        "aten.mm.",
+        "aten.addmm.",
+        "aten.bmm.",
+        "aten.linear.",
+        "_scaled_mm",
+        "grouped_m",
+    ),
+}
+Kept = Literal["nothing", "attention", "products"]
 
-def checkpoint_layers(model: nn.Module, every: int = 1, *, keep_attention: bool = False) -> int:
+
+def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing") -> int:
     """Checkpoints layers 0, `every`, 2 `every` ... of a decoder, and returns how many those are.
 
-    With `keep_attention` a layer also keeps what its attention returned, one more hidden state a token, and does not
-    attend again in backward. Random state is restored for the recomputation, so dropout drops the same values twice.
+    What the operations named by `keep` returned is kept too and not computed again: `attention`, or `products`, which
+    is attention and every matrix product. Random state is restored for the recomputation, so dropout drops the same
+    values twice.
 
     Raises:
         ValueError: when the model has no `layers`, or `every` is below 1.
@@ -34,7 +57,7 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep_attention: bool 
     for layer in chosen:
         # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in
         # every layer, and compiles it once.
-        layer.forward = MethodType(_selectively_checkpointed if keep_attention else _checkpointed, layer)
+        layer.forward = MethodType(_FORWARDS[keep], layer)
     return len(chosen)
 
 
@@ -42,11 +65,30 @@ def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
-def _selectively_checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+def _keeping_attention(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _selectively(_keep_attention, layer, *args, **kwargs)
+
+
+def _keeping_products(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _selectively(_keep_products, layer, *args, **kwargs)
+
+
+_FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "products": _keeping_products}
+
+
+def _selectively(policy: Callable[..., CheckpointPolicy], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    attention = any(part in str(operation) for part in ("attention", "attn"))
-    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+    return _keep(operation, KEPT_OPERATIONS["attention"])
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _keep(operation, KEPT_OPERATIONS["products"])
+
+
+def _keep(operation: Any, names: tuple[str, ...]) -> CheckpointPolicy:
+    kept = any(name in str(operation) for name in names)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

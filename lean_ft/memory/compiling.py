@@ -3,21 +3,70 @@
 Compiling the whole model would be slower to start and would hand all gradients over at once at the end of backward;
 compiled layer by layer, gradients arrive a layer at a time, so an optimizer that steps in backward can free them.
 
-Source: torchtitan's per-block compilation.
+A compiler that sees forward and backward together can choose what to keep between them. `activation_budget` gives it a
+share of what it would keep if nothing were computed twice, and it drops what is cheapest to have again: from 1, where
+only what costs next to nothing is recomputed, to 0, where a layer keeps its inputs alone, as full checkpointing does.
+
+Source: torchtitan's per-block compilation; PyTorch's activation memory budget (`torch._functorch.config`), which solves
+a knapsack of bytes against arithmetic.
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch import config as functorch_config
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+import lean_ft.models.document_attention  # noqa: F401  (defines the operation whose cost is told below)
 
 
-def compile_layers(model: nn.Module) -> int:
+def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:
     """Compiles each layer of a decoder in place, and returns how many those are.
 
+    activation_budget: the share, from 0 to 1, of a layer's activations that backward finds kept; None leaves the
+    compiler its own choice, which is 1.
+
     Raises:
-        ValueError: when the model has no `layers`.
+        ValueError: when the model has no `layers`, or the budget is not from 0 to 1.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ValueError(f"compile_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}")
+    if activation_budget is not None and not 0 <= activation_budget <= 1:
+        raise ValueError(f"compile_layers expects activation_budget from 0 to 1, but got {activation_budget:g}")
     for layer in layers:
-        layer.compile(fullgraph=True)
+        if activation_budget is None:
+            layer.compile(fullgraph=True)
+        else:
+            layer.compile(fullgraph=True, backend=_inductor_within(activation_budget))
     return len(layers)
+
+
+@cache
+def _inductor_within(budget: float) -> Callable[..., Any]:
+    """The default compiler, under a budget that holds for its own work alone: the setting is the whole process's."""
+    _tell_cost_of_attention()
+    inductor = lookup_backend("inductor")
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return inductor(graph, inputs)
+
+    return compile_graph
+
+
+def _tell_cost_of_attention() -> None:
+    """Register what our own attention costs: the solver takes an operation that it does not know for free."""
+    operation = torch.ops.lean_ft.document_attention
+    if operation not in flop_registry:
+        register_flop_formula(operation)(_attention_flops)
+
+
+def _attention_flops(query_shape: Any, key_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two products of N * N * D multiplications and additions a head, were all N tokens one document."""
+    num_tokens, num_heads, head_dim = query_shape
+    return 4 * num_tokens * num_tokens * num_heads * head_dim

@@ -6,6 +6,7 @@ Norm statistics and rotary angles are computed in float32 whatever the dtype of 
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving.
+    `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving; `part_of` is
+    the model_type of the whole where it is the language model of one that reads images too.
     `router_aux_loss_coef` is the weight of `auxiliary_loss`; at 0 it is not computed.
     """
 
@@ -118,8 +120,10 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
+        self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
+        self.part_of = ""
         self.generation_config: bytes | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
@@ -131,7 +135,9 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer; the embedding's own where they are tied."""
+        """The parameter (V, D) of the output layer; the embedding's own, or what stands for it, where they are tied."""
+        if self.tied_output_weight is not None:
+            return self.tied_output_weight()
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(

@@ -331,6 +331,8 @@ FAMILIES: dict[str, Family] = {
         rope=_rope_by_window,
         defaults={
             **_GEMMA_DEFAULTS,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
@@ -534,18 +536,42 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 
-# Families that are known and are no decoder of text alone, with the reason why they are refused.
-_REFUSED_FAMILIES = {
-    "gemma3": "It reads images too, and its weights hold a vision model that would be lost in training. Save its "
-    "language model by itself with transformers (model.model.language_model and model.lm_head as a "
-    "Gemma3ForCausalLM), which makes a folder of the family gemma3_text.",
-}
+# Models that read images too, whose language model is a family here and is what is trained.
+_LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 
 _REMEDIES_FOR_QUANTIZED = {
     "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
     "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
     "bfloat16.",
 }
+
+
+def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """Returns the config.json of the language model inside a model that reads images too; any other as it is."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _LANGUAGE_MODEL_OF:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
+    family, architecture = _LANGUAGE_MODEL_OF[model_type]
+    shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
+    return {**shared, **text, "model_type": family, "architectures": [architecture]}
+
+
+def name_in_language_model(name: str) -> str | None:
+    """What a tensor of a model that reads images too is called in its language model; None for one of images."""
+    name = (
+        name.removeprefix("model.")
+        if name.startswith(("model.language_model.", "model.vision", "model.multi"))
+        else name
+    )
+    if name.startswith(_OF_IMAGES):
+        return None
+    inner = name.removeprefix("language_model.")
+    # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
+    return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -558,10 +584,8 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {_listed(FAMILIES)}. "
-            + _REFUSED_FAMILIES.get(
-                str(family_name), f"{_nearest(family_name, FAMILIES)}Other families are not supported yet."
-            )
+            f"{where}: model_type is {family_name!r}; expected one of {_listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}. "
+            f"{_nearest(family_name, FAMILIES)}Other families are not supported yet."
         )
     _refuse_other_models(config, where)
     fields = _Fields(config, {**_DEFAULTS, **family.defaults}, where)

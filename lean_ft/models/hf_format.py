@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from lean_ft.assets import resolve_model_path
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
-from lean_ft.models.families import decoder_config, parameters_on_disk
+from lean_ft.models.families import (
+    decoder_config,
+    language_model_config,
+    name_in_language_model,
+    parameters_on_disk,
+)
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"
@@ -44,18 +49,22 @@ def load_model(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     folder = resolve_model_path(path, weights=not random_init)
-    hf_config, config = _described(folder, router_aux_loss_coef)
+    hf_config, config, part_of = _described(folder, router_aux_loss_coef)
     if random_init:
         model = build_decoder(config, device, dtype)
         model.hf_config = hf_config
     else:
         model = _empty_decoder(config, dtype)
         model.hf_config = hf_config
-        stored = _match(model, _stored_tensors(folder), folder)
+        stored = _stored_tensors(folder)
+        if part_of:
+            names = {name: name_in_language_model(name) for name in stored}
+            stored = {own: stored[name] for name, own in names.items() if own is not None}
+        stored = _match(model, stored, folder)
         model.to_empty(device=device)
         for name, tensor in tensors_on_disk(model).items():
             stored[name].read_into(tensor)
-    model.source_folder = folder
+    model.source_folder, model.part_of = folder, part_of
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
     generation_config = folder / "generation_config.json"
@@ -75,7 +84,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
     """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
     folder = resolve_model_path(path, weights=False)
-    hf_config, config = _described(folder, router_aux_loss_coef)
+    hf_config, config, _ = _described(folder, router_aux_loss_coef)
     model = _empty_decoder(config, dtype)
     model.hf_config = hf_config
     if router_aux_loss_coef is not None:
@@ -83,16 +92,18 @@ def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: floa
     return model
 
 
-def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[str, Any], DecoderConfig]:
-    """The folder's config.json, and what it makes the decoder compute."""
-    hf_config = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[str, Any], DecoderConfig, str]:
+    """The config.json of the folder's language model, what it makes the decoder compute, and the model_type of the whole
+    where there is more to it."""
+    whole = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
+    hf_config = language_model_config(whole, where=str(folder / "config.json"))
     config = decoder_config(hf_config, where=str(folder / "config.json"))
     if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
         raise ValueError(
             f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
             "load of experts to balance. Leave it out."
         )
-    return hf_config, config
+    return hf_config, config, "" if hf_config is whole else whole["model_type"]
 
 
 def build_decoder(

@@ -1,17 +1,27 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from lean_ft.optim.adafactor import Adafactor
 from lean_ft.optim.adamw import AdamW
+from lean_ft.optim.adamw_4bit import AdamW4bit
 from lean_ft.optim.adamw_8bit import AdamW8bit
+from lean_ft.optim.adamw_8bit_torchao import AdamW8bitTorchao
+from lean_ft.optim.apollo_mini import ApolloMini
+from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
-from lean_ft.settings import OptimizerConfig
+from lean_ft.optim.streamed import stream_state
+from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig
 
-ADAMW_RULES = ("adamw", "adamw_8bit", "paged_adamw_8bit")
+BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
+CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
+MATRIX_RULES = ("muon", "apollo_mini")
+ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
 
 
 def build_optimizer(
@@ -38,48 +48,61 @@ def build_optimizer(
                     "loses no update that matters. Set optimizer.stochastic_rounding=false or "
                     "model.dtype=bfloat16."
                 )
-    if cfg.name.endswith("8bit") and any(param.is_cuda for _, param in trainable):
+    devices = {param.device.type for _, param in trainable}
+    if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg)
-    return Optimizer(trainable, _rule(cfg, compile), in_backward=cfg.in_backward)
+    if cfg.state == "paged" and devices and devices != {"cuda"}:
+        raise ValueError(
+            "optimizer.state=paged keeps state in CUDA's managed memory, which the driver moves between the GPU and the "
+            f"host, but the model is on {min(devices - {'cuda'})}. Set optimizer.state=device."
+        )
+    rule = _rule(cfg, model, compile)
+    if cfg.state == "streamed" and trainable:
+        rule = stream_state(rule, trainable[0][1].device)
+    return Optimizer(trainable, rule, in_backward=cfg.in_backward)
 
 
-def _rule(cfg: OptimizerConfig, compile: bool) -> Rule:
-    if cfg.name == "sgd":
-        return SGD(
-            momentum=cfg.momentum,
-            weight_decay=cfg.weight_decay,
-            stochastic_rounding=cfg.stochastic_rounding,
-            compile=compile,
-        )
-    if cfg.name == "adamw":
-        return AdamW(
-            betas=cfg.betas,
-            eps=cfg.eps,
-            weight_decay=cfg.weight_decay,
-            update_clipping=cfg.update_clipping,
-            stochastic_rounding=cfg.stochastic_rounding,
-            compile=compile,
-        )
-    if cfg.name in ("adamw_8bit", "paged_adamw_8bit"):
-        return AdamW8bit(
-            betas=cfg.betas,
-            eps=cfg.eps,
-            weight_decay=cfg.weight_decay,
-            update_clipping=cfg.update_clipping,
-            stochastic_rounding=cfg.stochastic_rounding,
-            compile=compile,
-            paged=cfg.name == "paged_adamw_8bit",
-        )
-    return Adafactor(weight_decay=cfg.weight_decay, stochastic_rounding=cfg.stochastic_rounding, compile=compile)
+def _rule(cfg: OptimizerConfig, model: nn.Module, compile: bool) -> Rule:
+    every: dict[str, Any] = {"stochastic_rounding": cfg.stochastic_rounding, "compile": compile}
+    every["weight_decay"] = cfg.weight_decay
+    adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, **every}
+    match cfg.name:
+        case "sgd":
+            return SGD(momentum=cfg.momentum or 0.0, **every)
+        case "adafactor":
+            return Adafactor(**every)
+        case "adamw":
+            return AdamW(update_clipping=cfg.update_clipping, **adamw)
+        case "adamw_4bit":
+            return AdamW4bit(update_clipping=cfg.update_clipping, **adamw)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
+            return AdamW8bit(update_clipping=cfg.update_clipping, paged=paged, **adamw)
+        case "adamw_8bit_torchao":
+            return AdamW8bitTorchao(**adamw)
+        case "muon":
+            momentum = MUON_MOMENTUM if cfg.momentum is None else cfg.momentum
+            return Muon(momentum=momentum, not_matrices=_not_matrices(model), **adamw)
+        case "apollo_mini":
+            return ApolloMini(not_matrices=_not_matrices(model), **adamw)
+
+
+def _not_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of two dimensions that no layer multiplies by: embeddings, the output layer, stacks of biases."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    weights = [param for module in embeddings for param in module.parameters()]
+    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+    output = getattr(model, "output_weight", None)
+    return [*weights, *biases, *([output] if isinstance(output, nn.Parameter) else [])]
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
     """On a GPU, bitsandbytes' kernel makes the plain update, and it alone reaches paged state."""
     lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
-    if lacking and cfg.name == "paged_adamw_8bit":
+    if lacking and (cfg.name == "paged_adamw_8bit" or cfg.state == "paged"):
         raise ValueError(
-            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches the paged state of "
-            f"optimizer.name=paged_adamw_8bit. Set optimizer.{lacking[0]}=false or optimizer.name=adamw_8bit."
+            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches paged state. Set "
+            f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
     if not lacking:
         try:
@@ -87,15 +110,14 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
         except (ImportError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, which cannot be imported here ({error}). "
-                "Install it for this CUDA version (`pip install bitsandbytes`), or set optimizer.name=adamw."
+                "Install it for this CUDA version (`pip install bitsandbytes`), or set optimizer.name=adamw_8bit_torchao."
             ) from error
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:
-    is_adamw = cfg.name in ADAMW_RULES
-    adamw_names = "optimizer.name=" + "|".join(ADAMW_RULES)
+    can_clip = cfg.name in CLIPPING_RULES
     if cfg.in_backward and clip_grad_norm is not None:
-        instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if is_adamw else ""
+        instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if can_clip else ""
         raise ValueError(
             f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but "
             "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "
@@ -107,23 +129,38 @@ def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None
             "when all are there, but optimizer.in_backward=true updates before that. "
             "Set model.dtype=bfloat16, or set optimizer.in_backward=false."
         )
-    if cfg.update_clipping and not is_adamw:
+    if cfg.update_clipping and not can_clip:
         has_its_own = ", which limits its updates by itself," if cfg.name == "adafactor" else ""
+        keeps = "no such moment that it could reach" if cfg.name in ADAMW_RULES else "no such moment"
         raise ValueError(
             "optimizer.update_clipping=true compares gradients with AdamW's second moment, but "
-            f"optimizer.name={cfg.name}{has_its_own} keeps no such moment. "
-            f"Set optimizer.update_clipping=false, or set {adamw_names}."
+            f"optimizer.name={cfg.name}{has_its_own} keeps {keeps}. "
+            f"Set optimizer.update_clipping=false, or set {_names(CLIPPING_RULES)}."
         )
-    if cfg.momentum and cfg.name != "sgd":
-        instead = " AdamW's momentum is the first of optimizer.betas." if is_adamw else ""
+    if cfg.momentum is not None and cfg.name not in ("sgd", "muon"):
+        instead = " AdamW's momentum is the first of optimizer.betas." if cfg.name in ADAMW_RULES else ""
         raise ValueError(
-            f"optimizer.momentum={cfg.momentum:g} is a setting of optimizer.name=sgd, and {cfg.name} would "
+            f"optimizer.momentum={cfg.momentum:g} is a setting of optimizer.name=sgd|muon, and {cfg.name} would "
             f"ignore it. Remove it.{instead}"
         )
     for setting in ("betas", "eps"):
         value = getattr(cfg, setting)
-        if not is_adamw and value != OptimizerConfig.model_fields[setting].default:
+        if cfg.name not in ADAMW_RULES and value != OptimizerConfig.model_fields[setting].default:
             raise ValueError(
                 f"optimizer.{setting}={value} is a setting of AdamW, and {cfg.name} would ignore it. "
-                f"Remove it, or set {adamw_names}."
+                f"Remove it, or set {_names(ADAMW_RULES)}."
             )
+    if cfg.state == "paged" and cfg.name not in BITSANDBYTES_RULES:
+        raise ValueError(
+            f"optimizer.state=paged is memory that bitsandbytes' kernel alone reaches, but optimizer.name={cfg.name} is "
+            "updated otherwise. Set optimizer.state=streamed, or optimizer.name=adamw_8bit."
+        )
+    if cfg.state == "streamed" and cfg.name == "paged_adamw_8bit":
+        raise ValueError(
+            "optimizer.name=paged_adamw_8bit keeps its state in CUDA's managed memory, but optimizer.state=streamed "
+            "keeps it in pinned host memory: it can be in one place. Set optimizer.name=adamw_8bit for streamed state."
+        )
+
+
+def _names(rules: tuple[str, ...]) -> str:
+    return "optimizer.name=" + "|".join(rules)

@@ -153,6 +153,7 @@ class Optimizer:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
         if any(state.param.is_cuda for state in self._states):
             torch.cuda.synchronize()  # paged state is read by the host
+        self.rule.settle()
         tensors = {
             "step": torch.tensor(self.step_count),
             "skipped_steps": torch.tensor(self.skipped_steps),

@@ -52,6 +52,9 @@ class Rule:
         """Move every listed parameter by its gradient, in place, and its state with it."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Returns when the host may read and write all state: for rules that keep it, or work on it, elsewhere."""
+
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so memory after a resume is memory before it."""
         if tensors.keys() != state.tensors.keys():

@@ -65,7 +65,10 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
         return [rehearsal.peak_bytes, rehearsal.peak.where]
 
     found = _in_child(peak)
-    return None if found is None else Outlook(*found, room_bytes, device.name)
+    if found is None:
+        return None
+    peak_bytes, where = found
+    return Outlook(peak_bytes, where, room_bytes, device.name)
 
 
 def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:

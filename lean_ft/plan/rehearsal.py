@@ -61,8 +61,8 @@ class Rehearsal:
 def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     """Runs one step of `recipe.main(cfg)` for `device` without weights, data or that device.
 
-    Raises ValueError as the recipe would for settings that contradict each other, and for a model folder without a
-    config.json.
+    Raises ValueError as the recipe would for settings that contradict each other, for a model folder without a
+    config.json, and for a recipe that takes no step.
     """
     started = time.perf_counter()
     trace = Trace(device)
@@ -72,6 +72,10 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     try:
         with stage.set_for(recipe), stage.fake_mode, trace:
             recipe.main(cfg.model_copy(update={"device": "cpu"}))
+        raise ValueError(
+            "the recipe ended without a step: what is planned is one step, from lean_ft.training.Run's steps() to its "
+            "log(). A recipe that trains otherwise cannot be planned."
+        )
     except _Curtain:
         pass
     finally:

@@ -162,6 +162,7 @@ class Run:
             self.cfg,
             self._model,
             getattr(self._batches, "report", None),
+            state_bytes=self._optimizer.state_bytes,
             start_step=self.start_step,
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean_ft.memory import loss_chunk_tokens
 from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig
 from lean_ft.training.metrics import Row
 from lean_ft.training.progress import duration, gibibytes, number, say
@@ -41,6 +42,7 @@ def say_start(
     model: nn.Module,
     report: Any,
     *,
+    state_bytes: int,
     start_step: int,
     total_steps: int,
     steps_per_epoch: int,
@@ -52,9 +54,11 @@ def say_start(
     optimizer, memory = getattr(cfg, "optimizer", None), getattr(cfg, "memory", None)
     if isinstance(optimizer, OptimizerConfig):
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
-        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{in_backward}")
+        place = {"device": "", "paged": " of managed memory", "streamed": " in pinned host memory"}[optimizer.state]
+        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}, state {gibibytes(state_bytes)}{place}{in_backward}")
     if isinstance(memory, MemoryConfig):
-        chunk = f"{memory.loss_chunk_tokens} tokens at a time" if memory.loss_chunk_tokens else "all tokens at once"
+        tokens = loss_chunk_tokens(model, memory.loss_chunk_tokens)
+        chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
     batch = f"{cfg.batch_size} sequences"
@@ -73,7 +77,9 @@ def describe_model(model: nn.Module) -> str:
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     weights = sum(p.numel() * p.element_size() for p in parameters)
-    return f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+    text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+    part_of = getattr(model, "part_of", "")
+    return f"{text}; the language model of a {part_of}, without what reads images" if part_of else text
 
 
 def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device) -> None:

@@ -2,8 +2,19 @@
 
 import pytest
 
-from lean_ft.cli.run import memory_advice
-from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, Settings
+from lean_ft.plan import beforehand
+from lean_ft.plan.beforehand import Outlook
+
+TRAINING_RECIPE = '''"""A recipe of one line."""
+from lean_ft.settings import ModelConfig, RecipeConfig, SFTDataConfig
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: SFTDataConfig
+
+def main(cfg):
+    print("ran")
+'''
 
 
 def test_a_recipe_runs_with_preset_and_overrides(leanft, shipped, toy_recipe):
@@ -47,29 +58,38 @@ def test_debug_shows_the_traceback_and_keeps_the_code(leanft, toy_recipe):
         assert "error: " in answer.err
 
 
-def test_out_of_memory_says_what_takes_less(leanft, toy_recipe):
-    answer = leanft(
-        "run", toy_recipe, "model.path=m", "model.dtype=float32", "act=exhaust", "optimizer.in_backward=true"
-    )
+def test_out_of_memory_says_what_takes_less(leanft, toy_recipe, monkeypatch):
+    answer = leanft("run", toy_recipe, "model.path=m", "act=exhaust")
     assert answer.code == 1
     assert "MemoryError" in answer.err
-    assert "optimizer.name=adamw_8bit" in answer.err
-    assert "model.dtype=bfloat16" in answer.err
-    assert "optimizer.in_backward=true" not in answer.err  # it is on already
-    assert "activation_checkpointing" not in answer.err  # this recipe has no such setting
+    assert "A smaller batch_size" in answer.err  # its settings are no training recipe's: nothing to rehearse
 
 
-def test_memory_advice_names_only_settings_that_exist():
-    class Config(Settings):
-        model: ModelConfig = ModelConfig(path="m")
-        optimizer: OptimizerConfig = OptimizerConfig()
-        memory: MemoryConfig = MemoryConfig()
+def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, tmp_path, monkeypatch):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(TRAINING_RECIPE)
+    arguments = ["run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}"]
+    assert leanft(*arguments, "plan=false").out == "ran\n"
+    fitting = leanft(*arguments)
+    assert (fitting.code, fitting.out.splitlines()[-1]) == (0, "ran")
+    assert fitting.out.startswith("plan        takes less than ")
+    monkeypatch.setattr(beforehand, "foresee", lambda recipe, cfg: Outlook(2**40, "loss", 2**30, "cpu"))
+    answer = leanft(*arguments)
+    assert "will take 1024.00 GiB of the 1.00 GiB that cpu has free, at its highest in: loss" in answer.out
+    assert "WARNING: that does not fit." in answer.out
+    assert answer.out.endswith("ran\n")
 
-    keys = [line.split("=")[0].strip() for line in memory_advice(Config()).splitlines() if "=" in line]
-    assert keys == ["optimizer.in_backward", "optimizer.name", "memory.activation_checkpointing"]
-    for key in keys:
-        group, name = key.split(".")
-        assert name in type(getattr(Config(), group)).model_fields
+
+def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
+    def failing(recipe, cfg):
+        raise RuntimeError("no such operator")
+
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(TRAINING_RECIPE)
+    monkeypatch.setattr(beforehand, "foresee", failing)
+    answer = leanft("run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}")
+    assert answer.code == 0
+    assert answer.out == "plan        none, as the rehearsal of a step failed: no such operator\nran\n"
 
 
 @pytest.mark.parametrize(

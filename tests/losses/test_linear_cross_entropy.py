@@ -9,19 +9,28 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
+from lean_ft.losses import IGNORED_LABEL, TokenStatistics, linear_cross_entropy
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of the unfused computation, in float64."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     logits = hidden.flatten(0, -2) @ weight.T
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        logits = torch.tanh(logits / softcap) * softcap
+    loss = F.cross_entropy(
+        logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
+    )
+    is_target = labels.flatten() != IGNORED_LABEL
+    loss = loss + z_loss * logits.logsumexp(1)[is_target].square().sum()
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -63,6 +72,26 @@ def test_loss_and_gradients_equal_the_plain_computation(chunk_tokens: int, ignor
     assert error(weight.grad, exact_weight / 5) < bound
 
 
+TERMS = [
+    {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    for softcap in (None, 1.5)
+    for label_smoothing in (0.0, 0.2)
+    for z_loss in (0.0, 0.01)
+][1:]
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_every_combination_of_terms_equals_the_plain_computation(terms: dict[str, Any]) -> None:
+    hidden, weight, labels = problem(dtype=torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=7, **terms)
+    (loss / 5).backward()
+    exact_loss, exact_hidden, exact_weight = plain(hidden, weight, labels, **terms)
+    assert abs(loss.item() - exact_loss.item()) <= 1e-14 * exact_loss.item()
+    assert error(hidden.grad, exact_hidden / 5) < 1e-14
+    assert error(weight.grad, exact_weight / 5) < 1e-14
+    assert error(exact_weight, plain(hidden, weight, labels)[2]) > 1e-3  # the terms do something
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_capped_logits_equal_the_plain_computation(compile: bool) -> None:
     hidden, weight, labels = problem()
@@ -73,6 +102,61 @@ def test_capped_logits_equal_the_plain_computation(compile: bool) -> None:
     assert abs(loss.item() - exact_loss.item()) <= 1e-6 * exact_loss.item()
     assert error(hidden.grad, exact_hidden) < 2e-6
     assert error(weight.grad, exact_weight) < 2e-6
+
+
+def test_the_compiled_terms_equal_the_plain_ones() -> None:
+    torch._dynamo.reset()
+    terms = TERMS[-1]
+    hidden, weight, labels = problem()
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=16, compile=True, **terms).backward()
+    _, exact_hidden, exact_weight = plain(hidden, weight, labels, **terms)
+    assert error(hidden.grad, exact_hidden) < 2e-6
+    assert error(weight.grad, exact_weight) < 2e-6
+
+
+def test_a_soft_cap_in_bfloat16_rounds_no_worse_than_the_plain_computation() -> None:
+    hidden, weight, labels = problem((4, 64), 64, 1000, torch.bfloat16, ignored=0.0)
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=50, softcap=1.5).backward()
+    exact_hidden = plain(hidden, weight, labels, softcap=1.5)[1]
+    ours, hidden.grad = hidden.grad, None
+    logits = torch.tanh((hidden @ weight.T) / 1.5) * 1.5
+    F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum").backward()
+    assert error(ours, exact_hidden) < 1.2 * error(hidden.grad, exact_hidden)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_accuracy_and_entropy_are_those_of_the_plain_logits_and_take_no_gradient(softcap: float | None) -> None:
+    hidden, weight, labels = problem(dtype=torch.float64)
+    logits = hidden.detach().flatten(0, 1) @ weight.detach().T
+    right = logits.argmax(1)
+    labels.view(-1)[::3] = right[::3]  # some predictions are right
+    statistics = TokenStatistics(hidden.device)
+    for rows in (slice(0, 1), slice(1, 3)):
+        linear_cross_entropy(
+            hidden[rows],
+            weight,
+            labels[rows],
+            chunk_tokens=7,
+            softcap=softcap,
+            label_smoothing=0.1,
+            statistics=statistics,
+        )
+    is_target = labels.flatten() != IGNORED_LABEL
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    means = statistics.means(int(is_target.sum()))
+    accuracy = (right == labels.flatten())[is_target].double().mean()
+    entropy = torch.distributions.Categorical(logits=logits[is_target]).entropy().mean()
+    assert 0.2 < accuracy < 1
+    assert not any(mean.requires_grad for mean in means.values())
+    assert means["token_accuracy"].item() == pytest.approx(accuracy.item(), rel=1e-6)
+    assert means["entropy"].item() == pytest.approx(entropy.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("terms", [{"softcap": 0.0}, {"label_smoothing": 1.0}, {"z_loss": -1.0}], ids=str)
+def test_terms_out_of_their_range_are_refused(terms: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="label_smoothing from 0 to below 1"):
+        linear_cross_entropy(*problem(), **terms)  # type: ignore[arg-type]
 
 
 def test_a_vocabulary_of_several_slices_sums_every_one() -> None:
@@ -222,3 +306,12 @@ def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(accumula
     logits_bytes, eager_bytes, sum_bytes = chunk_tokens * vocab * 2, 4 * (1 << 20) * 4, vocab * dim * 4
     assert held_bytes < sum_bytes + hidden.nbytes + labels.nbytes + 4096  # no logits
     assert memory.peak_bytes < logits_bytes + eager_bytes + 2 * sum_bytes + 2 * hidden.nbytes + 65536
+
+
+def test_a_sum_in_the_weights_own_type_becomes_the_gradient_where_it_lies() -> None:
+    hidden, weight, labels = problem((1, 64), 16, 20_000, torch.bfloat16, ignored=0.0)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16, accumulation_dtype="weight")
+    with PeakMemory() as memory:
+        loss.backward()
+    assert memory.peak_bytes < weight.nbytes // 10
+    assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-2

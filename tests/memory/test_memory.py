@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft import load_model
-from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers
+from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers, compiling
 from lean_ft.settings import MemoryConfig
 
 WIDTH, NUM_LAYERS = 16, 4
@@ -167,3 +168,54 @@ def test_selective_checkpointing_attends_once_and_leaves_the_gradients_as_they_a
     assert attention.forwards == forwards_a_layer * len(model.layers)
     for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(expected.grad, got.grad)
+
+
+class ProductCount(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_keeping_products_computes_none_of_them_again_and_leaves_the_gradients_as_they_are() -> None:
+    tokens = torch.arange(24).view(2, 12)
+    counts, gradients_of = {}, {}
+    for kind in ("none", "full", "selective"):
+        model = load_model("tiny")
+        memory = MemoryConfig(activation_checkpointing=kind, selective_keeps="products")  # type: ignore[arg-type]
+        apply_memory(model, memory, compile=False)
+        with ProductCount() as count:
+            model(tokens).square().mean().backward()
+        counts[kind], gradients_of[kind] = count.products, [param.grad for param in model.parameters()]
+    assert counts["full"] > counts["none"] == counts["selective"]
+    for expected, got in zip(gradients_of["none"], gradients_of["selective"], strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_a_smaller_budget_keeps_less_and_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the compiler's partitioner, which is what the budget speaks to, without generating code."""
+    backend, real = lookup_backend("aot_eager_decomp_partition"), torch.compile
+    monkeypatch.setattr(compiling, "lookup_backend", lambda _: backend)
+    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: real(f, **{"backend": backend, **kwargs}))
+    expected, kept = gradients(Stack()), []
+    for budget in (1.0, 0.0):
+        torch._dynamo.reset()
+        compiling._inductor_within.cache_clear()
+        model = Stack()
+        memory = MemoryConfig(activation_checkpointing="budget", activation_budget=budget)
+        apply_memory(model, memory, compile=True)
+        kept.append(saved_bytes(model))
+        for want, got in zip(expected, gradients(model), strict=True):
+            torch.testing.assert_close(got, want)
+    compiling._inductor_within.cache_clear()
+    assert kept[1] < kept[0]
+
+
+def test_a_budget_without_a_compiler_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no compiler to choose"):
+        apply_memory(Stack(), MemoryConfig(activation_checkpointing="budget"), compile=False)

@@ -183,7 +183,7 @@ def test_head_dim_and_key_heads_are_derived():
     [
         ({"model_type": "lama"}, r"model_type is 'lama'; expected one of gemma, .*, llama, .*\. Nearest: llama"),
         ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
-        ({"model_type": "gemma3"}, r"model_type is 'gemma3'; .* hold a vision model .* family gemma3_text"),
+        ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Nearest: gemma"),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from lean_ft.export import export_folder
 from lean_ft.models import Decoder, build_decoder, decoder_config, generate, load_model, save_model
@@ -178,8 +179,9 @@ def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_
     assert torch.equal(logits_of(reopened, ids), logits_of(rounded, ids))
 
 
-def test_the_text_part_of_gemma3_loads_once_it_is_saved_by_itself(tmp_path):
-    """As the message says that refuses the whole."""
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_path):
+    """As version 4 of transformers names its tensors, and version 5."""
     text = {**SIZES, "head_dim": 8, "sliding_window": 6}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     ids = {"image_token_index": 98, "boi_token_index": 99, "eoi_token_index": 100, "mm_tokens_per_image": 4}
@@ -190,16 +192,24 @@ def test_the_text_part_of_gemma3_loads_once_it_is_saved_by_itself(tmp_path):
         for parameter in whole.model.language_model.parameters():
             parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
     whole.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ValueError, match="model_type is 'gemma3'.*language_model"):
-        load_model(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    stored = {name.replace("language_model.model.", prefix): tensor for name, tensor in load_file(file).items()}
+    assert any(name.startswith(prefix) for name in stored) and any("vision" in name for name in stored)
+    save_file(stored, file, {"format": "pt"})
 
-    alone = transformers.Gemma3ForCausalLM(config.text_config)
-    alone.model, alone.lm_head = whole.model.language_model, whole.lm_head
-    alone.save_pretrained(tmp_path / "alone")
     ids = token_ids(2, 20).clamp(max=97)
-    expected = whole(input_ids=ids).logits
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
-    torch.testing.assert_close(load_model(tmp_path / "alone")(ids), expected, atol=1e-4, rtol=1e-4)
+    model = load_model(tmp_path / "whole")
+    assert model.part_of == "gemma3"
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path / "alone")
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(report.values())
+    assert type(reopened) is transformers.Gemma3ForCausalLM
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def decoder_of(reference: Reference) -> Decoder:

@@ -9,9 +9,8 @@ from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.config import load_config
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
-from lean_ft.plan.devices import CPU, DEVICES
+from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.plan.search import search
 
 RECIPE = "full_finetune_single_device"
 ROWS, COLUMNS = 2, 256
@@ -98,21 +97,3 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     plain = rehearse(recipe, cfg, CPU)
     changed = rehearse(load_recipe(edited), cfg, CPU)
     assert changed.peak_bytes - plain.peak_bytes == 2**23
-
-
-def test_the_search_ranks_what_fits_and_tells_the_nearest_where_nothing_does(tmp_path: Path):
-    recipe, cfg = settings(tmp_path, "optimizer.name=adamw")
-    card = DEVICES["RTX 4090"]
-    own = rehearse(recipe, cfg, card).peak_bytes
-    found = search(recipe, cfg, card, own)
-    speeds = [candidate.tokens_per_second for candidate in found.fitting]
-    assert speeds == sorted(speeds, reverse=True)
-    assert all(candidate.peak_bytes <= own for candidate in found.fitting)
-    leanest = min(candidate.peak_bytes for candidate in found.fitting + found.too_large)
-    assert leanest < 0.8 * own
-
-    nothing = search(recipe, cfg, card, leanest // 8)
-    assert nothing.fitting == []
-    assert nothing.too_large[0].peak_bytes < leanest, "smaller batches were tried"
-    assert nothing.too_large[0].overrides["batch_size"] == 1
-    assert nothing.too_large[0].overrides["gradient_accumulation_steps"] == 2

@@ -1,0 +1,212 @@
+"""Whether lean settings learn what float32 AdamW learns: the embedded model on its own data, several hundred steps each.
+
+    python benchmarks/convergence.py
+    python benchmarks/convergence.py --only float32,seed,adamw_4bit --steps 100
+
+Every row is the recipe `full_finetune_single_device` with the same data in the same order; only the settings that it
+names differ from float32 AdamW. A loss is told as the mean over the last steps and as the held-out loss at the end,
+each against the float32 run's. The row `seed` is that run with another order of the data: what lies within its distance
+is no difference. A row has its bound, and one that goes beyond it makes the script exit with 1.
+
+Writes `results/convergence_<hardware>.json` and a chart of the curves beside it.
+"""
+
+import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from measure import Budget, read_steps, recipe_command, run_measured
+from results import RESULTS, Hardware, console, print_result, require_hardware, write_result
+
+RECIPE = "full_finetune_single_device"
+LAST_STEPS = 50  # over which a run's final loss is averaged
+
+BASE: dict[str, Any] = {
+    "model.path": "tiny",
+    "model.dtype": "bfloat16",
+    "data.source": "tiny/train.jsonl",
+    "data.validation_source": "tiny/validation.jsonl",
+    "data.max_length": 1024,
+    "optimizer.lr": 1e-3,
+    "schedule.warmup_steps": 20,
+    "optimizer.stochastic_rounding": True,
+    "batch_size": 4,
+    "epochs": 100,
+}
+
+
+class Row(NamedTuple):
+    """Settings that stand to be compared, and how far above the reference their losses may end, as a share of it.
+
+    A row without a bound shows what the others are for.
+    """
+
+    name: str
+    label: str
+    settings: dict[str, Any]
+    bound: float | None
+
+
+FLOAT32 = {"model.dtype": "float32", "optimizer.stochastic_rounding": False}
+LEAN = {
+    "optimizer.in_backward": True,
+    "memory.activation_checkpointing": "full",
+    "memory.loss_chunk_tokens": 256,
+    "memory.loss_accumulation_dtype": "weight",
+}
+ROWS = (
+    Row("float32", "float32 AdamW", FLOAT32, 0.0),
+    Row("seed", "float32 AdamW, another order of the data", {**FLOAT32, "seed": 1}, 0.05),
+    Row("bfloat16", "bfloat16 AdamW, rounded to nearest", {"optimizer.stochastic_rounding": False}, None),
+    Row("rounding", "bfloat16 AdamW, stochastic rounding", {}, 0.05),
+    Row("adamw_8bit", "+ 8-bit states", {"optimizer.name": "adamw_8bit"}, 0.05),
+    Row("lean", "+ in backward, checkpointed, bfloat16 sums", {"optimizer.name": "adamw_8bit", **LEAN}, 0.05),
+    Row("adamw_8bit_torchao", "8-bit states, torchao's", {"optimizer.name": "adamw_8bit_torchao"}, 0.15),
+    Row("adamw_4bit", "4-bit states", {"optimizer.name": "adamw_4bit"}, 0.10),
+    Row("adafactor", "Adafactor", {"optimizer.name": "adafactor"}, 0.10),
+    Row("muon", "Muon", {"optimizer.name": "muon"}, 0.10),
+    Row("apollo_mini", "APOLLO-Mini, lr 3e-3", {"optimizer.name": "apollo_mini", "optimizer.lr": 3e-3}, 0.10),
+)
+COLUMNS = ["setting", "state", "loss, last steps", "difference", "held-out loss", "difference", "bound"]
+
+
+def train(row: Row, *, steps: int, device: str, timeout_seconds: float) -> dict[str, Any]:
+    """Runs one row in a process of its own; returns its losses, or why there are none."""
+    result: dict[str, Any] = {"name": row.name, "label": row.label, "settings": row.settings, "bound": row.bound}
+    with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as folder:
+        metrics = Path(folder) / "run/metrics.jsonl"
+        settings = {**BASE, **row.settings, "max_steps": steps, "device": device, "output_dir": metrics.parent}
+        measured = run_measured(recipe_command(RECIPE, settings), timeout_seconds=timeout_seconds)
+        result |= {"status": measured.status, "reason": measured.reason}
+        if measured.status == "ok":
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            losses = [line["loss"] for line in read_steps(metrics)]
+            last = losses[-LAST_STEPS:]
+            result["losses"] = [round(loss, 5) for loss in losses]
+            result["last_loss"] = sum(last) / len(last)
+            result["eval_loss"] = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
+            result["state"] = state_told(measured.output)
+    return result
+
+
+def state_told(output: str) -> str:
+    """The bytes of optimizer state as the run told them when it started."""
+    _, _, told = next(line for line in output.splitlines() if "optimizer" in line and "state" in line).partition(
+        "state "
+    )
+    return told.split(",")[0].strip()
+
+
+def beyond(row: dict[str, Any], reference: dict[str, Any]) -> bool:
+    """Whether a row's losses end further above the reference's than its bound."""
+    if row["bound"] is None:
+        return False
+    return any(row[name] > reference[name] * (1 + row["bound"]) for name in ("last_loss", "eval_loss"))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"full finetuning of the embedded model, {settings['steps']} steps of {settings['batch_size']} conversations; "
+        f"loss is the mean of the last {settings['last_steps']} steps, differences are from float32 AdamW"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    reference = result["rows"][0]
+    cells = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            cells.append([row["label"], row["status"], *["-"] * 5])
+            continue
+        shown = [row["label"], row["state"]]
+        for name in ("last_loss", "eval_loss"):
+            change = "-" if row is reference else f"{row[name] / reference[name] - 1:+.1%}"
+            shown += [f"{row[name]:.4f}", change]
+        cells.append([*shown, "-" if row is reference or row["bound"] is None else f"{row['bound']:+.0%}"])
+    return cells
+
+
+def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
+    """Draws the loss curves, each averaged over ten steps; None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=160)
+    colors = plt.get_cmap("tab10")
+    for index, row in enumerate(row for row in result["rows"] if row["status"] == "ok"):
+        losses, width = row["losses"], min(10, len(row["losses"]))
+        smooth = [sum(losses[i : i + width]) / width for i in range(len(losses) - width + 1)]
+        first = row["name"] == "float32"
+        color = "#1b1f24" if first else colors((index - 1) % 10)
+        steps = range(width, len(losses) + 1)
+        axes.plot(steps, smooth, label=row["label"], color=color, lw=2.2 if first else 1.0, zorder=3 if first else 2)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, mean of ten steps")
+    axes.set_title(f"Lean settings against float32 AdamW, {Hardware(result['hardware']).short_name}", loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 300,
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(r.name for r in ROWS)}, with commas.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    jobs: Annotated[int, typer.Option(help="Runs at a time: losses do not mind.")] = 1,
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one run may take.")] = 600,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
+) -> None:
+    """Trains the embedded model with lean settings and with float32 AdamW, and compares what they reach."""
+    hardware = require_hardware(device)
+    names = [name.strip() for name in only.split(",") if name.strip()] or [row.name for row in ROWS]
+    if unknown := [name for name in names if name not in {row.name for row in ROWS}]:
+        raise typer.BadParameter(f"no row is called {unknown[0]!r}; expected some of {', '.join(r.name for r in ROWS)}")
+    if "float32" not in names:
+        raise typer.BadParameter("the row float32 is what the others are compared with: name it too")
+    budget = Budget(timeout_seconds, budget_seconds)
+
+    def run(row: Row) -> dict[str, Any]:
+        result = train(row, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds())
+        last = f"{result['last_loss']:.4f}" if result["status"] == "ok" else result["reason"]
+        console.print(f"{row.label:<45} {last}", markup=False)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = list(pool.map(run, [row for row in ROWS if row.name in names]))
+    path = write_result(
+        "convergence",
+        benchmark="convergence",
+        hardware=hardware,
+        settings={"steps": steps, "batch_size": BASE["batch_size"], "last_steps": LAST_STEPS, "base": BASE},
+        rows=rows,
+        folder=results_dir,
+    )
+    result = print_result(path, describe, COLUMNS, table_cells)
+    drawn = draw_chart(result, path.with_suffix(".png"))
+    console.print(drawn or "matplotlib is not installed: no chart.")
+    done = [row for row in rows if row["status"] == "ok"]
+    failed = [row["label"] for row in done if done[0]["name"] == "float32" and beyond(row, done[0])]
+    for label in failed:
+        console.print(f"beyond its bound: {label}", markup=False)
+    raise typer.Exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""Copies between a GPU and pinned host memory, beside the computation: what offload and streaming are made of.
+
+The copies run on a stream of their own and the host waits for none of them. Two rules keep them right. A copy starts
+only when the computation queued so far has run, for that wrote what is sent, or last used the memory that is fetched
+to. And memory that a copy reads is kept until the computing stream has been told to wait for that copy: after that the
+allocator may hand it out again, in the order of the computing stream.
+
+Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which postpones the reuse of
+memory to a moment that no one can predict.
+"""
+
+import itertools
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_FLIGHT_BYTES = 256 * 2**20  # most that is kept on the device only because a copy still reads it
+
+
+class Sent:
+    """A tensor that went to the host: its copy there, and a copy on the way back if one is."""
+
+    __slots__ = ("__weakref__", "arrival", "host", "source", "version")
+
+    def __init__(self, source: Tensor, host: Tensor) -> None:
+        self.host = host
+        self.source: Tensor | None = source  # while it is still on the device
+        self.version = source._version  # of the source when it was sent
+        self.arrival: int | None = None  # the number of its copy back, if one has begun
+
+    @classmethod
+    def on_host(cls, host: Tensor) -> "Sent":
+        """One that has been on the host all along."""
+        sent = cls(host, host)
+        sent.source = None
+        return sent
+
+
+class HostLink:
+    """Sends tensors of one CUDA device to pinned host memory and fetches them back, without waiting."""
+
+    def __init__(self, device: torch.device, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self.device = device
+        self._in_flight_bytes = in_flight_bytes
+        self._leaving: deque[tuple[Sent, Any]] = deque()  # with the event that ends each copy
+        self._leaving_bytes = 0
+        # By number, the memory that copies write to and the event that ends each: kept, though no one may come for it.
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}
+        self._numbers = itertools.count()
+        self._open()
+
+    def _open(self) -> None:
+        self._stream = torch.cuda.Stream(self.device)
+
+    def send(self, tensor: Tensor, host: Tensor | None = None) -> Sent:
+        """Starts a copy to `host`, or to new pinned memory; the caller may drop the tensor at once."""
+        if host is None:
+            host = self._host_memory(tensor)
+        sent = Sent(tensor, host)
+        self._leaving.append((sent, self._copy(tensor, host)))
+        self._leaving_bytes += tensor.nbytes
+        while self._leaving_bytes > self._in_flight_bytes:
+            self._let_go()
+        return sent
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned host memory, done when this returns."""
+        return self._host_memory(tensor).copy_(tensor)
+
+    def prefetch(self, sent: Sent) -> None:
+        """Starts the copy back, unless the tensor is on the device still or again."""
+        if sent.source is None and sent.arrival is None:
+            value = torch.empty_like(sent.host, device=self.device)
+            sent.arrival = next(self._numbers)
+            self._arriving[sent.arrival] = value, self._copy(sent.host, value)
+
+    def fetch(self, sent: Sent) -> Tensor:
+        """The tensor on the device, for computation queued from now on; a later call fetches it anew."""
+        if sent.source is not None:
+            if sent.source._version != sent.version:
+                raise RuntimeError("a tensor was changed in place while backward, or its copy on the host, needed it")
+            return sent.source
+        self.prefetch(sent)
+        assert sent.arrival is not None
+        value, arrived = self._arriving.pop(sent.arrival)
+        self._wait(arrived)
+        sent.arrival = None
+        return value
+
+    def let_all_go(self) -> None:
+        """Has the computing stream wait for all that was sent, and keeps none of it on the device."""
+        while self._leaving:
+            self._let_go()
+
+    def forget_arrivals(self) -> None:
+        """Gives up what was prefetched and that no one will come for: its owners are gone."""
+        for _, arrived in self._arriving.values():
+            self._wait(arrived)
+        self._arriving.clear()
+
+    def synchronize(self) -> None:
+        """The host waits until all copies that were begun are done, and may then use its memory."""
+        self.let_all_go()
+        self._finish()
+
+    def _let_go(self) -> None:
+        sent, done = self._leaving.popleft()
+        self._wait(done)
+        assert sent.source is not None
+        self._leaving_bytes -= sent.source.nbytes
+        sent.source = None
+
+    # What a device does, and a test without one stands in for ------------------------------------------------------
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        """Starts a copy after what the computing stream has queued; returns the event of its end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _finish(self) -> None:
+        self._stream.synchronize()
+
+    def _wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)

@@ -1,0 +1,84 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum whose singular values are made equal.
+
+State: one momentum tensor in the weight's type for a matrix; AdamW's two for embeddings, the output layer and vectors.
+An update is as large as AdamW's usually are, 0.2 * sqrt(max(R, C)) times a matrix of singular values near 1, so that one
+learning rate serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982). The numbers are torch.optim.Muon's with
+`adjust_lr_fn="match_rms_adamw"`, but that sums are float32.
+
+The singular values are brought together by five steps of an odd polynomial, all of them matrix products in bfloat16;
+they work on the whole matrix, with about four times its memory. R, C: rows and columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.optim.matrix_rule import MatrixRule
+from lean_ft.optim.rule import ParameterState, StepInfo
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
+
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at zero, near 1 from there on
+NUM_ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+RMS_OF_ADAMW = 0.2
+
+
+class Muon(MatrixRule):
+    """weight -= lr * (0.2 * sqrt(max(R, C)) * orthogonal(grad and momentum) + weight_decay * weight)."""
+
+    def __init__(self, *, momentum: float, compile: bool, **settings: Any) -> None:
+        super().__init__(compile=compile, **settings)
+        self.momentum = momentum
+        self._advance = Sliced(_advance, compile=compile)
+        self._update = Sliced(_update, compile=compile)
+
+    def init_matrix(self, param: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(param, requires_grad=False)}
+
+    def update_matrix(self, state: ParameterState, step: StepInfo) -> None:
+        momentum, grad = flat(state.tensors["momentum"]), flat(state.grad)
+        noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+        direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
+        self._advance([grad, momentum, flat(direction)], self.momentum, noise=noise)
+        scale = RMS_OF_ADAMW * max(state.param.shape[-2:]) ** 0.5
+        self._update(
+            [flat(state.param), flat(orthogonal(direction).contiguous())],
+            step.lr,
+            scale,
+            self.weight_decay,
+            noise=noise,
+        )
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The matrix (..., R, C) with every singular value near 1, in bfloat16; between 0.5 and 1.5 for all but tiny ones."""
+    a, b, c = POLYNOMIAL
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrix.shape)
+
+
+def _advance(grad: Tensor, momentum: Tensor, direction: Tensor, noise: Tensor | None, beta: float | Tensor) -> None:
+    """Nesterov's: the momentum after this gradient, and the direction that looks one step further along it."""
+    gradient = grad.float()
+    total = momentum.float() * beta + gradient * (1 - beta)
+    store(momentum, total, noise)
+    direction.copy_(total * beta + gradient * (1 - beta))
+
+
+def _update(
+    weight: Tensor,
+    direction: Tensor,
+    noise: Tensor | None,
+    lr: float | Tensor,
+    scale: float | Tensor,
+    weight_decay: float | Tensor,
+) -> None:
+    value = weight.to(torch.float32, copy=True)
+    store(weight, value - lr * (direction.float() * scale + value * weight_decay), noise)

@@ -1,0 +1,126 @@
+"""Activations that wait in host memory: the same numbers, fetched ahead, and nothing left behind."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lean_ft.memory import apply_memory
+from lean_ft.memory.offload import Offloaded, offload_to
+from lean_ft.settings import MemoryConfig
+from tests.late_link import LateLink
+from tests.memory.tiny_step import backward, batch, relative_error, tiny
+
+
+def offloaded(in_flight_bytes: int = 0, ahead_bytes: int = 2**16, **memory):
+    model, link = tiny(), LateLink(in_flight_bytes)
+    apply_memory(model, MemoryConfig(**memory), compile=False)
+    away = offload_to(model, link)
+    away._smallest_bytes, away._ahead_bytes = 1024, ahead_bytes
+    return model, link, away
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("in_flight_bytes", [0, 2**16])
+@pytest.mark.parametrize("ahead_bytes", [0, 2**16])
+def test_gradients_are_bitwise_those_of_activations_that_stay(
+    checkpointing: str, in_flight_bytes: int, ahead_bytes: int
+) -> None:
+    model, link, _ = offloaded(in_flight_bytes, ahead_bytes, activation_checkpointing=checkpointing)
+    exact = backward(tiny())
+    for _ in range(2):
+        found = backward(model)
+        assert all(torch.equal(found[name], exact[name]) for name in exact)
+    assert sum(size for what, size in link.log if what == "copy") > 2 * 96 * 128
+
+
+def test_a_hundred_steps_leave_nothing_behind() -> None:
+    link, layer = LateLink(2**12), torch.nn.Linear(16, 16)
+    away = Offloaded(link, layer, smallest_bytes=0, ahead_bytes=2**14)
+    model = torch.nn.Sequential(layer, torch.nn.Sigmoid(), layer, torch.nn.Tanh())  # which save their own results
+    held = []
+    for step in range(100):
+        away.begin()
+        with saved_tensors_hooks(away.pack, away.unpack):
+            out = model(torch.randn(64, 16))
+        if step % 3:  # some forward passes are never gone back through
+            out.sum().backward()
+        del out
+        held.append((len(away._order), len(link._leaving), len(link._arriving), len(link._queued)))
+    assert max(held[3:]) <= max(held[:3])
+    away.begin()
+    assert (away.num_away, away._order, len(link._leaving), len(link._arriving)) == (0, [], 0, 0)
+
+
+def test_each_tensor_is_fetched_before_backward_asks_for_it() -> None:
+    link = LateLink()
+    model = torch.nn.Linear(1, 1)
+    away = Offloaded(link, model, smallest_bytes=0, ahead_bytes=2 * 400)
+    x = torch.randn(100, requires_grad=True)
+    with saved_tensors_hooks(away.pack, away.unpack):
+        y = x
+        for _ in range(5):
+            y = y.sin()  # saves one tensor of 400 bytes
+    link.log.clear()
+    y.sum().backward()
+    # The last is fetched when it is asked for, and two with it; from then on the wait is for a copy begun earlier.
+    assert [what for what, _ in link.log] == ["copy", "wait", *["copy"] * 2, *["wait", "copy"] * 2, "wait", "wait"]
+
+
+def test_parameters_and_small_and_repeated_tensors_stay() -> None:
+    link = LateLink(2**20)
+    layer = torch.nn.Linear(64, 64, bias=False)
+    away = Offloaded(link, layer, smallest_bytes=4096)
+    x = torch.randn(32, 64)
+    assert away.pack(layer.weight.t()).data_ptr() == layer.weight.data_ptr()
+    assert away.pack(x[:2]).data_ptr() == x.data_ptr()
+    assert isinstance(away.pack(x[:1].expand(64, 64)), torch.Tensor)
+    first = away.pack(x)
+    assert away.pack(x.view(32, 64)) is first
+    x.add_(1)
+    assert away.pack(x) is not first
+    assert [what for what, _ in link.log] == ["copy", "copy"]
+
+
+def test_without_gradients_nothing_is_sent() -> None:
+    model, link, _ = offloaded()
+    with torch.no_grad():
+        model(batch()[0])
+    assert link.log == []
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is on cpu: .* memory.activation_offload=false"):
+        apply_memory(tiny(), MemoryConfig(activation_offload=True), compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_a_gpu_gradients_stay_and_memory_falls(compile: bool) -> None:
+    ids, peaks, gradients = batch(4096)[0].cuda(), {}, {}
+    for offload in (False, True):
+        model = tiny().cuda()
+        apply_memory(model, MemoryConfig(activation_offload=offload, activation_checkpointing="full"), compile=compile)
+        for _ in range(4):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            hidden = model(ids, return_hidden=True)
+            held = torch.cuda.memory_allocated()
+            hidden.square().mean().backward()
+        torch.cuda.synchronize()
+        peaks[offload] = held
+        gradients[offload] = {name: param.grad.cpu() for name, param in model.named_parameters()}
+    assert peaks[True] <= peaks[False]
+    assert relative_error(gradients[True], gradients[False]) < 1e-5
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_hundred_steps_leave_nothing_behind() -> None:
+    model, ids = tiny().cuda(), batch(2048)[0].cuda()
+    apply_memory(model, MemoryConfig(activation_offload=True), compile=False)
+    allocated = []
+    for _ in range(100):
+        model.zero_grad()
+        model(ids, return_hidden=True).square().mean().backward()
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert max(allocated[50:]) <= max(allocated[:10])

@@ -1,0 +1,244 @@
+"""Any two settings compose, or are refused with the reason.
+
+Two steps of the recipe's loop under both settings are held to two plain ones: all logits at once, torch's cross-entropy,
+torch's clipping, every layer as it is, and the update rule after backward. Only the rule itself is the same code, which
+its own tests hold to references. What needs a GPU is here twice: refused on this device, and over a link whose copies
+are as late as they can be.
+"""
+
+import copy
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from lean_ft import memory, optim
+from lean_ft.losses import linear_cross_entropy
+from lean_ft.memory import apply_memory, compiling, loss_chunk_tokens
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.families import decoder_config
+from lean_ft.optim import LossScaler, build_optimizer
+from lean_ft.settings import LossConfig, MemoryConfig, OptimizerConfig
+from tests.late_link import LateLink
+
+# What leaves every number as it is.
+SILENT: dict[str, dict[str, Any]] = {
+    "full": {"memory.activation_checkpointing": "full"},
+    "every_n": {"memory.activation_checkpointing": "every_n"},
+    "selective": {"memory.activation_checkpointing": "selective"},
+    "selective products": {"memory.activation_checkpointing": "selective", "memory.selective_keeps": "products"},
+    "tiles": {"memory.tile_mlp": 3},
+    "chunks": {"memory.loss_chunk_tokens": 7},
+    "sums": {"memory.loss_accumulation_dtype": "weight"},
+    "separate": {"memory.tied_gradient": "separate"},
+    "host": {"memory.tied_gradient": "host"},
+    "offload": {"memory.activation_offload": True},
+    "in backward": {"optimizer.in_backward": True},
+    "streamed": {"optimizer.state": "streamed"},
+    "micro-batches": {"micro_batches": 2},
+}
+# What the plain steps have too.
+NUMERIC: dict[str, dict[str, Any]] = {
+    "adamw_8bit": {"optimizer.name": "adamw_8bit"},
+    "adamw_8bit_torchao": {"optimizer.name": "adamw_8bit_torchao"},
+    "adamw_4bit": {"optimizer.name": "adamw_4bit"},
+    "adafactor": {"optimizer.name": "adafactor"},
+    "muon": {"optimizer.name": "muon"},
+    "apollo_mini": {"optimizer.name": "apollo_mini"},
+    "sgd": {"optimizer.name": "sgd"},
+    "update clipping": {"optimizer.update_clipping": True},
+    "rounding": {"optimizer.stochastic_rounding": True},
+    "clipping": {"clip_grad_norm": 0.01},
+    "smoothing": {"loss.label_smoothing": 0.2},
+    "z-loss": {"loss.z_loss": 0.01},
+}
+SETTINGS = {**SILENT, **NUMERIC}
+COMPILED_WITH = ["selective products", "tiles", "offload", "in backward"]
+REFUSED = {
+    frozenset(("in backward", "clipping")): "needs every gradient before any update",
+    frozenset(("update clipping", "adamw_8bit_torchao")): "no such moment that it could reach",
+    frozenset(("update clipping", "adafactor")): "limits its updates by itself",
+    frozenset(("update clipping", "muon")): "no such moment that it could reach",
+    frozenset(("update clipping", "apollo_mini")): "no such moment that it could reach",
+    frozenset(("update clipping", "sgd")): "keeps no such moment",
+}
+LR, STEPS = 3e-3, 2
+
+
+@cache
+def model_of(dtype: torch.dtype) -> Decoder:
+    """A tied decoder, small but for an embedding and feed-forward layers that 8-bit states take."""
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    fields = {"model_type": "llama", "vocab_size": 160, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, **sizes}
+    model = Decoder(decoder_config({**fields, "tie_word_embeddings": True, "max_position_embeddings": 64}))
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.2, generator=generator) if param.ndim == 2 else nn.init.ones_(param)
+    return model.to(dtype)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 160, (4, 12), generator=generator)
+    labels = torch.randint(0, 160, ids.shape, generator=generator)
+    labels[0, 3:] = labels[2, :5] = -100
+    return ids, labels
+
+
+def group(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(name + ".")}
+
+
+def started(settings: dict[str, Any]) -> Decoder:
+    dtype = torch.bfloat16 if settings.get("optimizer.stochastic_rounding") else torch.float32
+    model = copy.deepcopy(model_of(dtype))
+    torch.manual_seed(3)  # of stochastic rounding
+    return model
+
+
+def optimizer_of(model: Decoder, settings: dict[str, Any]) -> optim.Optimizer:
+    cfg = OptimizerConfig.model_validate({"weight_decay": 0.1, **group(settings, "optimizer")})
+    clip = settings.get("clip_grad_norm")
+    optimizer = build_optimizer(model, cfg, clip_grad_norm=clip, uses_loss_scaling=False, compile=False)
+    optimizer.set_lr(LR)
+    return optimizer
+
+
+def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
+    """The recipe's loop."""
+    model, (ids, labels) = started(settings), batch()
+    memory_cfg = MemoryConfig.model_validate(group(settings, "memory"))
+    loss_cfg = LossConfig.model_validate(group(settings, "loss"))
+    apply_memory(model, memory_cfg, compile=compile)
+    optimizer = optimizer_of(model, settings)
+    parts = settings.get("micro_batches", 1)
+    for _ in range(STEPS):
+        for i, (some_ids, some_labels) in enumerate(zip(ids.chunk(parts), labels.chunk(parts), strict=True)):
+            optimizer.update_in_backward(i == parts - 1)
+            loss = linear_cross_entropy(
+                model(some_ids, return_hidden=True),
+                model.output_weight,
+                some_labels,
+                chunk_tokens=loss_chunk_tokens(model, memory_cfg.loss_chunk_tokens),
+                accumulation_dtype=memory_cfg.loss_accumulation_dtype,
+                label_smoothing=loss_cfg.label_smoothing,
+                z_loss=loss_cfg.z_loss,
+            )
+            (loss / int((labels >= 0).sum())).backward()
+        optimizer.finish_gradients(LossScaler(False), settings.get("clip_grad_norm"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def plain_steps(settings: dict[str, Any]) -> Decoder:
+    model, (ids, labels) = started(settings), batch()
+    smoothing, z_loss = settings.get("loss.label_smoothing", 0.0), settings.get("loss.z_loss", 0.0)
+    optimizer = optimizer_of(model, {key: value for key, value in settings.items() if key != "clip_grad_norm"})
+    for _ in range(STEPS):
+        logits, targets = model(ids).flatten(0, 1).float(), labels.flatten()
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+        loss = loss + z_loss * logits[targets >= 0].logsumexp(1).square().sum()
+        (loss / (targets >= 0).sum()).backward()
+        if "clip_grad_norm" in settings:
+            nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@cache
+def plain_result(names: tuple[str, ...]) -> Decoder:
+    return plain_steps({key: value for name in names for key, value in NUMERIC[name].items()})
+
+
+def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
+    numeric = tuple(name for name in names if name in NUMERIC)
+    plain, start = plain_result(numeric), model_of(next(model.parameters()).dtype)
+    for (name, param), expected, before in zip(
+        model.named_parameters(), plain.parameters(), start.parameters(), strict=True
+    ):
+        moved = (expected.double() - before.double()).norm()
+        assert moved > 0, name
+        assert (param.double() - expected.double()).norm() <= bound * moved, name
+
+
+@pytest.fixture
+def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's link to host memory does, on this device, with the largest delays; small tensors travel too."""
+
+    def offload(model: nn.Module) -> None:
+        memory.offload.offload_to(model, LateLink())._smallest_bytes = 512
+
+    monkeypatch.setattr(memory, "offload_activations", offload)
+    monkeypatch.setattr(
+        memory,
+        "_place_tied_gradient",
+        lambda model, choice: (
+            None if choice == "separate" else memory.fuse_tied_gradient(model, LateLink() if choice == "host" else None)
+        ),
+    )
+    monkeypatch.setattr(
+        optim.build,
+        "stream_state",
+        lambda rule, device: optim.streamed.Streamed(rule, LateLink(), smallest_bytes=512, ahead_bytes=2**13),
+    )
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(SETTINGS, 2)), ids=" + ".join)
+def test_two_settings_compose_or_are_refused(pair: tuple[str, str], late_links: None) -> None:
+    first, second = (SETTINGS[name] for name in pair)
+    if any(first[key] != second[key] for key in first.keys() & second.keys()):
+        pytest.skip("one setting with two values")
+    if (reason := REFUSED.get(frozenset(pair))) is not None:
+        with pytest.raises(ValueError, match=reason):
+            recipe_steps({**first, **second})
+        return
+    rounds = "rounding" in pair  # bfloat16 weights: its steps are as large as the update's
+    check(pair, recipe_steps({**first, **second}), 0.4 if rounds else 0.02)
+
+
+@pytest.mark.parametrize("name", COMPILED_WITH)
+def test_compiled_layers_compose(name: str, late_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and split into forward and backward as by the default compiler, which only the generated code is left of."""
+    _compile_without_code(monkeypatch)
+    check((name,), recipe_steps(SETTINGS[name], compile=True), 0.02)
+
+
+@pytest.mark.parametrize("name", ["offload"])
+def test_the_compilers_budget_composes(name: str, late_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_without_code(monkeypatch)
+    settings = {**SETTINGS[name], "memory.activation_checkpointing": "budget", "memory.activation_budget": 0.3}
+    check((name,), recipe_steps(settings, compile=True), 0.02)
+
+
+def _compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    compiling._inductor_within.cache_clear()
+    backend, real = lookup_backend("aot_eager_decomp_partition"), torch.compile
+    monkeypatch.setattr(compiling, "lookup_backend", lambda _: backend)
+    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: real(f, **{"backend": backend, **kwargs}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"memory.activation_offload": True}, "in the host's memory already"),
+        ({"memory.tied_gradient": "host"}, "in the host's memory already"),
+        ({"memory.float8_products": True}, "which has none"),
+        ({"memory.activation_checkpointing": "budget"}, "there is no compiler to choose"),
+        ({"optimizer.name": "adamw_8bit", "optimizer.state": "paged"}, "CUDA's managed memory"),
+        ({"optimizer.state": "streamed"}, "in the host's memory already"),
+        ({"optimizer.state": "paged"}, "bitsandbytes' kernel alone reaches"),
+        ({"optimizer.name": "paged_adamw_8bit", "optimizer.state": "streamed"}, "it can be in one place"),
+    ],
+    ids=str,
+)
+def test_what_this_device_or_another_setting_rules_out_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        recipe_steps(settings)

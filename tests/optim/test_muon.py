@@ -1,0 +1,53 @@
+"""Muon against torch's own, and what it leaves to AdamW."""
+
+import pytest
+import torch
+from torch import nn
+
+from lean_ft.optim.muon import orthogonal
+from tests.optim.tiny_training import TinyModel, build
+
+
+@pytest.mark.parametrize("shape", [(48, 20), (20, 48), (32, 32)], ids=str)
+def test_a_matrix_moves_as_torchs_muon_moves_it(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(shape))
+    theirs = nn.Parameter(ours.detach().clone())
+    start = ours.detach().clone()
+    optimizer = build(nn.ParameterList([ours]), {"name": "muon", "weight_decay": 0.1, "momentum": 0.9})
+    expected = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    optimizer.set_lr(1e-2)
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        expected.step()
+    # Both go through bfloat16 in five chained products, whose order of sums differs.
+    assert (ours - theirs).norm() < 0.01 * (ours - start).norm()
+
+
+def test_experts_matrices_are_each_made_orthogonal() -> None:
+    torch.manual_seed(0)
+    stack = torch.randn(3, 24, 40)
+    for matrix, made in zip(stack, orthogonal(stack), strict=True):
+        torch.testing.assert_close(made, orthogonal(matrix), rtol=0.05, atol=0.02)
+        values = torch.linalg.svdvals(made.float())
+        assert values.min() > 0.4 and values.max() < 1.5
+
+
+def test_embeddings_and_vectors_are_adamws() -> None:
+    ours, adamw = TinyModel(torch.float32), TinyModel(torch.float32)
+    torch.manual_seed(1)
+    for model, settings in ((ours, {"name": "muon"}), (adamw, {"name": "adamw"})):
+        optimizer = build(model, settings)
+        optimizer.set_lr(1e-2)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param) * torch.arange(param.shape[-1])
+        optimizer.step()
+    for name, same in {
+        "embed.weight": True,
+        "norm.weight": True,
+        "layers.0.bias": True,
+        "layers.0.weight": False,
+    }.items():
+        assert torch.equal(ours.get_parameter(name), adamw.get_parameter(name)) is same

@@ -1,0 +1,108 @@
+"""State in host memory: the same bits as on the device, ahead of its update, and no more of it after a resume."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lean_ft.optim import Optimizer
+from lean_ft.optim.streamed import Streamed
+from tests.late_link import LateLink
+from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
+
+LRS = [3e-3, 1e-2, 1e-3, 5e-3]
+LARGE = 2**12  # bytes from which state is streamed here
+
+
+def streamed(model: TinyModel, settings: dict[str, Any], in_flight_bytes: int = 0, ahead_bytes: int = 2**14):
+    """The optimizer of these settings over a link whose copies are as late as they can be."""
+    link = LateLink(in_flight_bytes)
+    rule = build(model, {**settings, "in_backward": False}).rule
+    away = Streamed(rule, link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes)
+    optimizer = Optimizer(model.named_parameters(), away, in_backward=settings.get("in_backward", False))
+    return optimizer, link
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_flight_bytes", [0, 2**30], ids=["gone at once", "still leaving"])
+def test_weights_are_bitwise_those_of_state_on_the_device(
+    settings: dict[str, Any], in_backward: bool, in_flight_bytes: int
+) -> None:
+    settings = {**settings, "in_backward": in_backward}
+    plain, away = TinyModel(), TinyModel()
+    torch.manual_seed(5)
+    train(plain, build(plain, settings), make_batches(4, 2), LRS)
+    torch.manual_seed(5)
+    optimizer, link = streamed(away, settings, in_flight_bytes)
+    train(away, optimizer, make_batches(4, 2), LRS)
+    assert same_weights(plain, away)
+    large = [key for key, value in optimizer.state_dict().items() if value.nbytes >= LARGE]
+    assert bool(large) == bool([size for what, size in link.log if what == "copy"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_holds_no_more(name: str, in_backward: bool) -> None:
+    settings = {"name": name, "in_backward": in_backward}
+    whole, first, second = TinyModel(), TinyModel(), TinyModel(seed=1)
+    batches = make_batches(4)
+    train(whole, streamed(whole, settings)[0], batches, LRS)
+
+    optimizer, _ = streamed(first, settings)
+    train(first, optimizer, batches[:2], LRS[:2])
+    saved = {key: value.clone() for key, value in optimizer.state_dict().items()}
+    train(first, optimizer, batches[2:], LRS[2:])  # the run that was asked for its state goes on as if it had not been
+    assert same_weights(first, whole)
+
+    before = TinyModel()
+    train(before, streamed(before, settings)[0], batches[:2], LRS[:2])
+    second.load_state_dict(before.state_dict())
+    resumed, link = streamed(second, settings)
+    places = {key: value.data_ptr() for key, value in resumed.state_dict().items() if value.nbytes >= LARGE}
+    resumed.load_state_dict(saved)
+    train(second, resumed, batches[2:], LRS[2:])
+    assert same_weights(second, whole)
+    assert resumed.state_bytes == optimizer.state_bytes
+    assert places == {key: value.data_ptr() for key, value in resumed.state_dict().items() if value.nbytes >= LARGE}
+    assert len(link._leaving) == 0 and len(link._queued) == 0
+
+
+def test_loading_over_a_run_under_way_leaves_nothing_of_it() -> None:
+    settings = {"name": "adamw_8bit", "in_backward": True}
+    model, other = TinyModel(), TinyModel(seed=3)
+    optimizer, _ = streamed(model, settings, in_flight_bytes=2**30)
+    train(model, optimizer, make_batches(2), LRS[:2])
+    saved = {key: value.clone() for key, value in streamed(other, settings)[0].state_dict().items()}
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(value, saved[key]) for key, value in optimizer.state_dict().items())
+
+
+def test_from_the_second_step_state_is_fetched_before_its_update_asks_for_it() -> None:
+    model = TinyModel()
+    optimizer, link = streamed(model, {"name": "adamw", "in_backward": True}, ahead_bytes=2**20)
+    train(model, optimizer, make_batches(1), LRS[:1])
+    link.log.clear()
+    train(model, optimizer, make_batches(1), LRS[:1])
+    large = [value.nbytes for value in optimizer.state_dict().values() if value.nbytes >= LARGE]
+    assert sum(size for what, size in link.log if what == "copy") == 2 * sum(large)  # in and out, once each
+    # The first update of the step, of the norm, begins the copies of all that comes after it.
+    assert [what for what, _ in link.log[: len(large)]] == ["copy"] * len(large)
+
+
+def test_a_cpu_is_refused() -> None:
+    for state, words in {"streamed": "in the host's memory already", "paged": "CUDA's managed memory"}.items():
+        with pytest.raises(ValueError, match=f"optimizer.state={state} .*{words}.* optimizer.state=device"):
+            build(TinyModel(), {"name": "adamw_8bit", "state": state})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_stay_and_state_leaves() -> None:
+    models = [TinyModel().cuda(), TinyModel().cuda()]
+    batches = [[ids.cuda() for ids in step] for step in make_batches(4)]
+    for model, state in zip(models, ("device", "streamed"), strict=True):
+        torch.manual_seed(5)
+        optimizer = build(model, {"name": "adamw", "state": state})
+        train(model, optimizer, batches, LRS)
+        assert not optimizer.state_dict()["embed.weight.exp_avg"].is_cuda or state == "device"
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,89 @@
+"""A run's own plan: a bound where that says enough, a rehearsal in another process where not."""
+
+import os
+import sys
+
+import pytest
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.config import load_config
+from lean_ft.plan import beforehand
+from lean_ft.plan.beforehand import foresee, upper_bound_bytes, what_takes_less
+from lean_ft.plan.devices import CPU
+from lean_ft.plan.rehearsal import rehearse
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe(find_recipe("full_finetune_single_device"))
+
+
+@pytest.fixture
+def configure(recipe, tmp_path):
+    own = ["model.path=tiny", "data.source=none.jsonl", f"output_dir={tmp_path / 'run'}", "data.max_length=64"]
+    return lambda *overrides: load_config(recipe.Config, None, [*own, "device=cpu", *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.dtype=float32", "optimizer.name=adamw", "clip_grad_norm=1.0"),
+        ("model.dtype=float16", "batch_size=8", "gradient_accumulation_steps=4", "memory.loss_chunk_tokens=0"),
+    ],
+)
+def test_the_bound_is_one(recipe, configure, overrides):
+    cfg = configure(*overrides)
+    bound = upper_bound_bytes(cfg)
+    assert bound is not None
+    assert bound > rehearse(recipe, cfg, CPU).peak_bytes
+
+
+def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_in_child", None)
+    outlook = foresee(recipe, configure())
+    assert outlook is not None and outlook.fits and not outlook.where
+    assert "takes less than" in str(outlook)
+
+
+def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    outlook = foresee(recipe, cfg := configure())
+    assert outlook is not None and not outlook.fits
+    assert outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
+    assert str(outlook).endswith(f"at its highest in: {outlook.where}") and outlook.where
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: None)
+    monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
+    assert foresee(recipe, cfg).fits
+
+
+def test_what_a_rehearsal_does_stays_in_its_process(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    monkeypatch.setattr(recipe, "main", lambda cfg: sys.modules.update(left_behind=sys))
+    assert foresee(recipe, configure()) is None  # it took no step
+    assert "left_behind" not in sys.modules
+
+
+def test_a_rehearsal_that_fails_or_dies_says_so(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    monkeypatch.setattr(recipe, "main", lambda cfg: 1 / 0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        foresee(recipe, configure())
+    monkeypatch.setattr(recipe, "main", lambda cfg: os._exit(1))
+    with pytest.raises(RuntimeError, match="process died"):
+        foresee(recipe, configure())
+
+
+def test_refused_settings_are_left_to_the_run_to_tell(recipe, configure, monkeypatch):
+    assert foresee(recipe, configure("model.path=no/such/folder/here")) is None
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    assert foresee(recipe, configure("optimizer.in_backward=true", "clip_grad_norm=1.0")) is None
+
+
+def test_what_takes_less_names_settings_and_sizes(recipe, configure):
+    lines = what_takes_less(
+        recipe, configure("batch_size=4", "data.max_length=512", "optimizer.name=adamw")
+    ).splitlines()
+    assert lines[0].startswith("Predicted peak ")
+    assert any("memory.activation_checkpointing=full" in line and "less)" in line for line in lines)
+    assert lines[-1].count("=") > 1, "the last is several together"

@@ -1,0 +1,109 @@
+"""The search, over a rehearsal whose answers are known: what it ranks, what it finds where nothing fits, what helps."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lean_ft.plan import search as search_module
+from lean_ft.plan.devices import CPU
+from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.search import remedies, search
+from lean_ft.plan.trace import Moment
+from lean_ft.settings import MemoryConfig, OptimizerConfig
+
+RECIPE = SimpleNamespace()
+# What a row of the batch keeps, and the time it takes.
+ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
+
+
+class Config(SimpleNamespace):
+    def model_copy(self, update):
+        return Config(**{**vars(self), **update})
+
+
+@pytest.fixture
+def cfg():
+    return Config(
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        clip_grad_norm=None,
+        optimizer=OptimizerConfig(name="adamw"),
+        memory=MemoryConfig(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def rehearsed(monkeypatch):
+    """The settings that were rehearsed, in order."""
+    settings = []
+
+    def rehearse(recipe, cfg, device):
+        settings.append(cfg)
+        kept, seconds = ACTIVATIONS[cfg.memory.activation_checkpointing]
+        states = {"adamw": 400, "adamw_8bit": 200}[cfg.optimizer.name]
+        gradients = 0 if cfg.optimizer.in_backward else 100
+        sums = 20 if cfg.memory.loss_accumulation_dtype == "weight" else 40
+        seconds *= 1.02 if cfg.optimizer.name == "adamw_8bit" else 1.0
+        peak = Moment("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
+        return Rehearsal(peak, seconds, 1000, 100, [])
+
+    monkeypatch.setattr(search_module, "rehearse", rehearse)
+    return settings
+
+
+def test_for_each_way_to_keep_the_state_the_fastest_that_fits(cfg, rehearsed):
+    found = search(RECIPE, cfg, CPU, 800)
+    # 8-bit moments leave room for every second layer's activations; those of 32 bits only for attention's results.
+    best = found.fitting[0]
+    assert best.overrides == {
+        "optimizer.in_backward": True,
+        "memory.activation_checkpointing": "every_n",
+        "optimizer.name": "adamw_8bit",
+    }
+    assert best.peak_bytes == 200 + 4 * 60 + 200 + 40
+    assert best.command_line == (
+        "optimizer.in_backward=true memory.activation_checkpointing=every_n optimizer.name=adamw_8bit"
+    )
+    speeds = [candidate.tokens_per_second for candidate in found.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert any("optimizer.name" not in candidate.overrides for candidate in found.fitting)
+    assert len(rehearsed) <= 6, "bisection, not every rung"
+
+
+def test_where_nothing_fits_smaller_batches_are_tried_and_the_nearest_is_told(cfg):
+    found = search(RECIPE, cfg, CPU, 470)
+    assert found.fitting[0].overrides["batch_size"] == 2
+    assert found.fitting[0].overrides["gradient_accumulation_steps"] == 2
+    nothing = search(RECIPE, cfg, CPU, 100)
+    assert nothing.fitting == []
+    assert nothing.too_large[0].overrides["batch_size"] == 1
+    assert nothing.too_large[0].peak_bytes == 200 + 20 + 200 + 20
+
+
+def test_clipping_keeps_the_step_out_of_backward(cfg, rehearsed):
+    search(RECIPE, cfg.model_copy({"clip_grad_norm": 1.0}), CPU, 10_000)
+    assert not any(settings.optimizer.in_backward for settings in rehearsed)
+
+
+def test_remedies_are_single_and_ranked_and_the_last_is_all_of_them(cfg):
+    own, found = remedies(RECIPE, cfg, CPU)
+    assert own.peak_bytes == 200 + 400 + 400 + 100 + 40
+    singles, together = found[:-1], found[-1]
+    assert [candidate.peak_bytes for candidate in singles] == sorted(candidate.peak_bytes for candidate in singles)
+    assert singles[0].overrides == {"memory.activation_checkpointing": "full"}
+    assert {"optimizer.name": "adamw_8bit"} in [candidate.overrides for candidate in singles]
+    assert together.peak_bytes == 200 + 4 * 20 + 200 + 20
+
+
+def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):
+    rehearse = search_module.rehearse
+
+    def refusing(recipe, cfg, device):
+        if cfg.memory.activation_checkpointing == "full":
+            raise ValueError("not here")
+        return rehearse(recipe, cfg, device)
+
+    monkeypatch.setattr(search_module, "rehearse", refusing)
+    found = search(RECIPE, cfg, CPU, 650)
+    assert found.fitting[0].overrides["memory.activation_checkpointing"] == "selective"
+    assert set(found.refused.values()) == {"not here"}
