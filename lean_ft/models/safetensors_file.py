@@ -113,7 +113,7 @@ def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:
     shape, offsets = entry["shape"], entry["data_offsets"]
     counts = [*shape, *offsets]
     if len(offsets) != 2 or len(shape) > 64 or any(type(n) is not int or not 0 <= n < 2**63 for n in counts):
-        raise ValueError(f"{file} is damaged: the shape or the place of {name} is not one of a tensor.")
+        raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
