@@ -3,15 +3,17 @@
     python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
     python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1
     python benchmarks/compare_trl.py --lengths 1024 --only ours
+    python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
 
-Ours: bfloat16 weights and arithmetic, selective checkpointing, compiled layers and loss, logits a chunk at a time, 8-bit
-AdamW that steps in backward. TRL: its defaults, which `trl_sft.py` states and the result records. The two differ in
-precision, then, each being what its users get; what that does to training is another measurement.
+Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
+checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing. TRL: its defaults, which
+`trl_sft.py` states and the result records. The two differ in precision, then, each being what its users get; what that
+does to training is another measurement.
 
 In every round the other side goes first, so that neither always meets the warmer machine. A ratio is formed within
 a round and the median over the rounds is told. TRL is the `compare` extra: pip install 'lean-ft[compare]'.
 
-Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`.
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_` before the shape for LoRA.
 """
 
 import importlib.util
@@ -19,25 +21,65 @@ import json
 import statistics
 import sys
 import tempfile
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from measure import Budget, measure_training, recipe_command
-from memory_ladder import RECIPE, outcome, rung_settings
+from memory_ladder import outcome, rung_settings
 from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
 
 SIDES = ("ours", "trl")
-# What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
-OURS = rung_settings("adamw_8bit") | {
-    "memory.activation_checkpointing": "selective",
-    "memory.loss_accumulation_dtype": "weight",
+
+
+class Recipe(StrEnum):
+    """What is compared."""
+
+    full = "full"
+    lora = "lora"
+
+
+class Sides(NamedTuple):
+    """How each side runs a recipe, and how the table calls it."""
+
+    title: str
+    recipe: str
+    settings: dict[str, Any]
+    label: str
+    trl_arguments: tuple[str, ...] = ()
+
+
+LORA_RANK = 16
+RECIPES = {
+    # What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
+    Recipe.full: Sides(
+        "full finetuning",
+        "full_finetune_single_device",
+        rung_settings("adamw_8bit")
+        | {"memory.activation_checkpointing": "selective", "memory.loss_accumulation_dtype": "weight"},
+        "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward",
+    ),
+    # Frozen weights have neither gradients nor states.
+    Recipe.lora: Sides(
+        f"LoRA of rank {LORA_RANK} on all linear layers",
+        "lora_finetune_single_device",
+        {
+            "lora.rank": LORA_RANK,
+            "compile": True,
+            "memory.activation_checkpointing": "selective",
+        },
+        "selective checkpointing, compile and chunked cross-entropy",
+        ("--lora-rank", str(LORA_RANK)),
+    ),
 }
 
 
-def ours_command(model: Path, text: Path, run: Path, *, length: int, batch_size: int, steps: int, device: str) -> list:
-    """The recipe with every technique that a CPU has, too."""
+def ours_command(
+    sides: Sides, model: Path, text: Path, run: Path, *, length: int, batch_size: int, steps: int, device: str
+) -> list:
+    """The recipe with techniques that a CPU has, too."""
     settings = {
         "model.path": model,
         "model.random_init": True,
@@ -48,24 +90,28 @@ def ours_command(model: Path, text: Path, run: Path, *, length: int, batch_size:
         "epochs": 100,
         "device": device,
         "output_dir": run,
-        **OURS,
+        **sides.settings,
     }
-    return recipe_command(RECIPE, settings)
+    return recipe_command(sides.recipe, settings)
 
 
-def trl_command(model: Path, text: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int) -> list:
+def trl_command(
+    sides: Sides, model: Path, text: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
+) -> list:
     """TRL in its defaults."""
     return [
         sys.executable,
         Path(__file__).with_name("trl_sft.py"),
         *("--model-folder", model, "--data", text, "--run-directory", run, "--facts-file", facts),
         *("--batch-size", str(batch_size), "--length", str(length), "--steps", str(steps)),
+        *sides.trl_arguments,
     ]
 
 
 def measure_sides(
     sides: list[str],
     *,
+    recipe: Recipe = Recipe.full,
     shape: str,
     batch_size: int,
     lengths: list[int],
@@ -93,8 +139,8 @@ def measure_sides(
 
                     def command(run: Path, side: str = side, text: Path = text, common: dict = common) -> list:
                         if side == "ours":
-                            return ours_command(model, text, run, device=device, **common)
-                        return trl_command(model, text, run, facts, **common)
+                            return ours_command(RECIPES[recipe], model, text, run, device=device, **common)
+                        return trl_command(RECIPES[recipe], model, text, run, facts, **common)
 
                     row = measure_training(
                         command,
@@ -157,6 +203,7 @@ COLUMNS = ["max length", "ours: peak", "TRL: peak", "ours / TRL", "ours: tokens/
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings, trl = result["settings"], result["versions"]["trl"]
+    sides = RECIPES[Recipe(settings.get("recipe", Recipe.full))]
     defaults = settings["trl_defaults"] or {}
     said = ", ".join(
         text
@@ -170,9 +217,8 @@ def describe(result: dict[str, Any]) -> str:
     )
     peer = f"; TRL {trl} in its defaults ({said})" if said else ""
     return (
-        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
-        f"{settings['batch_size']}; lean_ft in bfloat16 with selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and "
-        f"8-bit AdamW in backward{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
+        f"{sides.title} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"{settings['batch_size']}; lean_ft in bfloat16 with {sides.label}{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
         f"{settings['steps']} steps each"
     )
 
@@ -194,6 +240,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
+    recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, or LoRA.")] = Recipe.full,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
@@ -219,6 +266,7 @@ def main(
     console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
     rows, trl_defaults = measure_sides(
         sides,
+        recipe=recipe,
         shape=shape,
         batch_size=batch_size,
         lengths=all_lengths,
@@ -229,11 +277,13 @@ def main(
         budget=Budget(timeout_seconds, budget_seconds),
     )
     whose = f"_{only}" if only else ""
+    adapter = "" if recipe is Recipe.full else f"{recipe}_"
     path = write_result(
-        f"compare_trl_{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}{whose}",
+        f"compare_trl_{adapter}{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}{whose}",
         benchmark="compare_trl",
         hardware=hardware,
         settings={
+            "recipe": recipe,
             "shape": shape,
             "parameters": num_parameters(shape),
             "batch_size": batch_size,
@@ -241,7 +291,7 @@ def main(
             "rounds": rounds,
             "steps": steps,
             "warmup_steps": warmup_steps,
-            "ours": OURS,
+            "ours": RECIPES[recipe].settings,
             "trl_defaults": trl_defaults,
         },
         rows=rows,

@@ -5,6 +5,8 @@ have the loss). All else is TRL's default: at version 1.16 float32 weights, bflo
 PyTorch's fused AdamW, scaled-dot-product attention, no packing. What the defaults came to is written beside the
 metrics and becomes part of the result.
 
+With `--lora-rank` it trains a LoRA adapter of peft's on all linear layers, again with peft's other defaults.
+
 The weights are random, in float32, the type in which TRL loads a model that is given by its path.
 
 Writes metrics.jsonl as lean_ft does: one line a step, from the end of the one before, so that collating counts.
@@ -23,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 from datasets import load_dataset
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -80,6 +83,7 @@ def main(
     batch_size: Annotated[int, typer.Option()],
     length: Annotated[int, typer.Option()],
     steps: Annotated[int, typer.Option()],
+    lora_rank: Annotated[int, typer.Option(help="Rank of an adapter to train in place of the model; 0: none.")] = 0,
 ) -> None:
     run_directory.mkdir(parents=True)
     use_cpu = {} if torch.cuda.is_available() else {"use_cpu": True}  # without it, bf16 asks for a GPU
@@ -97,11 +101,14 @@ def main(
     config = AutoConfig.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     dataset = load_dataset("json", data_files=str(data), split="train", cache_dir=str(run_directory / "cache"))
+    adapter = LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
         processing_class=AutoTokenizer.from_pretrained(model_folder),
+        peft_config=adapter,
     )
 
     # Every row is longer than the length, so the first batch tells the size of all of them.
@@ -119,7 +126,8 @@ def main(
         "loss": args.loss_type,
         "packing": args.packing,
         "torch_compile": args.torch_compile,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": num_parameters,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "device": str(args.device),
     }
     facts_file.write_text(json.dumps(facts) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 leanft run generate model.path=runs/tiny/step_00000100 prompt="What is the capital of Zanemar?"
 leanft run generate model.path=tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
+leanft run generate model.path=tiny adapter=runs/tiny_lora/step_00000256 prompt="What is the capital of Zanemar?"
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lean_ft.models import Decoder, generate_steps, load_model
+from lean_ft.peft import load_adapter
 from lean_ft.settings import ModelConfig, Settings
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.device import check_dtype, resolve_device
@@ -20,6 +22,9 @@ from lean_ft.training.device import check_dtype, resolve_device
 
 class Config(Settings):
     model: ModelConfig
+    adapter: str | list[str] = Field(
+        [], description="Folder of an adapter in PEFT's format, or a list of them that add up."
+    )
     prompt: str | None = Field(None, description="What to answer or go on from.")
     prompts_file: Path | None = Field(None, description="In place of `prompt`: a text file of them, one a line.")
     chat: Literal["auto"] | bool = Field(
@@ -43,6 +48,8 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model.path)
     dtype = getattr(torch, cfg.model.dtype)
     model = load_model(cfg.model.path, device=device, dtype=dtype, random_init=cfg.model.random_init)
+    if adapters := [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter:
+        load_adapter(model, *adapters)
     chat = tokenizer.chat_template is not None if cfg.chat == "auto" else cfg.chat
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
 

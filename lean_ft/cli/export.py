@@ -30,20 +30,34 @@ def export(
         str | None,
         typer.Option("--gguf", metavar="f32|f16|bf16|q8_0", help="Write one GGUF file for llama.cpp instead."),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="SOURCE is an adapter: export the model with the adapter in its weights.")
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="MODEL", help="With --merge: the adapter's model, if not the one it names."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a model: a plain Hugging Face folder, or a GGUF file.
+    """Export a model, or with --merge an adapter together with its model: a plain Hugging Face folder, or a GGUF file.
 
     What was written is read back and compared with the source before DEST appears.
     """
     from lean_ft.export import export_folder, export_gguf
 
+    if base is not None and not merge:
+        raise ValueError("--base is the model that an adapter is merged into: it goes with --merge.")
     if gguf is not None:
+        if merge:
+            raise ValueError(
+                "--gguf converts a whole model: export the adapter with --merge to a folder first, and that with --gguf."
+            )
         if dtype is not None or max_shard_size is not None:
             raise ValueError(
                 "--gguf says how numbers are stored and writes one file: leave out --dtype and --max-shard-size."
             )
         typer.echo(str(export_gguf(source, destination, gguf, force=force)))
     else:
-        typer.echo(str(export_folder(source, destination, dtype, max_shard_size or "5GB", force=force)))
+        size = max_shard_size or "5GB"
+        typer.echo(str(export_folder(source, destination, dtype, size, force=force, merge=merge, base=base)))

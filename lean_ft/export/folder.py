@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 
+from lean_ft.assets import resolve_model_path
 from lean_ft.export.places import check_destination, find_source, remove, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
+from lean_ft.peft import MergeReport, base_model, is_adapter, load_merged
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import checkpoint_bytes, rename_over
@@ -41,13 +43,16 @@ class ExportedFolder:
     has_chat_template: bool
     largest_difference: float
     """Between the logits of the folder and of the source, both in `dtype`."""
+    merged: MergeReport | None = None
+    """What merging did, where the source is an adapter."""
 
     def __str__(self) -> str:
         files = f"{len(self.weight_files)} weight file{'s' if len(self.weight_files) > 1 else ''}"
         tokenizer = "a tokenizer" if self.has_tokenizer else "NO tokenizer, as the source has none"
         template = ", " if self.has_chat_template else ", no chat template, " if self.has_tokenizer else ", "
+        merged = f"{self.merged}.\n" if self.merged else ""
         return (
-            f"exported {self.source} to {self.folder}: {self.num_parameters:,} parameters in "
+            f"{merged}exported {self.source} to {self.folder}: {self.num_parameters:,} parameters in "
             f"{str(self.dtype).removeprefix('torch.')}{template}{files}, {tokenizer}.\n"
             f"Read back: its logits equal the source's (largest difference {self.largest_difference:g})."
         )
@@ -59,8 +64,13 @@ def export_folder(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     force: bool = False,
+    merge: bool = False,
+    base: str | Path | None = None,
 ) -> ExportedFolder:
     """Writes the model of a checkpoint, run directory or model folder to the new folder `destination`.
+
+    With `merge` the source is an adapter, and what is written is the model `base` (None: the one that the adapter
+    names) with the adapter in its weights.
 
     Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most `max_shard_size`. Takes the
     memory of one model in `dtype`. Raises ValueError where the source is missing or damaged, the destination taken, or
@@ -72,9 +82,15 @@ def export_folder(
         raise ValueError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES)}.{did_you_mean(dtype, list(_DTYPES))}")
     folder, destination = find_source(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    wanted = _DTYPES[dtype] if dtype else stored_dtype(folder)
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    model = load_model(folder, dtype=wanted)
+    check_is_adapter(folder, merge)
+    model_folder = resolve_model_path(base or base_model(folder)) if merge else folder
+    wanted = _DTYPES[dtype] if dtype else stored_dtype(model_folder)
+    with_tokenizer = next((place for place in (folder, model_folder) if has_tokenizer(place)), None)
+    tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
+    if merge:
+        model, merged = load_merged(folder, model_folder, dtype=wanted)
+    else:
+        model, merged = load_model(folder, dtype=wanted), None
     check_finite(model, folder)
     expected = _logits(model)
     if not expected.isfinite().all():
@@ -107,6 +123,7 @@ def export_folder(
         tokenizer is not None,
         tokenizer is not None and tokenizer.chat_template is not None,
         difference,
+        merged,
     )
 
 
@@ -116,6 +133,17 @@ def parse_bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r} is no size of a file; expected a number and a unit: 5GB, 800MB, 2GiB.")
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
+
+
+def check_is_adapter(folder: Path, expected: bool) -> None:
+    """Raises ValueError where an adapter is given for a model, or the other way round."""
+    if is_adapter(folder) and not expected:
+        raise ValueError(
+            f"{folder} holds an adapter, which is no model by itself. Export it with the model that it is of: --merge. "
+            "What reads PEFT's format takes the folder as it is."
+        )
+    if expected and not is_adapter(folder):
+        raise ValueError(f"{folder} holds a whole model, and no adapter to merge: leave out --merge.")
 
 
 def has_tokenizer(folder: Path) -> bool:

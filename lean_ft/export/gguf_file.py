@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.folder import check_finite, has_tokenizer
+from lean_ft.export.folder import check_finite, check_is_adapter, has_tokenizer
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import check_destination, find_source, remove, room_for
 from lean_ft.models import Decoder, load_model
@@ -86,6 +86,7 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
     folder, destination = find_source(source), Path(destination).expanduser()
+    check_is_adapter(folder, False)
     if destination.suffix != ".gguf" or destination.is_dir():
         raise ValueError(f"{destination} is not the name of a GGUF file; expected one that ends in .gguf.")
     check_destination(destination, folder, force)

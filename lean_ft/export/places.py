@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lean_ft.assets import resolve_model_path
 from lean_ft.models.hf_format import WEIGHTS_INDEX
+from lean_ft.peft import is_adapter
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES
 from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, list_checkpoints
 from lean_ft.training.progress import gibibytes, say
@@ -17,13 +18,14 @@ _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZE
 
 
 def find_source(source: str | Path) -> Path:
-    """The model folder that `source` names: a checkpoint, any Hugging Face folder, or a run's newest whole checkpoint.
+    """The folder of a model or an adapter that `source` names: a checkpoint, any folder of Hugging Face's or PEFT's, or
+    a run's newest whole checkpoint.
 
-    A checkpoint's files are compared with its manifest's checksums. Raises ValueError where there is no model, or none
-    that is whole.
+    A checkpoint's files are compared with its manifest's checksums. Raises ValueError where there is none, or none that
+    is whole.
     """
     folder = resolve_model_path(source)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_adapter(folder):
         if (folder / MANIFEST).is_file():
             check_whole(folder)
         return folder

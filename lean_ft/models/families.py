@@ -741,7 +741,7 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
 def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = config.get(name)
-        if value is not None and value not in neutral and name not in handled:
+        if value is not None and value not in list(neutral) and name not in handled:  # a list: values may have no hash
             allowed = " or ".join(["absent", *map(repr, neutral)])
             raise ValueError(
                 f"{where}: {name} is {value!r}, which changes the mathematics in a way that is not supported; "

@@ -7,7 +7,7 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +30,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
+AfterModule = Callable[[Decoder, str], None]
+
 
 def load_model(
     path: str | Path,
@@ -37,13 +39,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
+    after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
     every parameter in `dtype`.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
-    for it by `output_router_logits`. Raises ValueError where the folder, its config.json or its weights are not what is
+    for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
+    module has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError
+    where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
     if dtype not in _DTYPES:
@@ -51,7 +56,7 @@ def load_model(
     folder = resolve_model_path(path, weights=not random_init)
     hf_config, config, part_of = _described(folder, router_aux_loss_coef)
     if random_init:
-        model = build_decoder(config, device, dtype)
+        model = build_decoder(config, device, dtype, after_module)
         model.hf_config = hf_config
     else:
         model = _empty_decoder(config, dtype)
@@ -61,9 +66,12 @@ def load_model(
             names = {name: name_in_language_model(name) for name in stored}
             stored = {own: stored[name] for name, own in names.items() if own is not None}
         stored = _match(model, stored, folder)
-        model.to_empty(device=device)
-        for name, tensor in tensors_on_disk(model).items():
-            stored[name].read_into(tensor)
+
+        def read(name: str, parameter: Tensor) -> None:
+            for place, tensor in parameters_on_disk(hf_config, name, parameter):
+                stored[place].read_into(tensor)
+
+        _fill(model, device, read, after_module)
     model.source_folder, model.part_of = folder, part_of
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
@@ -107,19 +115,24 @@ def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[s
 
 
 def build_decoder(
-    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    config: DecoderConfig,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that
     scale by 1."""
-    model = _empty_decoder(config, dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # of experts too, whose stacks are not modules
-                parameter.zero_()
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1.0 - config.norm_weight_offset)
-            else:
-                parameter.normal_(0.0, config.initializer_range)
+
+    def draw(name: str, parameter: Tensor) -> None:
+        if name.endswith("bias"):  # of experts too, whose stacks are not modules
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1.0 - config.norm_weight_offset)
+        else:
+            parameter.normal_(0.0, config.initializer_range)
+
+    model = _empty_decoder(config, dtype)
+    _fill(model, device, draw, after_module)
     return model
 
 
@@ -128,10 +141,17 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
 
     Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded one with its
     dtype brought up to date; generation_config.json is carried along. Each file appears whole or not at all, and
-    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json.
+    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json, and
+    for one whose weights are not those that it calls for, as with an adapter.
     """
     if not model.hf_config:
         raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
+    expected = dict(_empty_decoder(model.config, torch.float32).named_parameters())
+    if different := expected.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(
+            f"the model's weights are not those of its config.json: {_some(different)}. With an adapter, save that "
+            "(lean_ft.peft.save_adapter), or merge it."
+        )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = tensors_on_disk(model)
@@ -174,6 +194,22 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
             return Decoder(config).to(dtype)
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
         raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None
+
+
+@torch.no_grad()
+def _fill(
+    model: Decoder, device: str | torch.device, fill: Callable[[str, Tensor], None], after_module: AfterModule | None
+) -> None:
+    """Gives the parameters of a model of shapes alone memory and values, a module at a time."""
+    # Names, and not the modules: what `after_module` has replaced must be free to go.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
+        module.to_empty(device=device, recurse=False)
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            fill(own, parameter)
+        del module
+        if after_module is not None:
+            after_module(model, name)
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -16,7 +16,7 @@ intermediate features.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,20 @@ class Router(nn.Module):
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
 
 
+class ThinProducts(NamedTuple):
+    """What is added to the experts' frozen projections: for each a product of two thin matrices an expert, or None.
+
+    gate_up: (E, D, R) and (E, R, 2 * I); down: (E, I, R) and (E, R, D).
+    """
+
+    gate_up: tuple[Tensor, Tensor] | None = None
+    down: tuple[Tensor, Tensor] | None = None
+
+
+NO_THIN_PRODUCTS = ThinProducts()
+_Thin = Sequence[Tensor | None]  # left (E, D, R) and right (E, R, I), or None twice
+
+
 class Experts(nn.Module):
     """The experts' projections, stacked."""
 
@@ -56,13 +70,13 @@ class Experts(nn.Module):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
 
-    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, thin: ThinProducts = NO_THIN_PRODUCTS) -> Tensor:
         """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
         gate_up, down = self.gate_up_proj, self.down_proj
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
             tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
-        mixed = _mix(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config)
+        mixed = _mix(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config, thin)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -120,31 +134,34 @@ class _Mix(torch.autograd.Function):
         gate_up_bias: Tensor | None,  # (E, 2 * I)
         down: Tensor,
         config: MixtureConfig,
+        *thin: Tensor | None,  # ThinProducts, the four of them
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
         into, out_of = _input_first(gate_up, down, config)  # (E, D, 2 * I), (E, I, D)
-        factors = grouped_matmul(_rows(tokens, order, config), into, ends)  # (M, 2 * I)
+        factors = _project(_rows(tokens, order, config), into, thin[:2], ends)  # (M, 2 * I)
         if gate_up_bias is not None:
             factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
-        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down)
+        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *thin)
         ctx.config = config
         inner = _activation(factors, config).mul_(weights.flatten()[order, None])  # (M, I)
-        return _sum_of_choices(grouped_matmul(inner, out_of, ends), order, config)
+        return _sum_of_choices(_project(inner, out_of, thin[2:], ends), order, config)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down = ctx.saved_tensors
+        tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *thin = ctx.saved_tensors
         config = ctx.config
         into, out_of = _input_first(gate_up, down, config)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
         inner = _activation(factors, config)  # (M, I)
-        grad_inner = grouped_matmul(grad_rows, out_of.mT, ends)  # as if all weights were 1
+        grad_inner = _project_back(grad_rows, out_of, thin[2:], ends)  # as if all weights were 1
         grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
+        inner.mul_(row_weights)
         grad_down = None
         if ctx.needs_input_grad[5]:
-            grad_down = _outer(inner.mul_(row_weights), grad_rows, ends, config)
+            grad_down = _outer(inner, grad_rows, ends, config)
+        grad_thin_down = _thin_gradients(inner, grad_rows, thin[2:], ends)
         del inner, grad_rows
         grad_factors = _activation_gradient(factors, grad_inner.mul_(row_weights), config)  # (M, 2 * I)
         del grad_inner
@@ -155,16 +172,45 @@ class _Mix(torch.autograd.Function):
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
+        grad_thin_gate_up = None, None
+        if thin[0] is not None:
+            grad_thin_gate_up = _thin_gradients(_rows(tokens, order, config), grad_factors, thin[:2], ends)
         grad_tokens = None
         if ctx.needs_input_grad[0]:
-            grad_tokens = _sum_of_choices(grouped_matmul(grad_factors, into.mT, ends), order, config)
-        return grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
+            grad_tokens = _sum_of_choices(_project_back(grad_factors, into, thin[:2], ends), order, config)
+        grads = grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
+        return *grads, *grad_thin_gate_up, *grad_thin_down
 
 
 def _mix(*args: Any) -> Tensor:
-    result = _Mix.apply(*args)
+    *others, thin = args
+    result = _Mix.apply(*others, *(thin.gate_up or (None, None)), *(thin.down or (None, None)))
     assert isinstance(result, Tensor)
     return result
+
+
+def _project(rows: Tensor, matrices: Tensor, thin: _Thin, ends: Tensor) -> Tensor:
+    """Each row (M, D) times its expert's matrix (E, D, I), plus the thin product where there is one."""
+    projected = grouped_matmul(rows, matrices, ends)
+    left, right = thin
+    if left is not None and right is not None:
+        projected += grouped_matmul(grouped_matmul(rows, left, ends), right, ends)
+    return projected
+
+
+def _project_back(grad: Tensor, matrices: Tensor, thin: _Thin, ends: Tensor) -> Tensor:
+    """The gradient of the rows of `_project`: a product with everything transposed."""
+    left, right = (None if factor is None else factor.mT for factor in thin)
+    return _project(grad, matrices.mT, (right, left), ends)
+
+
+def _thin_gradients(rows: Tensor, grad: Tensor, thin: _Thin, ends: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the thin matrices of `_project`."""
+    left, right = thin
+    if left is None or right is None:
+        return None, None
+    grad_left = grouped_outer(rows, grouped_matmul(grad, right.mT, ends), ends)
+    return grad_left, grouped_outer(grouped_matmul(rows, left, ends), grad, ends)
 
 
 def _sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

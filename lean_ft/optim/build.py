@@ -1,5 +1,7 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,10 +33,11 @@ def build_optimizer(
     clip_grad_norm: float | None,
     uses_loss_scaling: bool,
     compile: bool,
+    lr_ratios: Mapping[str, float] = MappingProxyType({}),
 ) -> Optimizer:
     """The optimizer that `cfg` asks for, over the parameters of `model` that require gradients.
 
-    `compile` compiles the rule's update. Raises ValueError for settings that contradict each other or the
+    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that contradict each other or the
     model.
     """
     _refuse_contradictions(cfg, clip_grad_norm=clip_grad_norm, uses_loss_scaling=uses_loss_scaling)
@@ -59,7 +62,7 @@ def build_optimizer(
     rule = _rule(cfg, model, compile)
     if cfg.state == "streamed" and trainable:
         rule = stream_state(rule, trainable[0][1].device)
-    return Optimizer(trainable, rule, in_backward=cfg.in_backward)
+    return Optimizer(trainable, rule, in_backward=cfg.in_backward, lr_ratios=lr_ratios)
 
 
 def _rule(cfg: OptimizerConfig, model: nn.Module, compile: bool) -> Rule:

@@ -25,6 +25,7 @@ is not finite, which tells of it.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,18 @@ class Optimizer:
     """Updates named parameters by a rule; `in_backward` does so from hooks during backward.
 
     Parameters that need no gradient are left out, and a tied parameter is one parameter. Learning rates are
-    set by `set_lr` before each step. `notes` says what was adjusted for the device.
+    set by `set_lr` before each step; `lr_ratios` says by what a parameter's is multiplied, by the end of its name.
+    `notes` says what was adjusted for the device.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rule: Rule, *, in_backward: bool) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        rule: Rule,
+        *,
+        in_backward: bool,
+        lr_ratios: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
@@ -56,6 +65,9 @@ class Optimizer:
         self._states = [
             ParameterState(name, param, index, rule.init_state(param))
             for index, (param, name) in enumerate(trainable.items())
+        ]
+        self._lr_ratios = [
+            next((ratio for end, ratio in lr_ratios.items() if state.name.endswith(end)), 1.0) for state in self._states
         ]
         self.notes = rule.notes
         self._updates_now = False  # whether hooks update in the coming backward
@@ -129,7 +141,9 @@ class Optimizer:
             self._close_step()
             return
         if not self.in_backward:
-            self.rule.update([state for state in self._states if state.param.grad is not None], self._step_info())
+            for ratio in dict.fromkeys(self._lr_ratios):
+                states = [state for state in self._states if self._lr_ratios[state.index] == ratio]
+                self.rule.update([state for state in states if state.param.grad is not None], self._step_info(ratio))
         self.step_count += 1
         self._close_step()
 
@@ -203,7 +217,7 @@ class Optimizer:
         self._norms[state.index] = norm = gradient_norm(state.grad)
         assert state.param.grad is not None
         zero_unless_finite(state.param.grad, norm, self._all_finite)
-        self.rule.update([state], self._step_info())
+        self.rule.update([state], self._step_info(self._lr_ratios[state.index]))
         state.param.grad = None
 
     def _update_leftovers(self) -> None:
@@ -213,11 +227,11 @@ class Optimizer:
         for state in leftovers:
             self._update_and_free(state)
 
-    def _step_info(self) -> StepInfo:
+    def _step_info(self, lr_ratio: float) -> StepInfo:
         if self._noise_seed is None:
             # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
             self._noise_seed = int(torch.randint(2**31, ())) if self.rule.draws_noise else 0
-        return StepInfo(lr=self.lr, number=self.step_count + 1, noise_seed=self._noise_seed)
+        return StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=self._noise_seed)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self._states[0].param.device)

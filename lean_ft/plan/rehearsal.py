@@ -24,12 +24,14 @@ import lean_ft.data
 import lean_ft.losses
 import lean_ft.models
 import lean_ft.optim
+import lean_ft.peft
 import lean_ft.tokenizers
 import lean_ft.training
 from lean_ft.data import Batch
 from lean_ft.models import empty_model
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.optim.slices import first_slice_only
+from lean_ft.peft import quantize_as_loaded
 from lean_ft.plan.devices import Device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.trace import Moment, Trace
@@ -69,6 +71,8 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     stage = _Stage(cfg, trace)
     loss_module._compiled_softmax_gradient.cache_clear()
     torch._dynamo.reset()
+    if (lora := getattr(cfg, "lora", None)) is not None:
+        quantize_as_loaded(lora)  # its library makes tables when it is first used, and these must be real
     try:
         with stage.set_for(recipe), stage.fake_mode, trace:
             recipe.main(cfg.model_copy(update={"device": "cpu"}))
@@ -112,6 +116,7 @@ class _Stage:
             id(lean_ft.tokenizers.load_tokenizer): lambda *args, **kwargs: None,
             id(lean_ft.data.sft_batches): lambda *args, **kwargs: (self, None),
             id(lean_ft.models.load_model): self.load_model,
+            id(lean_ft.peft.apply_lora): self.labelled(WEIGHTS, "adapter", lean_ft.peft.apply_lora),
             id(lean_ft.losses.linear_cross_entropy): self.linear_cross_entropy,
             id(lean_ft.optim.build_optimizer): self.build_optimizer,
             id(lean_ft.optim.LossScaler): lambda *args, **kwargs: lean_ft.optim.LossScaler(enabled=False),
@@ -149,22 +154,31 @@ class _Stage:
         dtype: torch.dtype = torch.float32,
         random_init: bool = False,
         router_aux_loss_coef: float | None = None,
+        after_module: Callable[[Any, str], None] | None = None,
     ) -> nn.Module:
         trace = self.trace
-        with unset_fake_temporarily(), trace.labelled(WEIGHTS):
+        with unset_fake_temporarily(), trace.uncounted():
             model = empty_model(path, dtype, router_aux_loss_coef)
-            for name, parameter in list(model.named_parameters()):
-                owner, _, last = name.rpartition(".")
-                fake = self.fake_mode.fake_tensor_converter.from_meta_and_device(
-                    self.fake_mode, parameter.detach(), torch.device("cpu")
-                )
-                trace.note(fake)
-                fake = nn.Parameter(fake)
-                fake.register_post_accumulate_grad_hook(self._note_gradient(name))
-                setattr(model.get_submodule(owner), last, fake)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        for place in [name for name, _ in model.named_modules()]:
+            with trace.labelled(WEIGHTS):
+                with unset_fake_temporarily():
+                    self._make_fake(model.get_submodule(place), place)
+                if after_module is not None:
+                    after_module(model, place)
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
         return model
+
+    def _make_fake(self, module: nn.Module, place: str) -> None:
+        """Gives a module's own parameters a fake memory in place of none."""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fake = self.fake_mode.fake_tensor_converter.from_meta_and_device(
+                self.fake_mode, parameter.detach(), torch.device("cpu")
+            )
+            fake = nn.Parameter(fake)
+            self.trace.note(fake)
+            fake.register_post_accumulate_grad_hook(self._note_gradient(f"{place}.{name}"))
+            setattr(module, name, fake)
 
     def _enter(self, label: str, where: str) -> None:
         self.trace.label, self.trace.where = label, where

@@ -1,7 +1,8 @@
 """A checkpoint: a complete Hugging Face folder, plus what it takes to go on exactly where it was written.
 
     step_00000100/
-      config.json, *.safetensors, tokenizer files     anything that reads Hugging Face folders reads this
+      config.json, *.safetensors, tokenizer files     anything that reads Hugging Face folders reads this; of a model
+                                                      with an adapter the adapter alone, which PEFT reads
       training_state/optimizer.safetensors            the optimizer's tensors
       training_state/training_state.json              step, settings, data position, loss scale
       training_state/random_state.json                every random number generator
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import save_model, tensors_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.peft import adapted_layers, adapter_bytes, restore_adapter, save_adapter
 from lean_ft.training.progress import gibibytes
 from lean_ft.training.random_state import RandomState
 
@@ -76,7 +78,10 @@ def remove_half_written(directory: Path) -> list[str]:
 
 def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
     """Room that a checkpoint of `model` takes on the disk, from above."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if adapted_layers(model):
+        weights = adapter_bytes(model)
+    else:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return weights + optimizer_state_bytes + SMALL_FILES_BYTES
 
 
@@ -111,7 +116,8 @@ def write_checkpoint(
     temporary = directory / f".{final.name}.tmp-{os.getpid()}"
     (temporary / STATE_FOLDER).mkdir(parents=True)
     try:
-        save_model(model, temporary)  # pyright: ignore[reportArgumentType]
+        save = save_adapter if adapted_layers(model) else save_model
+        save(model, temporary)  # pyright: ignore[reportArgumentType]
         tokenizer.save(temporary)
         write_file(temporary / OPTIMIZER_FILE, optimizer_state, {})
         write_json(temporary / TRAINING_STATE_FILE, training_state)
@@ -259,8 +265,12 @@ def _read_state(path: Path) -> State:
 def restore_weights(folder: Path, model: nn.Module) -> None:
     """Read the checkpoint's weights into the live parameters of `model`, bit for bit and without a second copy.
 
-    Raises ValueError where the checkpoint's tensors are not the model's, by name, shape or type.
+    Of a model with an adapter that is the adapter: the weights beside it never changed. Raises ValueError where the
+    checkpoint's tensors are not the model's, by name, shape or type.
     """
+    if adapted_layers(model):
+        restore_adapter(folder, model)  # pyright: ignore[reportArgumentType]
+        return
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)

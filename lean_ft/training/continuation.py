@@ -31,7 +31,14 @@ from lean_ft.training.run_directory import (
 FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
 FREE |= {"save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
-SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "data.validation_source"}  # allowed, with a word
+SAID = {
+    "compile",
+    "device",
+    "clip_grad_norm",
+    "optimizer.lr",
+    "lora.lr_ratio",
+    "data.validation_source",
+}  # allowed, with a word
 SAID_GROUPS = ("memory.", "schedule.")
 CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet

@@ -273,6 +273,8 @@ class Run:
                 self._metrics.flush()
             self._lock.release()
         say_end(
+            self.cfg,
+            self._model,
             self._totals,
             seconds=time.perf_counter() - started,
             steps=self._done_steps - self.start_step,

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lean_ft.memory import loss_chunk_tokens
-from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig
+from lean_ft.peft import NF4Linear, adapted_layers
+from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig
 from lean_ft.training.metrics import Row
 from lean_ft.training.progress import duration, gibibytes, number, say
 
@@ -72,17 +73,27 @@ def say_start(
 def describe_model(model: nn.Module) -> str:
     """`1,234 parameters, all trained, 4.8 KiB in bfloat16, on cpu`."""
     parameters = list(model.parameters())
-    count = sum(p.numel() for p in parameters)
+    quantized = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    count = sum(p.numel() for p in parameters) + sum(q.in_features * q.out_features for q in quantized)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {dtypes}, on {parameters[0].device}"
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
+    weights = sum(p.numel() * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
+    text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
     part_of = getattr(model, "part_of", "")
     return f"{text}; the language model of a {part_of}, without what reads images" if part_of else text
 
 
-def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | None, device: torch.device) -> None:
+def say_end(
+    cfg: RecipeConfig,
+    model: nn.Module,
+    totals: Totals,
+    *,
+    seconds: float,
+    steps: int,
+    checkpoint: Path | None,
+    device: torch.device,
+) -> None:
     """A line each for loss, speed, memory, time, and what can be done with the result."""
     evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
     say(
@@ -98,7 +109,17 @@ def say_end(totals: Totals, *, seconds: float, steps: int, checkpoint: Path | No
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if checkpoint is not None:
         say("checkpoint", str(checkpoint))
-        say("next", f"leanft run generate model.path={shlex.quote(str(checkpoint))}")
+        say("next", _command_to_generate(cfg, model, checkpoint))
+
+
+def _command_to_generate(cfg: RecipeConfig, model: nn.Module, checkpoint: Path) -> str:
+    """The command that asks the trained model something; an adapter goes on the model that it was trained beside."""
+    settings = getattr(cfg, "model", None)
+    if adapted_layers(model) and isinstance(settings, ModelConfig):
+        arguments = [f"model.path={settings.path}", f"adapter={checkpoint}"]
+    else:
+        arguments = [f"model.path={checkpoint}"]
+    return shlex.join(["leanft", "run", "generate", *arguments])
 
 
 def command_to_continue(cfg: Any) -> str:

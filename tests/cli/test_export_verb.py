@@ -33,3 +33,51 @@ def test_wrong_input_is_one_message(leanft, tmp_path, monkeypatch, arguments, me
     assert message in answer.err
     assert answer.err.startswith("error: ") and "Traceback" not in answer.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A random adapter of the embedded model, as a run saves it."""
+    from lean_ft.models import load_model
+    from lean_ft.peft import apply_lora, save_adapter
+    from lean_ft.settings import LoRAConfig
+    from tests.peft.conftest import randomize
+
+    model = load_model("tiny")
+    apply_lora(model, LoRAConfig(rank=2))
+    randomize(model)
+    save_adapter(model, folder := tmp_path_factory.mktemp("adapter"))
+    return folder
+
+
+def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
+    import peft
+    import torch
+    import transformers
+
+    from lean_ft.assets import resolve_model_path
+    from lean_ft.models import load_model
+
+    answer = leanft("export", adapter, tmp_path / "merged", "--merge", "--dtype", "float32")
+    assert answer.code == 0, answer.err
+    assert "merged an adapter into" in answer.out and "rounding to float32 by" in answer.out
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    base = transformers.AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    expected = peft.PeftModel.from_pretrained(base, adapter)(ids).logits
+    merged = load_model(tmp_path / "merged")(ids)
+    assert (merged - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, adapter):
+    for arguments, message in [
+        ([adapter, tmp_path / "out"], "holds an adapter, which is no model by itself"),
+        ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "holds an adapter, which is no model by itself"),
+        (["tiny", tmp_path / "out", "--merge"], "no adapter to merge"),
+        (["tiny", tmp_path / "out", "--base", "tiny"], "it goes with --merge"),
+        ([adapter, tmp_path / "out.gguf", "--merge", "--gguf", "f32"], "--merge to a folder first"),
+    ]:
+        answer = leanft("export", *arguments)
+        assert answer.code == 2
+        assert message in answer.err
+    assert list(tmp_path.iterdir()) == []

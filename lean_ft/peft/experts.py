@@ -1,0 +1,86 @@
+"""Adapters of a mixture's experts: a pair of thin matrices for each expert, beside each of the two stacked projections.
+
+The experts' own backward pass adds the thin products (`ThinProducts`), so no expert's sum W + scaling * B A is formed,
+and what is kept for backward is what the frozen experts keep. DoRA, dropout and PiSSA are not for stacks: PEFT has no
+such adapters, and nothing could read them.
+
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685; the layout is that of PEFT's `target_parameters`.
+
+Shapes: E experts, R rank, I inputs, O outputs of the projection.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.models.moe import Experts, ThinProducts
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+class ExpertsAdapter(AdaptedLayer):
+    """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), as PEFT lays them out."""
+
+    def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.base_layer, self.projection, self.shape = base_layer, projection, shape
+        weight = self.frozen_weight
+        num_experts, num_outputs, num_inputs = self.linear_weight().shape
+        self.num_experts, device = num_experts, weight.device
+        self.lora_A = nn.Parameter(torch.empty(num_experts * shape.rank, num_inputs, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank * num_experts, dtype=dtype, device=device))
+        self.lora_magnitude_vector = self.start_A = self.start_B = None
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        return getattr(self.base_layer, self.projection)
+
+    def linear_weight(self) -> Tensor:
+        """The frozen weights as linear maps (E, O, I)."""
+        assert isinstance(self.base_layer, Experts)
+        return self.frozen_weight.mT if self.base_layer.config.input_first else self.frozen_weight
+
+    def thin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two factors, (E, I, R) and (E, R, O), whose product is added to what multiplies a row from the right."""
+        a = self.lora_A.unflatten(0, (self.num_experts, -1))  # (E, R, I)
+        b = self.lora_B.unflatten(1, (-1, self.num_experts))  # (O, R, E)
+        return (a.mT * self.shape.scaling).to(dtype), b.permute(2, 1, 0).to(dtype)
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        left, right = self.thin(torch.float32)
+        merged = torch.baddbmm(self.linear_weight().float(), right.mT, left.mT)
+        assert isinstance(self.base_layer, Experts)
+        return merged.mT.contiguous() if self.base_layer.config.input_first else merged
+
+
+class LoRAExperts(nn.Module):
+    """A mixture's frozen experts with an adapter beside one projection or both."""
+
+    def __init__(self, base_layer: Experts) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.gate_up_proj: ExpertsAdapter | None = None
+        self.down_proj: ExpertsAdapter | None = None
+
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
+        dtype = tokens.dtype
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+        pairs = [None if adapter is None else adapter.thin(dtype) for adapter in (self.gate_up_proj, self.down_proj)]
+        return self.base_layer(tokens, weights, chosen, ThinProducts(*pairs))
+
+
+def check_suits_experts(name: str, shape: AdapterShape, init: str) -> None:
+    """Raises ValueError for an adapter that stacked experts cannot have."""
+    asked = {
+        "lora.dora": shape.dora,
+        f"lora.dropout={shape.dropout:g}": shape.dropout > 0,
+        f"lora.init={init}": init != "zero",
+    }
+    if wrong := [setting for setting, is_set in asked.items() if is_set]:
+        raise ValueError(
+            f"{name} is a stack of experts, whose adapters are plain LoRA, as PEFT's are: {', '.join(wrong)} cannot be "
+            "honoured. Leave it out, or name other layers in lora.targets, as [q_proj,k_proj,v_proj,o_proj]."
+        )

@@ -1,0 +1,210 @@
+"""Layers with an adapter: a frozen layer, and two thin matrices that train beside it.
+
+    LoRA  y = W x + scaling * B A x + bias
+    DoRA  y = m / |W + scaling * B A| * (W + scaling * B A) x + bias, where | | is the norm of each row
+
+DoRA's magnitude m scales the product and never the bias, and its norm is a constant to backward, as the paper has it
+(section 4.3). The norm's square is |W|^2 + 2 scaling (W A^T) . B + scaling^2 (B A A^T) . B, row by row, which takes
+products as thin as the adapter: W + scaling * B A is never formed. Dropout is of what A is given alone.
+
+PiSSA starts from W's largest singular directions. W itself stays as it is: the product at the start, B0 A0, is taken
+off again, W + scaling * (B A - B0 A0), which is the paper's residual and its adapter in one sum. The two pairs are one
+adapter of twice the rank, and so it is saved.
+
+Sources: Hu et al. 2021, https://arxiv.org/abs/2106.09685 (LoRA); Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
+(scaling by alpha / sqrt(rank)); Liu et al. 2024, https://arxiv.org/abs/2402.09353 (DoRA); Meng et al. 2024,
+https://arxiv.org/abs/2404.02948 (PiSSA).
+
+Shapes: I inputs, O outputs, R rank, V vocabulary, D hidden size. As a linear map an embedding has V inputs and D
+outputs, and its weight is stored transposed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lean_ft.models.moe import Router
+from lean_ft.peft.low_rank import low_rank_linear
+from lean_ft.peft.nf4 import NF4Linear
+
+_PISSA_OVERSAMPLING = 16  # further singular directions that are found, so that the ones wanted are found well
+_PISSA_ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What an adapter of one layer is, beside its tensors."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AdaptedLayer(nn.Module):
+    """Base of the layers with an adapter: a frozen `base_layer`, and `lora_A` (R, I), `lora_B` (O, R) that train."""
+
+    base_layer: nn.Module
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    start_A: Tensor | None
+    start_B: Tensor | None
+    square_norms: Tensor  # of the frozen weight's rows, for DoRA alone
+
+    def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.shape = shape
+        weight = self.linear_weight()
+        (num_outputs, num_inputs), device = weight.shape, weight.device
+        self.lora_A = nn.Parameter(torch.empty(shape.rank, num_inputs, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank, dtype=dtype, device=device))
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        self.register_buffer("start_A", None, persistent=False)  # PiSSA's first pair
+        self.register_buffer("start_B", None, persistent=False)
+        if shape.dora:
+            self.register_buffer("square_norms", _row_norms(weight).square(), persistent=False)
+            self.lora_magnitude_vector = nn.Parameter(_row_norms(weight).to(dtype))
+
+    def linear_weight(self) -> Tensor:
+        """The frozen weight as a linear map (O, I)."""
+        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        """The frozen weight as the model has it; of a quantised layer there is none."""
+        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+
+    @torch.no_grad()
+    def start_at_zero(self) -> None:
+        """Draws A and sets B to zero, so that at the start the layer is the frozen one."""
+        bound = 1.0 / math.sqrt(self.lora_A.shape[1])
+        self.lora_A.uniform_(-bound, bound)
+        self.lora_B.zero_()
+
+    @torch.no_grad()
+    def start_at_largest_singular_directions(self) -> None:
+        """Sets scaling * B A to the best approximation of the weight of this rank, and takes it off the weight.
+
+        Raises ValueError where the weight has fewer directions than the rank.
+        """
+        weight, rank = self.linear_weight().float(), self.shape.rank
+        if rank > min(weight.shape):
+            raise ValueError(
+                f"lora.rank={rank} is more than the {min(weight.shape)} singular directions of a weight of shape "
+                f"{tuple(weight.shape)}, which lora.init=pissa starts from. Set a smaller rank, or lora.init=zero."
+            )
+        num_directions = min(rank + _PISSA_OVERSAMPLING, *weight.shape)
+        left, values, right = torch.svd_lowrank(weight, q=num_directions, niter=_PISSA_ITERATIONS)
+        roots = (values[:rank] / self.shape.scaling).sqrt()
+        self.lora_A.copy_(roots[:, None] * right[:, :rank].T)
+        self.lora_B.copy_(left[:, :rank] * roots)
+        self.keep_as_start(self.lora_A, self.lora_B)
+
+    def keep_as_start(self, a: Tensor, b: Tensor) -> None:
+        """From now on takes scaling * b a off the weight, whatever A and B become."""
+        self.start_A, self.start_B = a.detach().clone(), b.detach().clone()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """All pairs as one: A (R, I) and B (O, R), R being twice the rank with PiSSA."""
+        if self.start_A is None or self.start_B is None:
+            return self.lora_A, self.lora_B
+        return torch.cat([self.lora_A, self.start_A]), torch.cat([self.lora_B, -self.start_B], dim=1)
+
+    def magnitude_ratio(self, a: Tensor, b: Tensor) -> Tensor:
+        """DoRA's m / |W + scaling * b a|, (O,) in the magnitude's dtype; the norm is a constant to backward."""
+        assert self.lora_magnitude_vector is not None
+        with torch.no_grad():
+            weight, scaling = self.linear_weight(), self.shape.scaling
+            a, b = a.to(self.square_norms.dtype), b.to(self.square_norms.dtype)
+            across = (weight @ a.T.to(weight.dtype)).to(b.dtype)  # (O, R)
+            square = self.square_norms + ((2.0 * scaling * across + scaling**2 * (b @ (a @ a.T))) * b).sum(1)
+            norm = square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()
+        return self.lora_magnitude_vector / norm.to(self.lora_magnitude_vector.dtype)
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """The weight with the adapter in it, a new float32 tensor of the frozen weight's shape; nothing is rounded."""
+        a, b = (factor.float() for factor in self.factors())
+        merged = torch.addmm(self.linear_weight().float(), b, a, alpha=self.shape.scaling)
+        if self.lora_magnitude_vector is not None:
+            merged.mul_((self.lora_magnitude_vector.float() / _row_norms(merged))[:, None])
+        return merged
+
+
+class LoRALinear(AdaptedLayer):
+    """A frozen linear layer, quantised or not, with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        base, shape = self.base_layer, self.shape
+        assert isinstance(base, nn.Linear | NF4Linear | Router)
+        frozen = base.frozen if isinstance(base, NF4Linear) else (base.weight,)
+        # Evaluations and answers during training come without gradients, and without dropout.
+        dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
+        a, b = self.factors()
+        if self.lora_magnitude_vector is None:
+            return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout)
+        product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout)
+        # Rounded as its difference from 1, near which it is: in bfloat16 little would be left of that otherwise.
+        change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
+        scaled = torch.addcmul(product, product, change)
+        return scaled if base.bias is None else scaled + base.bias
+
+
+class LoRAEmbedding(AdaptedLayer):
+    """A frozen embedding with an adapter."""
+
+    def linear_weight(self) -> Tensor:
+        return self.base_layer.weight.T  # pyright: ignore[reportCallIssue, reportReturnType]
+
+    @torch.no_grad()
+    def start_at_zero(self) -> None:
+        self.lora_A.zero_()
+        self.lora_B.normal_()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden, shape = self.base_layer(input_ids), self.shape  # (B, T, D)
+        a, b = self.factors()
+        inner = F.embedding(input_ids, a.T).to(hidden.dtype)  # (B, T, R)
+        hidden = hidden + F.linear(inner, b.to(hidden.dtype)) * shape.scaling
+        if self.lora_magnitude_vector is None:
+            return hidden
+        return torch.addcmul(hidden, hidden, (self.magnitude_ratio(a, b) - 1.0).to(hidden.dtype))
+
+    def merged_weight(self) -> Tensor:
+        return super().merged_weight().T.contiguous()
+
+
+class LoRAOutput(AdaptedLayer):
+    """The frozen output layer with an adapter.
+
+    Losses take the output layer as a weight and multiply it themselves, a chunk of tokens at a time; so here the
+    adapter is added to a copy of the weight, through which its gradient comes.
+    """
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (V, D) with the adapter in it, in the frozen weight's dtype; a new tensor each time."""
+        a, b = self.factors()
+        weight = self.linear_weight()
+        merged = torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=self.shape.scaling)
+        if self.lora_magnitude_vector is None:
+            return merged
+        return torch.addcmul(merged, merged, (self.magnitude_ratio(a, b) - 1.0).to(merged.dtype)[:, None])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    """(O,) float32 of (O, I), without a float32 copy of it."""
+    return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))

@@ -1,0 +1,125 @@
+"""Adapters on a model: put there, found again, and their learning rates.
+
+A technique of one call: `apply_lora(model, cfg.lora)` freezes the model and puts an adapter beside each layer that the
+settings name. Everything after it sees a model whose few trained parameters are the adapter's.
+"""
+
+import torch
+from torch import nn
+
+from lean_ft.models import Decoder
+from lean_ft.models.hf_format import AfterModule
+from lean_ft.models.moe import Experts
+from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts, check_suits_experts
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
+from lean_ft.peft.nf4 import NF4Linear, check_available
+from lean_ft.peft.targets import find_targets, is_projection_of_experts
+from lean_ft.settings import LoRAConfig
+
+_OUTPUT = "lm_head"
+
+
+def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
+    """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are.
+
+    Raises ValueError where a target matches nothing or takes no adapter, or settings contradict the model.
+    """
+    if adapted_layers(model):
+        raise ValueError("the model has an adapter already; load it anew to give it another.")
+    weight = model.output_weight
+    if cfg.dtype == "model" and weight.dtype == torch.float16:
+        raise ValueError(
+            "lora.dtype=model would train float16 weights, in which small updates vanish. Set lora.dtype=float32."
+        )
+    names = find_targets(model, cfg.targets)
+    if _OUTPUT in names and cfg.dropout:
+        raise ValueError(
+            f"lora.dropout={cfg.dropout:g} drops inputs of the adapter, and that of {_OUTPUT} is added to the weight, "
+            f"which has none. Set lora.dropout=0, or take {_OUTPUT} from lora.targets."
+        )
+    shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
+    for name in names:
+        if is_projection_of_experts(model, name):
+            check_suits_experts(name, shape, cfg.init)
+    model.requires_grad_(False)
+    for name in names:
+        layer = put_adapter(model, name, shape, weight.dtype if cfg.dtype == "model" else torch.float32)
+        if cfg.init == "pissa":
+            layer.start_at_largest_singular_directions()
+        else:
+            layer.start_at_zero()
+    return len(names)
+
+
+def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
+    """Replaces the layer `name` of the model by one with an adapter, whose values are not set, and returns it.
+
+    A projection of a mixture's experts counts as a layer of its own.
+    """
+    if is_projection_of_experts(model, name):
+        return _put_experts_adapter(model, name, shape, dtype)
+    base = model.get_submodule(name)
+    if name == _OUTPUT:
+        kind = LoRAOutput
+    else:
+        kind = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
+    layer = kind(base, shape, dtype)
+    model.set_submodule(name, layer)
+    return layer
+
+
+def _put_experts_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
+    place, _, projection = name.rpartition(".")
+    experts = model.get_submodule(place)
+    if isinstance(experts, Experts):
+        experts = LoRAExperts(experts)
+        model.set_submodule(place, experts)
+    assert isinstance(experts, LoRAExperts)
+    layer = ExpertsAdapter(experts.base_layer, projection, shape, dtype)
+    setattr(experts, projection, layer)
+    return layer
+
+
+def take_adapters_off(model: nn.Module) -> None:
+    """Puts every adapted layer's frozen one back in its place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRAExperts) or (
+            isinstance(module, AdaptedLayer) and not isinstance(module, ExpertsAdapter)
+        ):
+            model.set_submodule(name, module.base_layer)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
+    """The layers with an adapter by name; none for a model without."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+
+
+def lr_ratios(cfg: LoRAConfig) -> dict[str, float]:
+    """LoRA+ for `build_optimizer`: ends of parameter names, with what their learning rate is multiplied by.
+
+    Source: Hayou et al. 2024, https://arxiv.org/abs/2402.12354.
+    """
+    return {".lora_B": cfg.lr_ratio} if cfg.lr_ratio != 1.0 else {}
+
+
+def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
+    """For `load_model` to call after each module: replaces a linear one by its quantised self; None quantises none.
+
+    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be imported, and for
+    a mixture of experts, whose stacks of matrices are not quantised.
+    """
+    if cfg.quantize == "none":
+        return None
+    check_available()
+
+    def quantize(model: Decoder, name: str) -> None:
+        module = model.get_submodule(name)
+        if isinstance(module, Experts):
+            raise ValueError(
+                "lora.quantize=nf4: the experts of this model are stacks of matrices, which are not quantised, and they "
+                "are most of it. Set lora.quantize=none."
+            )
+        if isinstance(module, nn.Linear) and name != _OUTPUT:
+            model.set_submodule(name, NF4Linear(module))
+
+    return quantize

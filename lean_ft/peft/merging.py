@@ -1,0 +1,111 @@
+"""Merges an adapter into the weights that it was trained beside: on copies, in float32, and rounded once.
+
+The model that is given stays as it is, down to the last bit, so a save during training can merge. What rounding to the
+model's dtype costs is reported: bfloat16 keeps 8 bits of a weight, and of a change much smaller than the weight it may
+keep few. An adapter that was trained on a quantised model is merged into the model as it was before it was quantised:
+the errors of 4 bits are not made a part of it, and the result is the model that everything else loads, no longer
+exactly the one that was trained.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lean_ft.models import Decoder, load_model
+from lean_ft.peft.experts import ExpertsAdapter
+from lean_ft.peft.layers import AdaptedLayer
+from lean_ft.peft.lora import adapted_layers, take_adapters_off
+from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.peft.peft_format import base_model, load_adapter
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What merging changed, and what of it rounding took. Sizes are root mean squares over all merged weights."""
+
+    num_layers: int
+    change: float
+    """Of the weights by the adapter, relative to the weights."""
+    rounding_error: float
+    """Of the merged weights by rounding to their dtype, relative to the weights."""
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        share = f", {self.rounding_error / self.change:.1%} of that change" if self.change else ""
+        return (
+            f"merged an adapter into {self.num_layers} layers: it changes their weights by {self.change:.2g} of their "
+            f"size, and rounding to {dtype} by {self.rounding_error:.2g}{share}"
+        )
+
+
+@torch.no_grad()
+def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
+    """Returns the weights of the adapted layers with the adapter in them, by the plain model's names, and a report.
+
+    They are new tensors in the dtype of the model's. Raises ValueError where the model has no adapter, or a quantised
+    weight, into which nothing can be merged.
+    """
+    merged = {}
+    sums = _Sums()
+    for name, layer in _mergeable_layers(model).items():
+        merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = _merge(layer, sums)
+    return merged, sums.report(len(merged), model.output_weight.dtype)
+
+
+@torch.no_grad()
+def load_merged(
+    adapter: str | Path,
+    base: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Decoder, MergeReport]:
+    """Returns a plain model with the adapter of a folder merged into it, and a report.
+
+    `base` is the model's folder; None takes the one that the adapter names. Takes the memory of the model and one
+    matrix in float32. Raises ValueError where either is not what is expected.
+    """
+    model = load_model(base_model(Path(adapter)) if base is None else base, device=device, dtype=dtype)
+    load_adapter(model, adapter)
+    sums, layers = _Sums(), _mergeable_layers(model)
+    for layer in layers.values():
+        layer.frozen_weight.data = _merge(layer, sums)  # the model is this function's own
+    take_adapters_off(model)
+    return model.requires_grad_(True), sums.report(len(layers), dtype)
+
+
+class _Sums:
+    """Sums of squares over the merged weights."""
+
+    def __init__(self) -> None:
+        self.weights = self.changes = self.errors = 0.0
+
+    def report(self, num_layers: int, dtype: torch.dtype) -> MergeReport:
+        size = self.weights or 1.0
+        return MergeReport(num_layers, (self.changes / size) ** 0.5, (self.errors / size) ** 0.5, dtype)
+
+
+def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
+    layers = adapted_layers(model)
+    if not layers:
+        raise ValueError("the model has no adapter to merge.")
+    for name, layer in layers.items():
+        if isinstance(layer.base_layer, NF4Linear):
+            raise ValueError(
+                f"{name} is quantised, and an adapter is merged into the model as it was before: load it without "
+                "lora.quantize, put the saved adapter on it, and merge that."
+            )
+    return layers
+
+
+def _merge(layer: AdaptedLayer, sums: _Sums) -> Tensor:
+    """The layer's merged weight in its own dtype; adds to the sums."""
+    weight = layer.frozen_weight.detach()
+    exact = layer.merged_weight()
+    rounded = exact.to(weight.dtype, copy=True)
+    sums.weights += weight.float().square().sum().item()
+    sums.errors += (rounded.float() - exact).square().sum().item()
+    sums.changes += exact.sub_(weight).square().sum().item()
+    return rounded

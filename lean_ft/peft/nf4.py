@@ -1,0 +1,125 @@
+"""NF4: a frozen weight in 4.13 bits, made whole for each product and let go again.
+
+Every 64 values share a scale, and each is the nearest of 16 levels that a normal distribution fills evenly. The scales
+are quantised in turn, to 8 bits in blocks of 256, less their mean ("double quantisation"). The format and the kernels
+are bitsandbytes', on every device; its kernels for CPUs are faster there than torchao's, which are PyTorch operations.
+
+Quantised weights are never saved: they are what a run computes with, made anew from the model's folder.
+
+Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+
+Shapes: I inputs, O outputs.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK_SIZE = 64
+_SCALE_BLOCK_SIZE = 256
+
+# What a frozen weight (O, I) lies in: the weight itself, or the tensors of `quantize`.
+Frozen = Sequence[Tensor]
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns `weight` (O, I) as its levels, two a byte; their scales; the scales' own scales, mean and levels."""
+    levels, state = _bitsandbytes().quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=True
+    )
+    return levels, state.absmax, state.state2.absmax, state.offset, state.state2.code
+
+
+def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
+    """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype."""
+    if len(frozen) == 1:
+        return frozen[0].to(like.dtype)
+    levels, scales, scale_scales, mean_scale, scale_levels = frozen
+    # The operators themselves, which the compiler knows; the library's functions around them it does not.
+    ops = torch.ops.bitsandbytes
+    scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
+    shape = (out_features, like.shape[-1])
+    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", shape, like.dtype)
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer whose weight is quantised."""
+
+    levels: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        for name, tensor in zip(_NAMES, quantize(linear.weight.detach()), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+
+    @property
+    def frozen(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in _NAMES)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, I) made whole, a new tensor each time."""
+        return whole(self.frozen, self.out_features, self.levels.new_empty(0, self.in_features, dtype=self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the quantised weight takes."""
+        return sum(tensor.nbytes for tensor in self.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        result = _NF4Product.apply(x, self.bias, self.out_features, *self.frozen)
+        assert isinstance(result, Tensor)
+        return result
+
+
+_NAMES = ("levels", "scales", "scale_scales", "mean_scale", "scale_levels")
+
+
+class _NF4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, out_features: int, *frozen: Tensor) -> Tensor:
+        ctx.save_for_backward(*frozen)
+        ctx.num_inputs = x.shape[-1]
+        return F.linear(x, whole(frozen, out_features, x), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input_like = grad.new_empty(0, ctx.num_inputs)
+        weight = whole(ctx.saved_tensors, grad.shape[-1], input_like)
+        return grad @ weight, None, None, *(None for _ in ctx.saved_tensors)
+
+
+def check_available() -> None:
+    """Raises ValueError where NF4 cannot be computed: bitsandbytes is missing or does not load."""
+    try:
+        _bitsandbytes()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"lora.quantize=nf4 needs bitsandbytes, which cannot be imported here ({error}). Install it for this "
+            "device (`pip install bitsandbytes`), or set lora.quantize=none."
+        ) from error
+
+
+@cache
+def _bitsandbytes() -> ModuleType:
+    # It warns of a kernel that it would download for inference on a CPU, which is not used here.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes.functional as functional
+    finally:
+        logger.setLevel(level)
+    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    return functional

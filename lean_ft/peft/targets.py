@@ -1,0 +1,96 @@
+"""Which layers get an adapter, by patterns of their names."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lean_ft.models import Decoder
+from lean_ft.models.moe import Experts, Router
+from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
+from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.spelling import did_you_mean
+
+ALL_LINEAR = "all-linear"
+_LINEAR = (nn.Linear, NF4Linear, Router)
+_ADAPTABLE = (*_LINEAR, nn.Embedding, Experts)
+
+
+def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
+    """The names of the layers that `patterns` match, in the model's order.
+
+    A pattern is `all-linear` (every linear layer of attention and feed-forward layers, experts among them and routers
+    not), the last part or parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
+    (`model.layers.[0-3].*.down_proj`).
+
+    Raises ValueError where a pattern matches nothing, or something that takes no adapter.
+    """
+    modules = _layers(model)
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name, module in modules.items() if _matches(name, module, pattern)]
+        if not matched:
+            raise ValueError(_nothing_matched(model, pattern, modules))
+        other = [name for name in matched if not isinstance(modules[name], _ADAPTABLE)]
+        if any(char in pattern for char in "*?["):
+            if len(other) == len(matched):
+                raise ValueError(_no_adapter_for(pattern, other[0], modules[other[0]]))
+        elif other:
+            raise ValueError(_no_adapter_for(pattern, other[0], modules[other[0]]))
+        found.update(set(matched) - set(other))
+    if model.config.tied_embeddings and "model.embed_tokens" in found:
+        raise ValueError(
+            "lora.targets: the embedding of this model is its output layer too (tie_word_embeddings), and an adapter "
+            "would change one of the two. Target other layers, or train the model whole."
+        )
+    return [name for name in modules if name in found]
+
+
+def adaptable_names(model: Decoder) -> list[str]:
+    """The last parts of the names of all layers that take an adapter."""
+    return sorted(
+        {name.rpartition(".")[2] for name, module in _layers(model).items() if isinstance(module, _ADAPTABLE)}
+    )
+
+
+def is_projection_of_experts(model: nn.Module, name: str) -> bool:
+    """Whether `name` is one of the stacked projections of a mixture's experts, adapted or not."""
+    place, _, projection = name.rpartition(".")
+    return projection in PROJECTIONS and isinstance(model.get_submodule(place), Experts | LoRAExperts)
+
+
+def _layers(model: Decoder) -> dict[str, nn.Module]:
+    """The modules by name; experts by the names of their projections, which are layers to an adapter."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            layers |= {f"{name}.{projection}": module for projection in PROJECTIONS}
+        elif name:
+            layers[name] = module
+    return layers
+
+
+def _matches(name: str, module: nn.Module, pattern: str) -> bool:
+    if pattern == ALL_LINEAR:
+        return name.startswith("model.layers.") and isinstance(module, nn.Linear | NF4Linear | Experts)
+    return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
+
+
+def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
+    names = adaptable_names(model)
+    if pattern == "lm_head" and model.config.tied_embeddings:
+        return (
+            "lora.targets: this model has no lm_head: its output layer is the embedding (tie_word_embeddings), and an "
+            "adapter would change one of the two. Target other layers, or train the model whole."
+        )
+    return (
+        f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
+        f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or among {', '.join(names)}."
+    )
+
+
+def _no_adapter_for(pattern: str, name: str, module: nn.Module) -> str:
+    return (
+        f"lora.targets: {pattern!r} matches {name}, a {type(module).__name__}; only linear layers, experts and the embedding "
+        "take an adapter."
+    )

@@ -1,0 +1,79 @@
+"""Tiny models with an adapter, PEFT's and ours, of which PEFT's is the reference."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lean_ft import load_model
+from lean_ft.models import Decoder
+from lean_ft.peft import apply_lora
+from lean_ft.settings import LoRAConfig
+from tests.models.conftest import reference_model
+from tests.models.family_cases import CASES
+
+# A case a family, and those of Llama that differ in what an adapter meets: biases.
+MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss"}
+FAMILIES = [*sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()), "llama_biases"]
+FAMILIES = [family for family in FAMILIES if family not in MIXTURES]
+
+IDS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int = 3) -> None:
+    """Gives every trained parameter values that a wrong formula shows in: none zero, magnitudes off their norms."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "magnitude" in name:
+            parameter.mul_(1.0 + 0.3 * noise)
+        else:
+            parameter.copy_(0.2 * noise)
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, nn.Module]]:
+    """The folder of a case, and a copy of transformers' model of it, which PEFT changes in place."""
+    made: dict[str, tuple[Path, nn.Module]] = {}
+
+    def make(case: str) -> tuple[Path, nn.Module]:
+        if case not in made:
+            folder, model = tmp_path_factory.mktemp(case), reference_model(*CASES[case])
+            model.save_pretrained(folder)
+            made[case] = folder, model
+        folder, model = made[case]
+        return folder, copy.deepcopy(model)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(make_checkpoint) -> Path:
+    """A model with biases and an output layer of its own."""
+    folder, _ = make_checkpoint("llama_biases")
+    return folder
+
+
+@pytest.fixture
+def adapted(tiny_folder: Path) -> Callable[..., Decoder]:
+    """Our model with an adapter of random values, of rank 4 unless told otherwise."""
+
+    def make(randomized: bool = True, dtype: torch.dtype = torch.float32, **settings) -> Decoder:
+        torch.manual_seed(0)
+        model = load_model(tiny_folder, dtype=dtype)
+        apply_lora(model, LoRAConfig(**{"rank": 4, **settings}))
+        if randomized:
+            randomize(model)
+        return model
+
+    return make

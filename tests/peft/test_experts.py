@@ -1,0 +1,102 @@
+"""Adapters of a mixture's experts against PEFT's `target_parameters`, both ways, and merged."""
+
+import pytest
+import torch
+
+from lean_ft import load_model
+from lean_ft.memory import apply_memory
+from lean_ft.peft import adapted_layers, apply_lora, load_adapter, load_merged, quantize_as_loaded, save_adapter
+from lean_ft.settings import LoRAConfig, MemoryConfig
+from tests.peft.conftest import IDS, MIXTURES, loss_of, randomize
+
+peft = pytest.importorskip("peft")
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=["both", "gate_up", "down"])
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_an_adapter_of_peft_has_its_logits_and_gradients(family, targets, make_checkpoint, tmp_path):
+    folder, base = make_checkpoint(family)
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=ATTENTION, target_parameters=targets, use_rslora=True)
+    reference = peft.get_peft_model(base, config)
+    randomize(reference)
+    reference.save_pretrained(tmp_path)
+    model = load_model(folder)
+    plain = model(IDS)
+    load_adapter(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("base_layer" not in name and "lora" in name)
+    expected, logits = reference(IDS).logits, model(IDS)
+    assert (expected - plain).norm() > 0.2 * plain.norm()
+    torch.testing.assert_close(logits, expected, atol=5e-4, rtol=5e-4)
+
+    loss_of(expected).backward()
+    loss_of(logits).backward()
+    expected_grads = sorted((p.shape, p.grad.norm().item()) for p in reference.parameters() if p.requires_grad)
+    grads = sorted((p.shape, p.grad.norm().item()) for p in model.parameters() if p.requires_grad)
+    assert [shape for shape, _ in grads] == [shape for shape, _ in expected_grads]
+    for (_, grad), (_, expected_grad) in zip(grads, expected_grads, strict=True):
+        assert grad == pytest.approx(expected_grad, rel=5e-3)
+
+
+def test_the_default_targets_of_peft_name_routers_too(make_checkpoint, tmp_path):
+    folder, base = make_checkpoint("mixtral")
+    reference = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
+    randomize(reference)
+    reference.save_pretrained(tmp_path)
+    model = load_model(folder)
+    load_adapter(model, tmp_path)
+    assert "model.layers.0.mlp.gate" in adapted_layers(model)
+    torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_checkpoint, tmp_path):
+    folder, base = make_checkpoint(family)
+    model = load_model(folder)
+    apply_lora(model, LoRAConfig(rank=3, alpha=5))
+    assert "model.layers.0.mlp.experts.down_proj" in adapted_layers(model)
+    torch.testing.assert_close(model(IDS), load_model(folder)(IDS))
+    randomize(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_adapter(model, tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    expected = model(IDS)
+    reference = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(reference(IDS).logits, expected, atol=5e-4, rtol=5e-4)
+    merged, report = load_merged(tmp_path, dtype=torch.float32)
+    assert report.num_layers == len(adapted_layers(model))
+    assert dict(merged.named_parameters()).keys() == dict(load_model(folder).named_parameters()).keys()
+    torch.testing.assert_close(merged(IDS), expected, atol=5e-4, rtol=5e-4)
+
+
+def test_checkpointing_changes_no_gradient(make_checkpoint):
+    folder, _ = make_checkpoint("olmoe")
+    results = []
+    for memory in (MemoryConfig(), MemoryConfig(activation_checkpointing="full")):
+        torch.manual_seed(0)
+        model = load_model(folder)
+        apply_lora(model, LoRAConfig(rank=3))
+        randomize(model)
+        apply_memory(model, memory, compile=False)
+        loss_of(model(IDS)).backward()
+        results.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{"dora": True}, {"dropout": 0.1}, {"init": "pissa"}], ids=str)
+def test_what_stacks_cannot_have_is_refused(settings, make_checkpoint):
+    folder, _ = make_checkpoint("mixtral")
+    model = load_model(folder)
+    with pytest.raises(ValueError, match="is a stack of experts"):
+        apply_lora(model, LoRAConfig(**settings))
+    assert all(p.requires_grad for p in model.parameters())
+    apply_lora(model, LoRAConfig(targets=ATTENTION, **settings))
+
+
+def test_stacks_are_not_quantised(make_checkpoint):
+    folder, _ = make_checkpoint("mixtral")
+    with pytest.raises(ValueError, match="stacks of matrices, which are not quantised"):
+        load_model(folder, after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))

@@ -1,0 +1,90 @@
+"""Merged weights compute what the adapter did, within the rounding that the report states; nothing live is touched."""
+
+import pytest
+import torch
+
+from lean_ft import load_model
+from lean_ft.peft import apply_lora, load_adapter, load_merged, merge_adapter, quantize_as_loaded, save_adapter
+from lean_ft.settings import LoRAConfig
+from tests.peft.conftest import IDS, randomize
+
+KINDS = [{}, {"dora": True}, {"init": "pissa"}, {"targets": ["all-linear", "lm_head", "embed_tokens"]}]
+
+
+def with_weights(folder, merged, dtype=torch.float32):
+    model = load_model(folder, dtype=dtype)
+    with torch.no_grad():
+        for name, tensor in merged.items():
+            model.get_parameter(name).copy_(tensor)
+    return model
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_merged_logits_equal_the_adapters(settings, adapted, tmp_path):
+    model = adapted(**settings)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    merged, report = merge_adapter(model)
+    assert report.num_layers == len(merged)
+    assert report.rounding_error == 0.0
+    assert report.change > 0.1
+    expected = model(IDS)
+    plain = with_weights(model.source_folder, merged)
+    torch.testing.assert_close(plain(IDS), expected, atol=5e-4, rtol=5e-4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not any(tensor.untyped_storage().data_ptr() in storages for tensor in merged.values())
+
+    save_adapter(model, tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    loaded, same_report = load_merged(tmp_path, dtype=torch.float32)
+    assert same_report.change == pytest.approx(report.change, rel=1e-4)
+    assert dict(loaded.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    torch.testing.assert_close(loaded(IDS), expected, atol=5e-4, rtol=5e-4)
+
+
+def test_the_report_states_what_rounding_costs(adapted):
+    model = adapted(dtype=torch.bfloat16)
+    merged, report = merge_adapter(model)
+    exact, error, size = 0.0, 0.0, 0.0
+    for name, tensor in merged.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        weight = layer.base_layer.weight.double()
+        wanted = weight + layer.shape.scaling * layer.lora_B.double() @ layer.lora_A.double()
+        assert tensor.dtype == torch.bfloat16
+        error += (tensor.double() - wanted).square().sum().item()
+        exact += (wanted - weight).square().sum().item()
+        size += weight.square().sum().item()
+    assert report.rounding_error == pytest.approx((error / size) ** 0.5, rel=1e-3)
+    assert report.change == pytest.approx((exact / size) ** 0.5, rel=1e-3)
+    assert "bfloat16" in str(report)
+
+    # Computed in float32, the rounded weights move the logits by some times what they were rounded by.
+    reference = with_weights(model.source_folder, {n: t.float() for n, t in merge_adapter_exactly(model).items()})
+    rounded = with_weights(model.source_folder, merged)
+    moved = (rounded(IDS) - reference(IDS)).norm() / reference(IDS).norm()
+    assert 0 < moved < 30 * report.rounding_error
+
+
+def merge_adapter_exactly(model):
+    from lean_ft.peft import adapted_layers
+
+    return {f"{name}.weight": layer.merged_weight() for name, layer in adapted_layers(model).items()}
+
+
+def test_an_adapter_of_a_quantised_model_is_merged_into_the_model_as_it_was(tiny_folder, tmp_path):
+    cfg = LoRAConfig(rank=4, quantize="nf4")
+    model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
+    apply_lora(model, cfg)
+    randomize(model)
+    with pytest.raises(ValueError, match="is quantised, and an adapter is merged into the model as it was before"):
+        merge_adapter(model)
+    save_adapter(model, tmp_path)
+    merged, _ = load_merged(tmp_path, dtype=torch.float32)
+    reference = load_model(tiny_folder)
+    load_adapter(reference, tmp_path)
+    torch.testing.assert_close(merged(IDS), reference(IDS), atol=5e-4, rtol=5e-4)
+
+
+def test_nothing_to_merge(tiny_folder):
+    with pytest.raises(ValueError, match="no adapter to merge"):
+        merge_adapter(load_model(tiny_folder))

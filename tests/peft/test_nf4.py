@@ -1,0 +1,97 @@
+"""Quantised weights: bitsandbytes' own numbers, and a model that is never in memory whole."""
+
+import pytest
+import torch
+from torch import nn
+
+from lean_ft import load_model, save_model
+from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
+from lean_ft.settings import LoRAConfig
+from tests.peft.conftest import IDS, loss_of, randomize
+
+NF4 = LoRAConfig(quantize="nf4", rank=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_numbers_are_those_of_bitsandbytes(dtype):
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    torch.manual_seed(0)
+    linear = nn.Linear(192, 320, bias=True).to(dtype)
+    layer = NF4Linear(linear)
+    expected = dequantize_4bit(*quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True))
+    assert torch.equal(layer.weight, expected)
+    assert layer.weight.dtype == dtype
+    assert (expected - linear.weight).norm() < 0.1 * linear.weight.norm()
+    x = torch.randn(3, 7, 192, dtype=dtype, requires_grad=True)
+    y, reference = layer(x), nn.functional.linear(x, expected, linear.bias)
+    assert torch.equal(y, reference)
+    seed = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, seed)[0] for out in (y, reference)))
+
+
+def test_bits_of_a_weight():
+    layer = NF4Linear(nn.Linear(1024, 1024, bias=False))
+    assert 8 * layer.num_bytes / 1024**2 == pytest.approx(4.127, abs=0.01)
+    assert list(layer.parameters()) == []
+
+
+def test_a_quantised_model_equals_one_of_the_dequantised_weights(tiny_folder):
+    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    quantized = {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+    assert len(quantized) == 2 * 7
+    reference = load_model(tiny_folder)
+    with torch.no_grad():
+        for name, module in quantized.items():
+            reference.get_submodule(name).weight.copy_(module.weight)
+    for each in (model, reference):
+        apply_lora(each, NF4)
+        randomize(each)
+        loss_of(each(IDS)).backward()
+    torch.testing.assert_close(model(IDS), reference(IDS), atol=1e-5, rtol=1e-5)
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert (parameter.grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
+
+
+def test_weights_are_quantised_one_by_one_as_they_are_loaded(tiny_folder):
+    largest = 0
+
+    def watch(model, name):
+        nonlocal largest
+        quantize_as_loaded(NF4)(model, name)
+        layers = [m for n, m in model.named_modules() if n.startswith("model.layers.")]
+        whole = [m for m in layers if isinstance(m, nn.Linear) and not m.weight.is_meta]
+        largest = max(largest, len(whole))
+
+    load_model(tiny_folder, after_module=watch)
+    assert largest == 0
+    load_model(tiny_folder, random_init=True, after_module=watch)
+    assert largest == 0
+
+
+def test_random_weights_are_the_same_quantised_or_not(tiny_folder):
+    torch.manual_seed(0)
+    plain = load_model(tiny_folder, random_init=True)
+    torch.manual_seed(0)
+    model = load_model(tiny_folder, random_init=True, after_module=quantize_as_loaded(NF4))
+    assert torch.equal(model.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    last = "model.layers.1.mlp.down_proj"
+    assert torch.equal(model.get_submodule(last).weight, NF4Linear(plain.get_submodule(last)).weight)
+
+
+def test_quantised_weights_are_not_saved(tiny_folder, tmp_path):
+    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    with pytest.raises(ValueError, match="not those of its config.json"):
+        save_model(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_bitsandbytes_the_setting_is_refused(monkeypatch):
+    def missing():
+        raise ImportError("No module named 'bitsandbytes'")
+
+    monkeypatch.setattr("lean_ft.peft.nf4._bitsandbytes", missing)
+    with pytest.raises(ValueError, match=r"lora\.quantize=nf4 needs bitsandbytes.*pip install"):
+        quantize_as_loaded(NF4)

@@ -1,0 +1,32 @@
+"""What the planner says of adapters: the frozen model has no gradients or states, and a quantised one is small."""
+
+import pytest
+import torch
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.config import load_config
+from lean_ft.models import load_model
+from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
+from lean_ft.plan.devices import CPU
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings import LoRAConfig
+
+
+@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"quantize": "nf4"}], ids=str)
+def test_weights_and_states_are_their_real_bytes(tmp_path, lora):
+    recipe = load_recipe(find_recipe("lora_finetune_single_device"))
+    own = ["batch_size=2", "data.max_length=256", "model.path=tiny", "data.source=none.jsonl", "lora.rank=4"]
+    own += [f"lora.{name}={str(value).lower()}" for name, value in lora.items()]
+    planned = rehearse(recipe, load_config(recipe.Config, None, [*own, f"output_dir={tmp_path}"]), CPU)
+
+    cfg = LoRAConfig(rank=4, **lora)
+    model = load_model("tiny", dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
+    apply_lora(model, cfg)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    # Every matrix of the quantised model shares one table of levels there, and has its own here.
+    slack = 2**20 if any(isinstance(module, NF4Linear) for module in model.modules()) else 2**12
+    parts = planned.peak.bytes_by_label
+    assert abs(parts["weights"] - weights) < slack
+    assert 0 <= parts["optimizer state"] - 2 * trained < 2**18
+    assert parts.get("gradients", 0) <= trained

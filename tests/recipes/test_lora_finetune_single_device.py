@@ -1,0 +1,148 @@
+"""The recipe: few lines from the full one, an interruption changes no bit, and the base is never stored again."""
+
+import difflib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft.catalog import load_recipe, recipes
+from lean_ft.config import load_config
+from lean_ft.models import load_model
+from lean_ft.peft import load_adapter
+from tests.recipes.test_full_finetune_single_device import SETTINGS, numbers
+
+NAME, SIBLING = "lora_finetune_single_device", "full_finetune_single_device"
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs the recipe with settings, and returns the lines of its metrics."""
+
+    def run(*settings: str, output: str = "run"):
+        module = load_recipe(recipes()[NAME])
+        given = [*SETTINGS, "model.dtype=float32", "lora.rank=4", "schedule.name=constant", f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, given))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_it_differs_from_the_full_recipe_by_few_lines():
+    def code(name: str) -> list[str]:
+        """The lines after the docstring, an import or a call on one line or on several being the same."""
+        text = recipes()[name].read_text().split('"""', 2)[2]
+        return [line for line in text.replace(",\n)", "\n)").splitlines() if line.strip()]
+
+    lines = [line for line in difflib.ndiff(code(SIBLING), code(NAME)) if line[0] in "+-"]
+    taken, added = [x for x in lines if x[0] == "-"], [x for x in lines if x[0] == "+"]
+    assert len(taken) <= 6, taken
+    assert len(added) <= 24, added
+    assert len(recipes()[NAME].read_text().splitlines()) <= 150
+
+
+KINDS = [
+    ["lora.dropout=0.2", "lora.lr_ratio=4"],
+    ["lora.dora=true", "optimizer.in_backward=true"],
+    ["lora.quantize=nf4", "optimizer.name=adamw_8bit", "model.dtype=bfloat16"],
+    ["lora.init=pissa", "lora.rslora=true"],
+]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, settings):
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=3", output="parts")
+    parts = train(*settings, output="parts")
+    assert numbers(parts) == numbers(whole)
+    checkpoints = [tmp_path / output / "step_00000008" for output in ("whole", "parts")]
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in checkpoints)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    weights = {file.name for file in checkpoints[0].glob("*.safetensors")} | {"adapter_config.json"}
+    assert weights == ADAPTER_FILES
+
+
+def test_memory_settings_change_no_number(train):
+    plain = train("lora.dropout=0.1", "data.packing=bfd")
+    lean = train(
+        "lora.dropout=0.1",
+        "data.packing=bfd",
+        "optimizer.in_backward=true",
+        "memory.activation_checkpointing=selective",
+        "memory.loss_chunk_tokens=16",
+        output="lean",
+    )
+    for line, expected in zip(lean, plain, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_precision_follows_float32(train, dtype):
+    for line, expected in zip(train(f"model.dtype={dtype}", output=dtype), train(), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=0.06)
+
+
+def test_what_was_learned_answers_through_the_adapter(train, tmp_path, capsys):
+    train("optimizer.lr=1e-2")
+    said = capsys.readouterr().out
+    checkpoint = tmp_path / "run" / "step_00000008"
+    assert f"leanft run generate model.path=tiny adapter={checkpoint}" in said
+    generate = load_recipe(recipes()["generate"])
+
+    def answer(*settings: str) -> str:
+        given = ["model.path=tiny", "model.dtype=float32", "device=cpu", "max_new_tokens=8", "chat=false"]
+        given += ["prompt=The capital of Zanemar is", *settings]
+        generate.main(load_config(generate.Config, None, given))
+        return capsys.readouterr().out
+
+    model = load_model("tiny")
+    load_adapter(model, checkpoint)
+    ids = torch.arange(3, 30)[None]
+    assert (model(ids) - load_model("tiny")(ids)).norm() > 0.01
+    assert answer(f"adapter={checkpoint}").strip()
+    assert answer(f"adapter=[{checkpoint},{checkpoint}]").strip()
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 1000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+GROWTH = """
+import sys, torch, bitsandbytes.functional
+from lean_ft.models import load_model
+from lean_ft.peft import quantize_as_loaded, NF4Linear
+from lean_ft.settings import LoRAConfig
+from lean_ft.training.host_memory import return_freed_memory
+from lean_ft.training.measure import peak_memory_bytes
+return_freed_memory()
+NF4Linear(torch.nn.Linear(64, 64))  # what libraries take when they are first used
+before = peak_memory_bytes(torch.device("cpu"))
+model = load_model(sys.argv[1], dtype=torch.bfloat16, random_init=True,
+                   after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+print(peak_memory_bytes(torch.device("cpu")) - before)
+"""
+
+
+def test_the_model_never_stands_in_memory_whole_while_it_is_quantised(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    layers = 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)
+    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    growth = int(done.stdout)
+    assert growth < 0.6 * 2 * layers  # of the model in bfloat16; in NF4 it is 0.26
