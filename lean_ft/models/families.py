@@ -775,10 +775,10 @@ def _rope_config(
     old_name, scaling = own.get("type"), own.get("rope_type")
     scaling = scaling or old_name or "default"
     scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
-    if scaling not in SCALINGS:
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise ValueError(
             f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}. "
-            f"{_nearest(scaling, SCALINGS)}"
+            f"{_nearest(str(scaling), SCALINGS)}"
         )
     share = own.positive("partial_rotary_factor")
     if share > 1.0 or (share < 1.0 and not may_be_partial):
