@@ -376,8 +376,8 @@ def worker(target: Target, name: str, seed: int, numbers: range, current: Path, 
     answer.write_text(json.dumps({"counts": counts, "failures": failures, "slowest": slowest}))
 
 
-def feed(target: Target, name: str, seed: int, cases: int, deadline: float, place: Path) -> dict[str, Any]:
-    """All cases of one target, some hundreds in a process at a time."""
+def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline: float, place: Path) -> dict[str, Any]:
+    """All cases of one target from number `first` on, some hundreds in a process at a time."""
     row: dict[str, Any] = {
         "label": name,
         "status": "ok",
@@ -391,7 +391,7 @@ def feed(target: Target, name: str, seed: int, cases: int, deadline: float, plac
     current, answer = place / "current", place / "answer"
     original = target.file.read_bytes() if target.file.exists() else None
     began = time.perf_counter()
-    number = 0
+    number, cases = first, first + cases
     while number < cases and time.perf_counter() < deadline:
         numbers = range(number, min(cases, number + CASES_A_WORKER))
         answer.unlink(missing_ok=True)
@@ -422,6 +422,12 @@ def feed(target: Target, name: str, seed: int, cases: int, deadline: float, plac
         target.file.write_bytes(original)
     row["seconds"] = round(time.perf_counter() - began, 1)
     return row
+
+
+def added(before: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """A row of two sittings."""
+    sums = {key: before[key] + row[key] for key in ("cases", "read", "refused", "failed", "seconds", "failures")}
+    return {**row, **sums, "slowest_seconds": max(before["slowest_seconds"], row["slowest_seconds"])}
 
 
 def _wait(process: int, current: Path) -> str:
@@ -470,10 +476,19 @@ def main(
     ] = 600.0,
     only: Annotated[str, typer.Option(help="A pattern for the inputs to feed.")] = "",
     seed: Annotated[int, typer.Option(help="Another one makes other cases.")] = 0,
+    more: Annotated[bool, typer.Option(help="Go on behind the cases of the result there is, and add to it.")] = False,
     results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
 ) -> None:
     """Feeds, prints and writes; exits with 1 where a case failed."""
     hardware = require_hardware("cpu")
+    earlier: dict[str, Any] = {}
+    if more:
+        before = json.loads((results_dir / f"fuzzing_{hardware.slug}.json").read_text())
+        if before["settings"]["seed"] != seed:
+            raise typer.BadParameter(
+                f"the result there is has the seed {before['settings']['seed']}", param_hint="--seed"
+            )
+        earlier = {row["label"]: row for row in before["rows"]}
     with tempfile.TemporaryDirectory(prefix="lean_ft_fuzzing_") as folder:
         chosen = {name: target for name, target in targets(Path(folder)).items() if re.search(only, name)}
         if not chosen:
@@ -482,7 +497,10 @@ def main(
         started = time.perf_counter()
         for index, (name, target) in enumerate(chosen.items(), 1):
             deadline = started + budget_seconds * index / len(chosen)
-            rows.append(feed(target, name, seed, cases // len(chosen), deadline, Path(folder)))
+            first = earlier.get(name, {}).get("cases", 0)
+            row = feed(target, name, seed, first, cases // len(chosen), deadline, Path(folder))
+            rows.append(added(earlier.pop(name), row) if name in earlier else row)
+    rows += earlier.values()
     path = write_result(
         "fuzzing",
         benchmark="fuzzing",
