@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 import lean_ft
+from lean_ft.interrupts import StopSignals
 from lean_ft.settings import RecipeConfig, ScheduleConfig
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
@@ -35,7 +36,6 @@ from lean_ft.training.checkpoint import (
 )
 from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint
 from lean_ft.training.host_memory import trim_heap
-from lean_ft.training.interrupts import StopSignals
 from lean_ft.training.metrics import Counted, Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar, duration, gibibytes, number, say
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state

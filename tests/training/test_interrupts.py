@@ -12,7 +12,7 @@ import torch
 
 from lean_ft.config import load_config
 from lean_ft.data.batches import Rows
-from lean_ft.training.interrupts import OutsideTraining, StopSignals
+from lean_ft.interrupts import OutsideTraining, StopSignals
 from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
 
 
