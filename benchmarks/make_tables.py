@@ -37,6 +37,10 @@ BENCHMARKS = (
     "loading",
     "tokenizers_gsm8k",
     "planner_accuracy",
+    "saving",
+    "crashes",
+    "disk_faults",
+    "fuzzing",
 )
 OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 

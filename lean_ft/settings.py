@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -369,6 +370,28 @@ class RecipeConfig(Settings):
         0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
     )
     save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
+    save_async: bool = Field(
+        False,
+        description="Copy what a checkpoint holds to host memory and write it while training goes on. The copy takes "
+        "the trained weights and the optimizer's state once more until it is written: on a CPU that doubles them. The "
+        "last checkpoint is waited for.",
+    )
+    keep_last: PositiveInt | None = Field(
+        None, description="Checkpoints kept, the newest ones; older ones are deleted. null keeps all."
+    )
+    keep_every: NonNegativeInt = Field(
+        0, description="With keep_last: checkpoints of steps that are multiples of this are kept as well; 0: none."
+    )
+    keep_best: NonNegativeInt = Field(
+        0,
+        description="With keep_last: checkpoints kept as well, those with the lowest held-out loss. Needs an evaluation "
+        "at each checkpoint: save_every a multiple of eval_every.",
+    )
+    max_bad_steps: NonNegativeInt = Field(
+        10,
+        description="Steps of a run whose loss or gradients may be not finite: each is skipped and its batch kept in "
+        "output_dir/bad_batches. One more stops the run with a report.",
+    )
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
@@ -379,9 +402,27 @@ class RecipeConfig(Settings):
         description="Rehearse one step on shapes before weights are loaded, and tell its peak memory where that matters. "
         "For a copied recipe that does more than train: false, as the rehearsal calls its main.",
     )
-    output_dir: Path = Field(description="The run directory: config, metrics and checkpoints.")
+    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+        description="The run directory: config, metrics and checkpoints."
+    )
     resume: str = Field(
         "auto",
         description="`auto` goes on from the newest whole checkpoint in output_dir, `never` refuses a directory that "
         "holds a run, a path names a checkpoint.",
     )
+
+    @model_validator(mode="after")
+    def _check_retention(self) -> "RecipeConfig":
+        if self.keep_last is None and (self.keep_every or self.keep_best):
+            name = "keep_every" if self.keep_every else "keep_best"
+            raise ValueError(
+                f"{name} tells what is kept beyond the last checkpoints, and keep_last=null keeps all of them. "
+                f"Set keep_last (1 keeps the newest), or leave {name} out."
+            )
+        if self.keep_best and self.save_every and (not self.eval_every or self.save_every % self.eval_every):
+            raise ValueError(
+                f"keep_best={self.keep_best} compares checkpoints by their held-out loss, and with "
+                f"save_every={self.save_every} and eval_every={self.eval_every} some would have none. Set save_every to "
+                f"a multiple of eval_every."
+            )
+        return self

@@ -96,6 +96,7 @@ def main(cfg: Config) -> None:
             loss = loss_of(batch, statistics, cfg.loss) / num_targets
             # A mixture of experts also balances its load; a micro-batch counts by its share of the targets. Else 0.
             router_loss = model.auxiliary_loss(batch.is_token) * (batch.num_targets / num_targets)
+            optimizer.expect_finite(loss + router_loss)  # or else this step is skipped, and its batch kept
             scaler.scale(loss + router_loss).backward()
             step_loss += loss.detach()
             step_router_loss += router_loss.detach()
@@ -115,6 +116,7 @@ def main(cfg: Config) -> None:
         if eval_batches is not None and run.evaluation_due():
             num_targets, statistics = sum(batch.num_targets for batch in eval_batches), TokenStatistics(device)
             with torch.no_grad():
-                losses = [loss_of(batch.to(device), statistics, LossConfig()) for batch in eval_batches]
+                held_out = run.until_stopped(eval_batches)
+                losses = [loss_of(batch.to(device), statistics, LossConfig()) for batch in held_out]
             run.log_evaluation(torch.stack(losses).sum() / num_targets, **statistics.means(num_targets, "eval_"))
     say_answers(f"at step {run.total_steps}", model, tokenizer, eval_batches, cfg.eval_answers)

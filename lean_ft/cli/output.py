@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lean_ft.redaction import redact
+
 _PIPE_WIDTH = 100_000  # columns: nothing is folded or cut, so that `grep` and `cut` see whole lines
 
 
@@ -46,4 +48,4 @@ def print_error(message: str, traceback_of: BaseException | None = None) -> None
     if traceback_of is not None:
         traceback.print_exception(traceback_of)
     console = _console(sys.stderr)
-    console.print(Text("error: ", style="bold red") + Text(message, style="default"), soft_wrap=True)
+    console.print(Text("error: ", style="bold red") + Text(redact(message), style="default"), soft_wrap=True)

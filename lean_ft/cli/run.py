@@ -1,6 +1,8 @@
 """`leanft run`: trains."""
 
 import contextlib
+import shlex
+import sys
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.config import load_config
+from lean_ft.interrupts import OutsideTraining
 from lean_ft.settings import ModelConfig, RecipeConfig
 
 
@@ -58,25 +61,26 @@ def run(
     RECIPE is a name from `leanft ls`, or your own file. Settings come from its defaults, then the preset, then
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
-    recipe_file = find_recipe(recipe)
-    preset_file = find_preset(config) if config is not None else None
-    prepare_allocators()
-    module = load_recipe(recipe_file)
-    cfg = load_config(module.Config, preset_file, overrides or [])
-    if names_repository(cfg):
-        from lean_ft.training.pinning import pin_models  # here, as it brings torch
+    with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
+        recipe_file = find_recipe(recipe)
+        preset_file = find_preset(config) if config is not None else None
+        prepare_allocators()
+        module = load_recipe(recipe_file)
+        cfg = load_config(module.Config, preset_file, overrides or [])
+        if names_repository(cfg):
+            from lean_ft.training.pinning import pin_models  # here, as it brings torch
 
-        cfg = pin_models(cfg)
-    if isinstance(cfg, RecipeConfig) and cfg.plan:
-        _tell_outlook(module, cfg)
-    try:
-        module.main(cfg)
-    except BrokenPipeError as error:
-        raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
-    except Exception as error:
-        if is_out_of_memory(error):
-            error.add_note(memory_advice(module, cfg))
-        raise
+            cfg = pin_models(cfg)
+        if isinstance(cfg, RecipeConfig) and cfg.plan:
+            _tell_outlook(module, cfg)
+        try:
+            module.main(cfg)
+        except BrokenPipeError as error:
+            raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(memory_advice(module, cfg))
+            raise
 
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:

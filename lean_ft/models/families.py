@@ -18,6 +18,10 @@ from torch import Tensor
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
 
+MAX_COUNT = 2**24  # of anything in config.json: what is larger is damage, and would be computed for hours
+MAX_LAYERS = 1024
+MAX_NUMBER = 1e30  # leaves room to multiply; an integer of config.json may be too large for a float
+
 
 class _Fields:
     """The fields of a config.json over their defaults; it checks what is read, and remembers which were."""
@@ -33,22 +37,26 @@ class _Fields:
         self.read.add(name)
         return self.values.get(name)
 
-    def count(self, name: str, least: int = 1) -> int:
+    def count(self, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
         value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ValueError(f"{self.where}: {name} is {value!r}; expected {expected}.")
+        if value > most:
+            raise ValueError(
+                f"{self.where}: {name} is {str(value)[:30]}, more than any model has; expected at most {most:,}."
+            )
         return value
 
     def positive(self, name: str) -> float:
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
             raise ValueError(f"{self.where}: {name} is {value!r}; expected a positive number.")
         return float(value)
 
     def at_least_0(self, name: str) -> float:
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_NUMBER:
             raise ValueError(f"{self.where}: {name} is {value!r}; expected 0 or a positive number.")
         return float(value)
 
@@ -663,7 +671,7 @@ def _head_dim(fields: _Fields) -> int:
 
 
 def _layers(fields: _Fields, family: Family) -> tuple[LayerConfig, ...]:
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
     if fields.get("layer_types") is not None:
         kinds = fields.of_each_layer("layer_types")
@@ -733,7 +741,7 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
 def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
         value = config.get(name)
-        if value is not None and value not in neutral and name not in handled:
+        if value is not None and value not in list(neutral) and name not in handled:  # a list: values may have no hash
             allowed = " or ".join(["absent", *map(repr, neutral)])
             raise ValueError(
                 f"{where}: {name} is {value!r}, which changes the mathematics in a way that is not supported; "
@@ -767,10 +775,10 @@ def _rope_config(
     old_name, scaling = own.get("type"), own.get("rope_type")
     scaling = scaling or old_name or "default"
     scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
-    if scaling not in SCALINGS:
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise ValueError(
             f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}. "
-            f"{_nearest(scaling, SCALINGS)}"
+            f"{_nearest(str(scaling), SCALINGS)}"
         )
     share = own.positive("partial_rotary_factor")
     if share > 1.0 or (share < 1.0 and not may_be_partial):

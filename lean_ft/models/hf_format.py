@@ -189,8 +189,11 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
-    with torch.device("meta"):
-        return Decoder(config).to(dtype)
+    try:
+        with torch.device("meta"):
+            return Decoder(config).to(dtype)
+    except RuntimeError as error:  # a shape has more bytes than 64 bits count
+        raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None
 
 
 @torch.no_grad()
@@ -341,7 +344,7 @@ def _read_json(file: Path, purpose: str) -> dict[str, Any]:
         raise ValueError(f"{file.parent} has no {file.name}: {purpose}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, nested too deeply, a number too long
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a JSON object.")

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,11 +80,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{file} is no safetensors file, or was cut short: its header does not fit into it.")
+        damaged = f"{file} is damaged: its safetensors header cannot be read"
         try:
             header = json.loads(stream.read(length))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{damaged} ({error!r}).") from None
+        try:
             header.pop("__metadata__", None)
             tensors, end = {}, 0
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                _check_entry(name, entry, file)
                 tensor = StoredTensor(
                     file, str(entry["dtype"]), tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
                 )
@@ -92,14 +98,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 if start != end or stop < start or not known:
                     raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
                 tensors[name], end = tensor, stop
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{damaged} ({error!r}).") from None
     if end != size - 8 - length:
         raise ValueError(
             f"{file} is damaged: it should hold {end} bytes of tensors and holds {size - 8 - length}. Download or copy "
             "it again."
         )
     return tensors
+
+
+def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:
+    """Raise ValueError unless shape and offsets are counts, before anything is made of them."""
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    counts = [*shape, *offsets]
+    if len(offsets) != 2 or len(shape) > 64 or any(type(n) is not int or not 0 <= n < 2**63 for n in counts):
+        raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Norms of gradients without copies of them, and scaling them in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,3 +32,16 @@ def global_norm(norms: Sequence[Tensor]) -> Tensor:
 def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients by one factor in place; a factor on the device is not waited for."""
     torch.ops.aten._foreach_mul_(list(grads), factor)
+
+
+def all_finite(scalars: Sequence[Tensor]) -> bool:
+    """Whether all are finite; the host waits for them, once."""
+    return not scalars or bool(torch.stack([scalar.reshape(()).float() for scalar in scalars]).isfinite().all())
+
+
+def zero_unless_finite(grad: Tensor, norm: Tensor, all_finite: Callable[[Sequence[Tensor]], bool] = all_finite) -> None:
+    """Set a gradient to zero in place if its norm is not finite. On a GPU the host does not wait to learn of it."""
+    if grad.is_cuda:
+        grad.masked_fill_(norm.isfinite().logical_not(), 0.0)
+    elif not all_finite([norm]):
+        grad.zero_()

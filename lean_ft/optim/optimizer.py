@@ -10,10 +10,17 @@ The loop is the same for both:
     optimizer.set_lr(lr)                                    # before backward: the hooks read it
     for batch in micro_batches:
         optimizer.update_in_backward(batch is last)
-        loss(batch).backward()
+        optimizer.expect_finite(loss)                       # or else the step is skipped
+        loss.backward()
     grad_norm = optimizer.finish_gradients(scaler, max_norm)
     optimizer.step()
     optimizer.zero_grad()
+
+No weight becomes NaN or infinite by a gradient that is. Where a loss or the global norm is not finite, the whole step
+is skipped: weights and state stay as they are. In backward the loss is looked at before the first update, so that step
+is skipped too; but a gradient that goes bad behind a finite loss is met when others have been used already. It then
+counts as zero: that parameter moves by its momentum and decay alone, the others as usual, and the norm that is returned
+is not finite, which tells of it.
 """
 
 from collections import defaultdict
@@ -23,7 +30,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from lean_ft.optim.gradients import global_norm, gradient_norm, scale_gradients
+from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 
@@ -54,7 +61,7 @@ class Optimizer:
         self.in_backward = in_backward
         self.lr = 0.0
         self.step_count = 0  # updates made, the same for all parameters
-        self.skipped_steps = 0  # steps not made because float16 gradients overflowed
+        self.skipped_steps = 0  # steps not made because a loss or gradients were not finite
         self._states = [
             ParameterState(name, param, index, rule.init_state(param))
             for index, (param, name) in enumerate(trainable.items())
@@ -64,7 +71,9 @@ class Optimizer:
         ]
         self.notes = rule.notes
         self._updates_now = False  # whether hooks update in the coming backward
-        self._overflowed = False
+        self._losses: list[Tensor] = []  # of the step's micro-batches so far
+        self._skips = False  # whether the step under way is skipped
+        self._all_finite = all_finite
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
         if in_backward:
@@ -82,28 +91,39 @@ class Optimizer:
         """
         self._updates_now = enabled and self.in_backward
 
+    def expect_finite(self, loss: Tensor) -> None:
+        """Skip the step if `loss`, on which backward is called next, is not finite; the module says what that means.
+
+        In backward the host waits for it before a step's last micro-batch, elsewhere for all of them in
+        `finish_gradients`.
+        """
+        self._losses.append(loss.detach())
+        if self._updates_now:
+            self._skips = not self._all_finite(self._losses)
+
     @torch.no_grad()
     def finish_gradients(self, scaler: LossScaler, max_norm: float | None) -> Tensor:
         """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
 
-        The norm is a float32 scalar on the device. With loss scaling the host waits for it, to skip the
-        step if it is not finite. In backward, the hooks have noted the norm and the gradients are gone.
+        The norm is a float32 scalar on the device, for which the host waits, to skip the step if it is not finite.
+        In backward, the hooks have noted the norm and the gradients are gone; it is NaN where they were not used.
         """
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
             assert not scaler.enabled, "the overflow check needs every gradient before any update"
             self._update_leftovers()
+            if self._skips:
+                return self._zero() * torch.nan
             norms = [self._norms[index] for index in sorted(self._norms)]
             return global_norm(norms) if norms else self._zero()
         grads = [state.param.grad for state in self._states if state.param.grad is not None]
         if not grads:
             return self._zero()
         norm = global_norm([gradient_norm(grad) for grad in grads]) / scaler.value
-        if scaler.enabled:
-            self._overflowed = not bool(norm.isfinite())
-            if self._overflowed:
-                scaler.update(overflowed=True)
-                return norm
+        self._skips = not self._all_finite([norm, *self._losses])
+        if self._skips:
+            scaler.update(overflowed=True)
+            return norm
         if max_norm is not None:
             scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scaler.value)
         elif scaler.enabled:
@@ -114,20 +134,24 @@ class Optimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have a gradient; in backward they are updated already and the step is closed."""
-        if self._overflowed:
-            self.skipped_steps += 1
-            self._overflowed = False
-            return
         if self.in_backward:
             self._update_leftovers()
-        else:
+        if self._skips:
+            self.skipped_steps += 1
+            self._close_step()
+            return
+        if not self.in_backward:
             for ratio in dict.fromkeys(self._lr_ratios):
                 states = [state for state in self._states if self._lr_ratios[state.index] == ratio]
                 self.rule.update([state for state in states if state.param.grad is not None], self._step_info(ratio))
         self.step_count += 1
+        self._close_step()
+
+    def _close_step(self) -> None:
         self._noise_seed = None
         self._norms.clear()
-        self._updates_now = False
+        self._losses.clear()
+        self._updates_now = self._skips = False
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -183,11 +207,16 @@ class Optimizer:
         return update
 
     def _update_and_free(self, state: ParameterState) -> None:
+        if self._skips:
+            state.param.grad = None
+            return
         assert state.index not in self._norms, (
             f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has updated it: "
             "reentrant checkpointing or a second backward does this"
         )
-        self._norms[state.index] = gradient_norm(state.grad)
+        self._norms[state.index] = norm = gradient_norm(state.grad)
+        assert state.param.grad is not None
+        zero_unless_finite(state.param.grad, norm, self._all_finite)
         self.rule.update([state], self._step_info(self._lr_ratios[state.index]))
         state.param.grad = None
 

@@ -23,8 +23,9 @@ MARKERS = re.compile("[\ufdd0-\ufdd3]")
 _MAX_DATE_FORMAT = 200  # characters
 
 
-# What a program in a template may raise by itself: RuntimeError is RecursionError's kind, ValueError that of bad JSON.
-_FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError)
+# What a program in a template may raise by itself: RuntimeError is RecursionError's kind, ValueError that of bad JSON,
+# NameError that of 1e999, which jinja2 compiles to a name of Python's, `inf`.
+_FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
 
 class ChatTemplate:

@@ -1,6 +1,7 @@
 """A model folder to a `Tokenizer`: which file it is, its special tokens, its chat template."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     for key, value in _read_json(folder / "special_tokens_map.json").items():
         config.setdefault(key, value)
+    _check_config(config, folder / "tokenizer_config.json")
     named = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
     added_tokens = _added_tokens(config, _read_json(folder / "added_tokens.json"), named)
 
@@ -96,11 +98,57 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}.")
     return value
+
+
+def _check_config(config: dict[str, Any], path: Path) -> None:
+    """Raise ValueError, naming the field, where one that is read is not of its kind."""
+
+    def check(is_right: bool, field: str, expected: str) -> None:
+        if not is_right:
+            raise ValueError(f"{path}: {field} is {json.dumps(config[field])[:80]}; expected {expected}.")
+
+    for field in NAMED_TOKENS:
+        if config.get(field) is not None:
+            check(_is_token(config[field]), field, "a token: text, or an object with its content")
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(field) or []
+        tokens = list(tokens.values()) if isinstance(tokens, dict) else tokens
+        check(isinstance(tokens, list) and all(map(_is_token, tokens)), field, "a list of tokens, or tokens by name")
+    declared = config.get("added_tokens_decoder", {})
+    right = isinstance(declared, dict) and all(
+        re.fullmatch(r"[0-9]{1,9}", key) and _is_token(value) for key, value in declared.items()
+    )
+    check(right, "added_tokens_decoder", "an object from ids to tokens")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        right = all(
+            isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+            for entry in template
+        )
+    elif isinstance(template, dict):
+        right = all(isinstance(source, str) for source in template.values())
+    else:
+        right = template is None or isinstance(template, str)
+    check(right, "chat_template", "a template's text, or templates by name")
+
+
+def _is_token(value: Any) -> bool:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    if isinstance(value, dict):
+        return _is_token(value.get("content")) and all(isinstance(value.get(flag, False), bool) for flag in flags)
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8, but byte {error.start} is not.") from None
 
 
 def _content(token: str | dict[str, Any]) -> str:
@@ -173,10 +221,10 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     else:
         templates = dict(in_config or {})
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = _read_template(folder / "chat_template.jinja")
     for name in TEMPLATE_FOLDERS:
         for file in sorted((folder / name).glob("*.jinja")):
-            templates[file.stem] = file.read_text(encoding="utf-8")
+            templates[file.stem] = _read_template(file)
     return templates
 
 

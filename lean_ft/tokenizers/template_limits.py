@@ -208,6 +208,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
         except (RecursionError, MemoryError, SyntaxError) as error:
             raise TemplateLimitError(f"it is nested too deeply ({type(error).__name__})") from None
+        except ValueError as error:  # of constants that are computed here, such as a number too long to be written
+            raise TemplateLimitError(str(error)) from None
 
     def concat(self, pieces: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _active.get().join(pieces)

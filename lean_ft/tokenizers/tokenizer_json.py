@@ -16,6 +16,7 @@ from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, 
 
 # Stand-ins for control tokens while literal ones are encoded: one private-use character each.
 FIRST_STAND_IN = 0x100000
+MAX_ID = 2**24  # tables are as long as the largest id: one that is damaged would end the process, out of memory
 
 
 class TokenizerJson:
@@ -26,6 +27,7 @@ class TokenizerJson:
         in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
+            _check_ids(spec)
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises a bare Exception
@@ -165,3 +167,13 @@ def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
         post_processor["trim_offsets"] = False
     for inner in post_processor.get("processors", []):
         _keep_whole_offsets(inner)
+
+
+def _check_ids(spec: dict[str, Any]) -> None:
+    """Raise ValueError for an id that no vocabulary reaches."""
+    vocabulary = (spec.get("model") or {}).get("vocab")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token["id"] for token in spec.get("added_tokens") or []]
+    largest = max((number for number in ids if isinstance(number, int)), default=0)
+    if largest > MAX_ID:
+        raise ValueError(f"a token has the id {str(largest)[:30]}; expected at most {MAX_ID:,}")

@@ -6,7 +6,7 @@
       training_state/optimizer.safetensors            the optimizer's tensors
       training_state/training_state.json              step, settings, data position, loss scale
       training_state/random_state.json                every random number generator
-      manifest.json                                   size and sha256 of every file above
+      manifest.json                                   size and sha256 of every file above, and its own
 
 It is written under another name and renamed when it is whole and on the disk, so a name `step_*` never stands for
 half of one. Nothing in it is pickled.
@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
@@ -110,8 +110,7 @@ def write_checkpoint(
     if free < needed:
         raise OSError(
             f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
-            f"Nothing was written. Free some space, then start the same command again: it goes on from the "
-            f"newest checkpoint."
+            f"Nothing was written."
         )
     final = directory / checkpoint_name(step)
     temporary = directory / f".{final.name}.tmp-{os.getpid()}"
@@ -155,7 +154,13 @@ def _manifest(folder: Path, step: int) -> State:
     with ThreadPoolExecutor(max_workers=2) as pool:
         entries = pool.map(sync_and_sum, paths)
     names = [path.relative_to(folder).as_posix() for path in paths]
-    return {"format": 1, "step": step, "files": dict(zip(names, entries, strict=True))}
+    files = dict(zip(names, entries, strict=True))
+    return {"format": 1, "step": step, "files": files, "sha256": _manifest_digest(step, files)}
+
+
+def _manifest_digest(step: Any, files: Any) -> str:
+    """A checksum of the manifest's own content, so that damage to it is told from damage to a file."""
+    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folders(folder: Path) -> None:
@@ -171,9 +176,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def aside_name(folder: Path) -> Path:
+    """The name of a checkpoint that is being deleted; `remove_half_written` knows it."""
+    return folder.with_name(f".{folder.name}.old-{os.getpid()}")
+
+
 def rename_over(temporary: Path, final: Path) -> None:
     """Give the finished folder its name. A folder cannot replace another in one move, so an old one steps aside."""
-    aside = final.with_name(f".{final.name}.old-{os.getpid()}")
+    aside = aside_name(final)
     if final.exists():
         final.rename(aside)
     temporary.rename(final)
@@ -187,14 +197,7 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
 
     Of files larger than `checksum_up_to_bytes`, if given, only the size is checked.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, State] = manifest["files"]
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one.") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{folder / MANIFEST} cannot be read: the checkpoint is damaged.") from None
-    for name, expected in files.items():
+    for name, expected in _read_manifest(folder).items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint is damaged.")
@@ -209,12 +212,54 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
                     raise ValueError(f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged.")
 
 
+def _read_manifest(folder: Path) -> dict[str, State]:
+    """The manifest's entries by file name; ValueError unless it is one, of this folder, with names inside of it."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        files = manifest["files"]
+        step = NAME.fullmatch(folder.name)
+        right = manifest["format"] == 1 and (step is None or manifest["step"] == int(step[1]))
+        right = right and manifest["sha256"] == _manifest_digest(manifest["step"], files)
+        for name, entry in files.items():
+            parts = PurePosixPath(name).parts
+            right = right and ".." not in parts and not name.startswith("/") and "\\" not in name
+            right = right and type(entry["bytes"]) is int and type(entry["sha256"]) is str
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {folder} is not a checkpoint, or not a whole one.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} cannot be read: the checkpoint is damaged.") from None
+    if not right or not {TRAINING_STATE_FILE, RANDOM_STATE_FILE, OPTIMIZER_FILE} <= files.keys():
+        raise ValueError(f"{path} does not describe this checkpoint: it was changed or is damaged.")
+    return files
+
+
 def read_training_state(folder: Path) -> State:
-    return json.loads((folder / TRAINING_STATE_FILE).read_text(encoding="utf-8"))
+    """Step, settings and position of a checkpoint. Raises ValueError where the file is not what is written there."""
+    path = folder / TRAINING_STATE_FILE
+    state = _read_state(path)
+    expected = {"step": int, "total_steps": int, "recipe": str, "settings": dict, "data_fingerprint": str}
+    for name, kind in expected.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{path} cannot be used: expected {name}, of type {kind.__name__}, in it.")
+    if not {"batches", "scaler"} <= state.keys():
+        raise ValueError(f"{path} cannot be used: it lacks the position in the data or the loss scale.")
+    return state
 
 
 def read_random_state(folder: Path) -> RandomState:
-    return json.loads((folder / RANDOM_STATE_FILE).read_text(encoding="utf-8"))
+    """The random number generators of a checkpoint. Raises ValueError where the file cannot be read."""
+    return _read_state(folder / RANDOM_STATE_FILE)
+
+
+def _read_state(path: Path) -> State:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}): the checkpoint is damaged.") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} cannot be used: expected a JSON object.")
+    return state
 
 
 def restore_weights(folder: Path, model: nn.Module) -> None:
@@ -244,8 +289,20 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
 
 
 def restore_optimizer(folder: Path, optimizer: Any) -> None:
-    """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for."""
-    optimizer.load_state_dict(_TensorsOnDisk(read_header(folder / OPTIMIZER_FILE)))
+    """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for.
+
+    Raises ValueError where a tensor's shape or type is not that of the optimizer's own, before it takes memory.
+    """
+    stored = read_header(folder / OPTIMIZER_FILE)
+    for name, own in optimizer.state_dict().items():
+        entry = stored.get(name)
+        if entry is not None and (entry.shape, entry.dtype) != (tuple(own.shape), own.dtype):
+            raise ValueError(
+                f"{folder / OPTIMIZER_FILE}: {name} is {entry.dtype_name} of shape {list(entry.shape)}, and the "
+                f"optimizer keeps {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer "
+                f"settings of the run that saved it."
+            )
+    optimizer.load_state_dict(_TensorsOnDisk(stored))
 
 
 class _TensorsOnDisk(Mapping[str, Tensor]):

@@ -30,6 +30,7 @@ from lean_ft.training.run_directory import (
 
 FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
+FREE |= {"save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 SAID = {
     "compile",
     "device",
@@ -107,7 +108,7 @@ def find_checkpoint(cfg: RecipeConfig) -> Path | None:
 
 def _named_checkpoint(cfg: RecipeConfig) -> Path:
     """The checkpoint folder that `resume=PATH` names, if this run may go on from it into its output_dir."""
-    folder = Path(cfg.resume)
+    folder = Path(cfg.resume).expanduser()
     if not folder.is_dir():
         raise ValueError(
             f"resume={cfg.resume} is not a folder. Expected auto, never, or a checkpoint (runs/a/step_00000100)."

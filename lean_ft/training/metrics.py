@@ -82,11 +82,13 @@ class Metrics:
         lr: float,
         grad_norm: Tensor | float | None,
         micro_batches: Iterable[Counted],
+        skipped: bool = False,
         **more: Tensor | float | None,
     ) -> None:
         """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
 
-        `more` are further values of the step, which end its line; None leaves one out.
+        `more` are further values of the step, which end its line; None leaves one out. A step whose update was not
+        made says so: `skipped`.
         """
         assert self._started is not None
         ended = self._clock.mark()
@@ -105,6 +107,8 @@ class Metrics:
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
         }
+        if skipped:
+            row["skipped"] = True
         given = {"loss": loss, "grad_norm": grad_norm, **more}
         scalars = {name: _copy(value) for name, value in given.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))

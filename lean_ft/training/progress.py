@@ -5,6 +5,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from lean_ft.redaction import redact
 from lean_ft.training.metrics import Row
 
 PLAIN_LINE_SECONDS = 10.0  # least time between two lines where no terminal shows a bar
@@ -15,7 +16,7 @@ console = Console(highlight=False, markup=False, soft_wrap=True)
 
 def say(label: str, text: str) -> None:
     """Print one line of the log: a word for what it is about, then the text. Goes above the bar where one is shown."""
-    console.print(f"{label:<12}{text}")
+    console.print(redact(f"{label:<12}{text}"))
 
 
 def gibibytes(count: float) -> str:

@@ -14,12 +14,15 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 import lean_ft
+from lean_ft.interrupts import StopSignals
 from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
+from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
     Saveable,
     checkpoint_bytes,
@@ -33,10 +36,10 @@ from lean_ft.training.checkpoint import (
 )
 from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint
 from lean_ft.training.host_memory import trim_heap
-from lean_ft.training.interrupts import StopSignals
 from lean_ft.training.metrics import Counted, Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar, duration, gibibytes, number, say
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
+from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import (
     METRICS_FILE,
     DirectoryLock,
@@ -46,6 +49,8 @@ from lean_ft.training.run_directory import (
     settings_of,
 )
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
+
+T = TypeVar("T")
 
 
 class Resumable(Protocol):
@@ -65,7 +70,10 @@ class TrainingBatches(Resumable, Protocol):
 
 
 class TrainingOptimizer(Protocol):
-    """An optimizer, as `lean_ft.optim.Optimizer` is: its state is a flat mapping of tensors."""
+    """An optimizer, as `lean_ft.optim.Optimizer` is: its state is a flat mapping of tensors.
+
+    One that skips steps which are not finite counts them as `skipped_steps`; without that the first one ends the run.
+    """
 
     @property
     def state_bytes(self) -> int: ...
@@ -112,6 +120,16 @@ class Run:
         self._random_state: RandomState | None = None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)
         self._totals = Totals()
+        self._bad_steps = BadSteps(
+            self.directory,
+            tokenizer,
+            max_bad_steps=cfg.max_bad_steps,
+            can_skip=hasattr(optimizer, "skipped_steps"),
+        )
+        self._skipped_before = 0  # what the optimizer counted when the step under way began
+        self._eval_loss: tuple[int, float | None] = (0, None)  # the newest evaluation: after how many steps, and loss
+        self._writer = BackgroundWriter()
+        self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
         check_output_dir(cfg)
@@ -167,6 +185,7 @@ class Run:
         compare_data(self.cfg, self._batches.fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
+        self._bad_steps.count = int(state.get("bad_steps", 0))
         restore_weights(folder, self._model)  # of a complete run, too: it can still be asked for answers
         if self.start_step >= self.total_steps:
             return
@@ -204,13 +223,11 @@ class Run:
                 f"A checkpoint of this run takes {gibibytes(needed)}, and the disk of output_dir={self.directory} has "
                 f"{gibibytes(free)} free: not even one could be saved. Free some space or set another output_dir."
             )
-        saves = 1
-        if self.cfg.save_every:
-            saves = math.ceil(self.total_steps / self.cfg.save_every) - self.start_step // self.cfg.save_every
+        saves = most_checkpoints(self.cfg, self.start_step, self.total_steps)
         if free < saves * needed:
             say(
                 "disk",
-                f"{gibibytes(free)} free, and the {saves} checkpoints of this run take {gibibytes(saves * needed)}: "
+                f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take {gibibytes(saves * needed)}: "
                 f"the run stops where one does not fit",
             )
 
@@ -220,12 +237,12 @@ class Run:
         """Yield the 0-based index of each optimizer step to take; in between, write, save, and stop if asked to.
 
         The body calls `log` once. After the last step a checkpoint is saved and a summary printed. On SIGINT or SIGTERM
-        the step is finished and saved, and SystemExit(130 or 143) raised.
+        the step is finished and saved, and SystemExit(130 or 143) raised; on SIGUSR1 it is saved and the run goes on.
 
         Raises:
-            RuntimeError: the loss is not finite. It is found when its line is written, so up to `log_every` steps late,
-                but before anything is saved.
-            OSError: a checkpoint does not fit on the disk.
+            TrainingFailed: more than `max_bad_steps` steps were not finite, or one with an optimizer that does not skip
+                them. Found when their lines are written, so up to `log_every` steps late, but before anything is saved.
+                Or a checkpoint could not be written; with `save_async` raised after a later step.
         """
         if self.start_step >= self.total_steps:
             self._lock.release()
@@ -233,7 +250,7 @@ class Run:
             return
         started = time.perf_counter()
         try:
-            with StopSignals() as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
+            with self._signals as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
                 if self._random_state is not None:
                     restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
@@ -241,13 +258,17 @@ class Run:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
                         trim_heap()
                     self._logged = False
+                    self._skipped_before = getattr(self._optimizer, "skipped_steps", 0)
                     self._metrics.begin_step()
                     yield step
-                    self._finish_step(step + 1, stopping=signals.received is not None)
-                    if signals.received is not None and step + 1 < self.total_steps:
-                        self._stop(128 + signals.received)
+                    received = signals.received  # read once: what comes while this step is saved is for the next
+                    self._finish_step(step + 1, stopping=received is not None)
+                    if received is not None and step + 1 < self.total_steps:
+                        self._stop(128 + received)
         finally:
             self._progress = None
+            with contextlib.suppress(Exception):  # an error of the loop's own matters more; else it was raised before
+                self._writer.wait()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
             self._lock.release()
@@ -260,6 +281,7 @@ class Run:
             checkpoint=self.checkpoint,
             device=self.device,
         )
+        self._bad_steps.say_totals()
 
     def log(
         self,
@@ -278,8 +300,16 @@ class Run:
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
+        micro_batches = list(micro_batches)
+        self._bad_steps.keep(self._done_steps + 1, micro_batches)
         self._metrics.record(
-            self._done_steps + 1, loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **more
+            self._done_steps + 1,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            micro_batches=micro_batches,
+            skipped=getattr(self._optimizer, "skipped_steps", 0) > self._skipped_before,
+            **more,
         )
 
     def evaluation_due(self) -> bool:
@@ -293,7 +323,20 @@ class Run:
         self._flush()
         row = self._metrics.write_evaluation(self._done_steps + 1, loss, more)
         self._totals.eval_loss = row["eval_loss"]
+        self._eval_loss = (row["step"], row["eval_loss"])
         say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
+
+    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches of an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+
+        The step has to be logged by then, so that nothing of it is missing.
+        """
+        for batch in batches:
+            if self._logged and self._signals.received is not None:
+                say("evaluation", f"after step {self._done_steps + 1}: cut short, and not made up for")
+                self._finish_step(self._done_steps + 1, stopping=True)
+                self._stop(128 + self._signals.received)
+            yield batch
 
     # Between steps ------------------------------------------------------------------------------------------------
 
@@ -303,12 +346,22 @@ class Run:
                 f"Step {done} ended without run.log(...), so metrics.jsonl would lack it. Call it once a step."
             )
         self._done_steps = done
-        cfg, last = self.cfg, done == self.total_steps
-        saving = last or stopping or bool(cfg.save_every and done % cfg.save_every == 0)
+        cfg, ending = self.cfg, stopping or done == self.total_steps
+        due = bool(cfg.save_every and done % cfg.save_every == 0)
+        saving = self._signals.take_save_request() or ending or due
         if saving or done % cfg.log_every == 0:
             self._flush()
+        self._writer.check()
+        if self._bad_steps.too_many:
+            self._fail()
         if saving:
-            self._save()
+            self._save(wait=ending)
+
+    def _fail(self) -> None:
+        """End the run, with the weights saved if they are still good."""
+        if hasattr(self._optimizer, "skipped_steps"):
+            self._save(wait=True)
+        raise TrainingFailed(self._bad_steps.report(self.checkpoint))
 
     def _flush(self) -> None:
         rows = self._metrics.flush()
@@ -317,17 +370,24 @@ class Run:
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
         for row in rows:
-            if row["loss"] is None:
-                saved = f"The newest checkpoint is {self.checkpoint}." if self.checkpoint else "Nothing was saved."
-                raise RuntimeError(
-                    f"The loss of step {row['step']} is {row['non_finite']['loss']}, and no later step can be right. "
-                    f"{saved} A lower optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help."
-                )
+            self._bad_steps.look_at(row, loss_scale=self._loss_scale)
 
-    def _save(self) -> None:
+    @property
+    def _loss_scale(self) -> float:
+        return getattr(self._scaler, "value", 1.0)
+
+    def _save(self, *, wait: bool) -> None:
+        """Write a checkpoint, or with `save_async` start to, unless `wait`."""
         started = time.perf_counter()
-        self._metrics.sync_to_disk()
         done = self._done_steps
+        self._writer.wait()
+        if self._bad_steps.doubtful and not all_weights_finite(self._model):
+            raise TrainingFailed(
+                f"The weights are not finite after step {self._done_steps}, so they are not saved. "
+                + self._bad_steps.report(self.checkpoint)
+            )
+        self._bad_steps.doubtful = False
+        self._metrics.sync_to_disk()
         training_state = {
             "format": 1,
             "lean_ft": lean_ft.__version__,
@@ -339,17 +399,41 @@ class Run:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "data_fingerprint": self._batches.fingerprint,
             "settings": settings_of(self.cfg),
+            "eval_loss": self._eval_loss[1] if self._eval_loss[0] == done else None,
+            "bad_steps": self._bad_steps.count,
         }
-        self.checkpoint = write_checkpoint(
-            self.directory,
-            done,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            optimizer_state=self._optimizer.state_dict(),
-            training_state=training_state,
-            random_state=capture_random_state(self.device),
-        )
-        say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}")
+        model, optimizer_state = self._model, self._optimizer.state_dict()
+        random_state = capture_random_state(self.device)
+        in_background = self.cfg.save_async and not wait
+        if in_background:
+            model, optimizer_state = host_copy(model), host_copies(optimizer_state)
+        copied = f", copied in {duration(time.perf_counter() - started)}" if in_background else ""
+
+        def write() -> None:
+            try:
+                self.checkpoint = write_checkpoint(
+                    self.directory,
+                    done,
+                    model=model,
+                    tokenizer=self._tokenizer,
+                    optimizer_state=optimizer_state,
+                    training_state=training_state,
+                    random_state=random_state,
+                )
+            except OSError as error:
+                newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
+                raise TrainingFailed(
+                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Mend the disk, then start the "
+                    f"same command again:\n{command_to_continue(self.cfg)}"
+                ) from error
+            say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}{copied}")
+            if removed := remove_superseded(self.directory, self.cfg, done):
+                say("removed", f"{', '.join(removed)}, as keep_last={self.cfg.keep_last} asks")
+
+        if in_background:
+            self._writer.start(write)
+        else:
+            write()
 
     # Ending -------------------------------------------------------------------------------------------------------
 

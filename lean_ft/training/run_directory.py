@@ -22,6 +22,7 @@ import torch
 
 import lean_ft
 from lean_ft.config import dump
+from lean_ft.redaction import redact, shorten_home
 from lean_ft.settings import RecipeConfig
 from lean_ft.training.checkpoint import checkpoint_name, list_checkpoints, write_json
 from lean_ft.training.progress import say
@@ -40,7 +41,7 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 
 def settings_of(cfg: RecipeConfig) -> Settings:
-    """All settings by dotted key, as JSON values."""
+    """All settings by dotted key, as JSON values; `~` stands for the user's home."""
     flat: Settings = {}
 
     def walk(group: dict[str, Any], prefix: str) -> None:
@@ -48,10 +49,16 @@ def settings_of(cfg: RecipeConfig) -> Settings:
             if isinstance(value, dict):
                 walk(value, f"{prefix}{name}.")
             else:
-                flat[prefix + name] = value
+                flat[prefix + name] = _shortened(value)
 
     walk(json.loads(cfg.model_dump_json()), "")
     return flat
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    return shorten_home(value) if isinstance(value, str) else value
 
 
 def recipe_name(cfg: RecipeConfig) -> str:
@@ -153,8 +160,9 @@ class DirectoryLock:
 
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     """Write config.yaml and add this start to run.json."""
+    facts = {name: redact(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
     comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
-    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{dump(cfg)}"
+    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{redact(dump(cfg))}"
     temporary = directory / (CONFIG_FILE + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(directory / CONFIG_FILE)

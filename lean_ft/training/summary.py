@@ -122,10 +122,10 @@ def _command_to_generate(cfg: RecipeConfig, model: nn.Module, checkpoint: Path) 
     return shlex.join(["leanft", "run", "generate", *arguments])
 
 
-def command_to_continue(cfg: RecipeConfig) -> str:
+def command_to_continue(cfg: Any) -> str:
     """The command that goes on with this run: the one that started it, which resumes by itself unless told not to."""
     program, *arguments = sys.argv
-    if cfg.resume != "auto":
+    if getattr(cfg, "resume", "auto") != "auto":  # a recipe that does not train has nothing to resume
         arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
     is_leanft = Path(program).name == "leanft" or "lean_ft" in Path(program).parts
     return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)

@@ -5,8 +5,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lean_ft.config import load_config
+from recipes import full_finetune_single_device as real_recipe
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN
 
@@ -57,6 +59,38 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
 
     def run(output_dir: Path, **settings: Any) -> Path:
         recipe.main(config(output_dir, **settings))
+        return output_dir
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    """For the real recipe: a model whose tokenizer has a token for every byte, and 13 rows of prompts and completions."""
+    folder = tmp_path_factory.mktemp("inputs")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264}))
+    rows = [{"prompt": f"{n} times {n} is ", "completion": str(n * n)[: 1 + n % 3] * (1 + n % 4)} for n in range(13)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def train_real(inputs):
+    """Run the real recipe and return its directory: 4 steps an epoch of 2 x 2 rows, the last of one row."""
+
+    def run(output_dir, *settings):
+        arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
+        arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]
+        arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=3", f"output_dir={output_dir}"]
+        real_recipe.main(load_config(real_recipe.Config, None, [*arguments, *settings]))
         return output_dir
 
     return run

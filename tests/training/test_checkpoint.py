@@ -1,5 +1,6 @@
 """A checkpoint is whole, or it is not one."""
 
+import hashlib
 import json
 import subprocess
 
@@ -7,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lean_ft.training.checkpoint import check_whole, list_checkpoints, restore_weights
+from lean_ft.training.bad_steps import TrainingFailed
+from lean_ft.training.checkpoint import (
+    _manifest_digest,
+    check_whole,
+    list_checkpoints,
+    restore_optimizer,
+    restore_weights,
+)
 from tests.training.toy_runs import digests
 
 
@@ -52,14 +60,16 @@ def test_manifest_is_written_last(run):
         "training_state/training_state.json",
         "training_state/random_state.json",
         "config.json",
+        "manifest.json",
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(name, run, train, tmp_path, capsys):
-    flip_a_byte(run / "step_00000004" / name)
+    flip_a_byte(run / "step_00000004" / name, position=-20)
     capsys.readouterr()
     train(run, max_steps=6)
     said = capsys.readouterr().out
-    assert f"step_00000004/{name} does not match its checksum" in said
+    what = "does not describe this checkpoint" if name == "manifest.json" else "does not match its checksum"
+    assert said.count(f"step_00000004/{name} {what}") == 1
     assert "step_00000002, after 2 of 6 steps" in said
     assert digests(run / "step_00000006") == digests(train(tmp_path / "whole", max_steps=6) / "step_00000006")
 
@@ -120,7 +130,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(run, train, recipe, 
 
     before = sorted(p.name for p in run.iterdir())
     monkeypatch.setattr(recipe.Tokenizer, "save", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TrainingFailed, match="No space left"):
         train(run, max_steps=6)
     assert sorted(p.name for p in run.iterdir()) == before
 
@@ -131,3 +141,35 @@ def test_weights_of_another_model_are_refused(run, recipe, model_folder):
         restore_weights(run / "step_00000004", model)
     with pytest.raises(ValueError, match="not a checkpoint of this model: only"):
         restore_weights(run / "step_00000004", nn.Linear(2, 2))
+
+
+def test_a_manifest_that_leads_elsewhere_is_refused(run):
+    """Its digest tells of an accident; these are made on purpose."""
+    folder = run / "step_00000004"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (run / "other").write_text("x")
+    entry = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    for name in ("../other", str(run / "other"), "a/../../other"):
+        files = {**manifest["files"], name: entry}
+        forged = {**manifest, "files": files, "sha256": _manifest_digest(4, files)}
+        (folder / "manifest.json").write_text(json.dumps(forged))
+        with pytest.raises(ValueError, match=r"manifest.json does not describe this checkpoint"):
+            check_whole(folder)
+    files = {name: manifest["files"][name] for name in manifest["files"] if name != "training_state/random_state.json"}
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "files": files, "sha256": _manifest_digest(4, files)})
+    )
+    with pytest.raises(ValueError, match=r"manifest.json does not describe this checkpoint"):
+        check_whole(folder)
+
+
+def test_optimizer_state_of_another_shape_is_refused_before_it_takes_memory(run):
+    class Stored:
+        def state_dict(self):
+            return {"model.norm.weight.exp_avg": torch.zeros(3)}
+
+        def load_state_dict(self, tensors):
+            pytest.fail("nothing is read")
+
+    with pytest.raises(ValueError, match=r"model.norm.weight.exp_avg is F32 of shape \[16\], and the optimizer keeps"):
+        restore_optimizer(run / "step_00000004", Stored())

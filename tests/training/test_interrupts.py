@@ -8,9 +8,11 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from lean_ft.config import load_config
-from lean_ft.training.interrupts import StopSignals
+from lean_ft.data.batches import Rows
+from lean_ft.interrupts import OutsideTraining, StopSignals
 from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
 
 
@@ -77,6 +79,87 @@ def test_killed_while_training_the_run_goes_on_from_its_checkpoint(launch, train
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path, capfd):
+    take = recipe.Batches.take
+    count = iter(range(100))
+
+    def signalled(self, n):
+        if next(count) == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return take(self, n)
+
+    monkeypatch.setattr(recipe.Batches, "take", signalled)
+    recipe.main(config(tmp_path / "run"))
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000012"]
+    assert "SIGUSR1: will save when this step is done, and go on." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
+    number, train_real, inputs, monkeypatch, tmp_path, capsys
+):
+    settings = ["save_every=0", "eval_every=2", f"data.validation_source={inputs / 'rows.jsonl'}"]
+    count = iter(range(100))
+    batch = Rows.batch
+
+    def signalled(self, rows):
+        if not torch.is_grad_enabled() and next(count) == 3:  # the fourth of seven
+            os.kill(os.getpid(), number)
+        return batch(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "batch", signalled)
+        with pytest.raises(SystemExit) as stopped:
+            train_real(tmp_path / "run", *settings)
+    assert stopped.value.code == 128 + number
+    assert next(count) == 4  # no batch was computed after it
+    out = capsys.readouterr().out
+    assert "stopped     after step 2 of 12, all of it saved. To go on:" in out
+    assert "cut short, and not made up for" in out
+    train_real(tmp_path / "run", *settings)
+    whole = train_real(tmp_path / "whole", *settings)
+    assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_outside_training_a_signal_ends_at_once_and_says_that_nothing_is_lost(number, capfd):
+    def interrupted():
+        with OutsideTraining("leanft run this"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as stopped:
+        interrupted()
+    assert stopped.value.code == 128 + number
+    err = capfd.readouterr().err
+    assert "SIGUSR1: no step is under way" in err
+    assert f"{number.name}: stopped outside the training steps, where there is nothing to save." in err
+    assert "leanft run this" in err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_training_takes_over_from_outside_and_gives_back(train, recipe, monkeypatch, tmp_path):
+    seen = []
+    take = recipe.Batches.take
+    monkeypatch.setattr(
+        recipe.Batches, "take", lambda self, n: seen.append(signal.getsignal(signal.SIGTERM)) or take(self, n)
+    )
+    with OutsideTraining("") as outside:
+        train(tmp_path / "run", max_steps=1)
+        assert signal.getsignal(signal.SIGTERM) == outside._receive
+    assert isinstance(seen[0].__self__, StopSignals)
+
+
+def test_a_forked_worker_ends_as_if_it_had_no_handler(capfd):
+    with OutsideTraining(""):
+        worker = os.fork()
+        if not worker:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    assert capfd.readouterr().err == ""
 
 
 def test_two_runs_do_not_share_a_directory(launch, train, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lean_ft.training.bad_steps import TrainingFailed
 from tests.training.toy_runs import TIMES, digests, metrics
 
 FIELDS = {
@@ -194,7 +195,7 @@ def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
 def test_a_loss_that_is_not_finite_stops_the_run(log_every, config, recipe, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "BAD_STEP", 5)
-        with pytest.raises(RuntimeError, match=r"loss of step 6 is inf.*newest checkpoint is .*step_00000004"):
+        with pytest.raises(RuntimeError, match=r"of step 6 are not finite.*newest checkpoint is .*step_00000004"):
             recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, log_every=log_every, seed=1))
     rows = metrics(tmp_path / "run")
     assert rows[5]["loss"] is None
@@ -229,7 +230,7 @@ def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, m
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint(config, recipe, train, tmp_path, monkeypatch):
     free = iter([2**30, 2**30, 1000])
     monkeypatch.setattr("lean_ft.training.checkpoint.free_bytes", lambda _: next(free))
-    with pytest.raises(OSError, match=r"checkpoint of step 9 needs .*Nothing was written"):
+    with pytest.raises(TrainingFailed, match=r"checkpoint of step 9 needs .*Nothing was written"):
         recipe.main(config(tmp_path / "run", save_every=3))
     names = sorted(p.name for p in (tmp_path / "run").iterdir() if "step" in p.name)
     assert names == ["step_00000003", "step_00000006"]

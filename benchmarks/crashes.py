@@ -1,0 +1,247 @@
+"""Kills runs at random moments, and holds each to the one that nobody disturbed.
+
+    python benchmarks/crashes.py                       # 240 kills of tiny runs, some minutes
+    python benchmarks/crashes.py --kills 12 --budget-seconds 60
+
+A run of the real recipe, 16 steps with a checkpoint every second one, is ended by SIGKILL after a random time, or a
+random moment after it began to write a checkpoint; then it is started again, up to three times over, and at last left to
+end. After every kill it is checked that
+
+- every folder with a checkpoint's name is whole,
+- the metrics tell of no more steps beyond the newest one than lie between two saves (twice that with `save_async`),
+- the next start goes on from exactly that checkpoint;
+
+and at the end that checkpoint and metrics equal the undisturbed run's, bit for bit. What fails any of these is listed.
+
+Writes `results/crashes_<hardware>.json`.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from results import RESULTS, print_result, require_hardware, write_result
+from tiny_runs import STEPS, digests, finish, fork, metrics, train, write_inputs
+
+from lean_ft.training.checkpoint import check_whole, checkpoint_step, list_checkpoints
+
+SAVE_EVERY = 2
+MOST_KILLS_OF_A_RUN = 3
+VARIANTS = {
+    "AdamW": ["optimizer.name=adamw"],
+    "8-bit AdamW in backward, packed": [
+        "optimizer.name=adamw_8bit",
+        "optimizer.in_backward=true",
+        "data.packing=bfd",
+        "model.dtype=bfloat16",
+    ],
+    "AdamW, float16 with loss scaling": ["optimizer.name=adamw", "model.dtype=float16"],
+    "AdamW, stochastic rounding": ["model.dtype=bfloat16", "optimizer.stochastic_rounding=true", "keep_last=2"],
+    "Adafactor, recomputed layers, keep_last=1": [
+        "optimizer.name=adafactor",
+        "memory.activation_checkpointing=full",
+        "keep_last=1",
+    ],
+    "AdamW, save_async, keep_last=1": ["optimizer.name=adamw", "save_async=true", "keep_last=1"],
+}
+COLUMNS = ["run", "kills", "before a checkpoint", "inside a save", "steps lost, most", "ended bitwise equal"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    total = sum(row["kills"] for row in result["rows"])
+    wrong = sum(len(row["failures"]) for row in result["rows"])
+    outcome = "none failed a check" if not wrong else f"{wrong} FAILED A CHECK"
+    return f"{total} kills by SIGKILL of runs of {STEPS} steps, saved every {SAVE_EVERY}; {outcome}"
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [
+        [
+            row["label"],
+            str(row["kills"]),
+            str(row["kills_before_a_checkpoint"]),
+            str(row["kills_inside_a_save"]),
+            str(row["most_steps_lost"]),
+            f"{row['equal_runs']} of {row['runs']}",
+        ]
+        for row in result["rows"]
+    ]
+
+
+class Campaign:
+    """All runs of one variant."""
+
+    def __init__(self, label: str, settings: list[str], inputs: Path, place: Path, chance: random.Random):
+        self.label, self.inputs, self.place, self.chance = label, inputs, place, chance
+        self.settings = [f"save_every={SAVE_EVERY}", *settings]
+        self.most_lost = SAVE_EVERY * (2 if "save_async=true" in settings else 1)
+        self.row: dict[str, Any] = {
+            "label": label,
+            "settings": self.settings,
+            "status": "ok",
+            "reason": None,
+            "runs": 0,
+            "equal_runs": 0,
+            "kills": 0,
+            "kills_before_a_checkpoint": 0,
+            "kills_inside_a_save": 0,
+            "most_steps_lost": 0,
+            "failures": [],
+        }
+        whole = place / "whole"
+        began = time.perf_counter()
+        if self._start(whole):
+            raise RuntimeError(f"{label}: the undisturbed run failed:\n{(place / 'log').read_text()}")
+        self.seconds = time.perf_counter() - began
+        self.last = whole / f"step_{STEPS:08d}"
+        self.digests, self.metrics = digests(self.last), metrics(whole)
+
+    def disturb_one_run(self, most_kills: int) -> None:
+        """Start a run, kill it and start it again, let it end, and compare it."""
+        run = self.place / f"run{self.row['runs']}"
+        self.row["runs"] += 1
+        failures = len(self.row["failures"])
+        for _ in range(self.chance.randint(1, min(MOST_KILLS_OF_A_RUN, most_kills))):
+            process = fork(lambda: train(self.inputs, run, self.settings), self.place / "log")
+            self._wait_for_the_moment(run, process)
+            os.kill(process, signal.SIGKILL)
+            code = finish(process)
+            if code == 0:
+                break  # it was done before
+            if code != -signal.SIGKILL:
+                self._fail(run, f"exit code {code} where it was to be killed")
+                break
+            self._judge_the_dead(run)
+            self._check_next_start(run)
+        code = self._start(run)
+        if code:
+            self._fail(run, f"exit code {code} at the last start")
+        elif digests(run / self.last.name) != self.digests:
+            self._fail(run, "the last checkpoint differs")
+        elif metrics(run) != self.metrics:
+            self._fail(run, "the metrics differ")
+        elif list(run.glob(".step_*")):
+            self._fail(run, "half a checkpoint is left behind")
+        if len(self.row["failures"]) == failures:
+            self.row["equal_runs"] += 1
+            shutil.rmtree(run)
+
+    def _start(self, run: Path) -> int:
+        return finish(fork(lambda: train(self.inputs, run, self.settings), self.place / "log"))
+
+    def _wait_for_the_moment(self, run: Path, process: int) -> None:
+        """Half of the times any, half of the times one inside of a save."""
+        if self.chance.random() < 0.5:
+            time.sleep(self.chance.uniform(0, self.seconds))
+            return
+        saves_to_pass = self.chance.randint(0, STEPS // SAVE_EVERY - 1)
+        seen: set[str] = set()
+        deadline = time.perf_counter() + 2 * self.seconds + 5
+        while time.perf_counter() < deadline and not _has_ended(process):
+            with contextlib.suppress(FileNotFoundError):
+                seen |= {name for name in os.listdir(run) if name.startswith(".step_")}
+            if len(seen) > saves_to_pass:
+                time.sleep(self.chance.uniform(0, 0.03))
+                return
+
+    def _judge_the_dead(self, run: Path) -> None:
+        self.row["kills"] += 1
+        self.newest = 0
+        for folder in list_checkpoints(run):
+            try:
+                check_whole(folder)
+            except ValueError as error:
+                self._fail(run, str(error))
+            self.newest = checkpoint_step(folder)
+        self.row["kills_before_a_checkpoint"] += not self.newest
+        self.row["kills_inside_a_save"] += bool(run.is_dir() and list(run.glob(".step_*")))
+        lost = max((row["step"] for row in metrics(run)), default=0) - self.newest
+        self.row["most_steps_lost"] = max(self.row["most_steps_lost"], lost)
+        if lost > self.most_lost:
+            self._fail(run, f"{lost} steps lost")
+
+    def _check_next_start(self, run: Path) -> None:
+        """One that trains no step, so that what it found is all that it did."""
+        log = self.place / "log"
+        before = log.stat().st_size
+        code = finish(fork(lambda: _only_begin(self.inputs, run, self.settings), log))
+        said = log.read_text()[before:]
+        if code:
+            self._fail(run, f"exit code {code} at the next start: {said[-300:]}")
+        elif self.newest < STEPS:  # else the run is complete, and nothing is begun
+            went_on_from = json.loads((run / "run.json").read_text())["starts"][-1]["start_step"]
+            if went_on_from != self.newest:
+                self._fail(run, f"went on from {went_on_from}, not from {self.newest}")
+
+    def _fail(self, run: Path, what: str) -> None:
+        self.row["failures"].append(f"{run.name}: {what}")
+
+
+def _only_begin(inputs: Path, run: Path, settings: list[str]) -> None:
+    from tiny_runs import recipe
+
+    recipe.Run.steps = lambda self: iter(())  # type: ignore[method-assign]
+    train(inputs, run, settings)
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a child has, leaving it to be waited for."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def main(
+    kills: Annotated[int, typer.Option(help="Kills in all.")] = 240,
+    budget_seconds: Annotated[float, typer.Option(help="No further run is begun after this.")] = 600.0,
+    only: Annotated[str, typer.Option(help="A pattern for the runs to kill.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the moments; the machine's own timing differs all the same.")] = 0,
+    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+) -> None:
+    """Kills, compares, prints and writes; exits with 1 where a check failed."""
+    hardware = require_hardware("cpu")
+    started = time.perf_counter()
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="lean_ft_crashes_") as folder:
+        inputs = write_inputs(Path(folder) / "inputs")
+        campaigns = []
+        chosen = {label: settings for label, settings in VARIANTS.items() if re.search(only, label)}
+        if not chosen:
+            raise typer.BadParameter("no run has a name like that", param_hint="--only")
+        for label, settings in chosen.items():
+            place = Path(folder) / str(len(campaigns))
+            place.mkdir()
+            campaigns.append(Campaign(label, settings, inputs, place, chance))
+        while (left := kills - sum(c.row["kills"] for c in campaigns)) > 0:
+            if time.perf_counter() - started > budget_seconds:
+                break
+            min(campaigns, key=lambda c: c.row["kills"]).disturb_one_run(left)
+    rows = [campaign.row for campaign in campaigns]
+    settings = {"kills": kills, "seed": seed, "steps": STEPS, "save_every": SAVE_EVERY}
+    path = write_result(
+        "crashes",
+        benchmark="crashes",
+        hardware=hardware,
+        settings=settings,
+        rows=rows,
+        folder=results_dir,
+        seconds=round(time.perf_counter() - started, 1),
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+    failures = [f"{row['label']}: {failure}" for row in rows for failure in row["failures"]]
+    for failure in failures:
+        print(failure)
+    raise typer.Exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,184 @@
+"""What a checkpoint costs the training: waiting for it, and writing it in the background from a copy in host memory.
+
+    python benchmarks/saving.py --shape qwen2_5_0_5b
+
+One process trains a model with random weights on random tokens (8-bit AdamW in backward, selective checkpointing,
+bfloat16) and saves as `Run` does: `write_checkpoint`, checksums and fsync included. Measured are plain steps, a save that
+is waited for, and steps next to which one is written after its copy was made. The cost at one save in 20 steps is what
+the copy and the slower steps take beyond plain ones, over 20 plain steps.
+
+Writes `results/saving_<shape>_<hardware>.json`.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import run_measured
+from results import RESULTS, gibibytes, print_result, require_hardware, write_result
+from shapes import num_parameters, write_model_folder
+
+STEPS_A_SAVE = 20
+COLUMNS = [
+    "how a checkpoint is saved",
+    "stalls training",
+    "steps beside it",
+    "cost, one save in 20 steps",
+    "more memory",
+]
+
+
+def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) -> None:
+    """The process that is measured; times in seconds."""
+    import torch
+
+    from lean_ft.losses import linear_cross_entropy
+    from lean_ft.memory import apply_memory
+    from lean_ft.models import load_model
+    from lean_ft.optim import LossScaler, build_optimizer
+    from lean_ft.settings import MemoryConfig, OptimizerConfig
+    from lean_ft.tokenizers import load_tokenizer
+    from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
+    from lean_ft.training.checkpoint import write_checkpoint
+    from lean_ft.training.host_memory import return_freed_memory
+
+    return_freed_memory()
+    torch.manual_seed(0)
+    model = load_model(folder / "model", dtype=torch.bfloat16, random_init=True)
+    tokenizer = load_tokenizer(folder / "model")
+    apply_memory(model, MemoryConfig(activation_checkpointing="selective"), compile=False)
+    settings = OptimizerConfig(name="adamw_8bit", in_backward=True)
+    optimizer = build_optimizer(model, settings, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
+    ids = torch.randint(0, model.config.vocab_size, (batch_size, length))
+    labels = ids.roll(-1, 1)
+    positions = torch.arange(length).expand(batch_size, -1)
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.set_lr(1e-6)
+        optimizer.update_in_backward(True)
+        hidden = model(ids, positions, return_hidden=True)
+        loss = linear_cross_entropy(hidden, model.output_weight, labels, num_targets=ids.numel(), chunk_tokens=1024)
+        (loss / ids.numel()).backward()
+        optimizer.finish_gradients(LossScaler(False), None)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    saved = iter(range(1, 1000))
+
+    def save(model: torch.nn.Module, state: Any) -> float:
+        began = time.perf_counter()
+        place = folder / "run"
+        write_checkpoint(
+            place,
+            next(saved),
+            model=model,
+            tokenizer=tokenizer,
+            optimizer_state=state,
+            training_state={},
+            random_state={},
+        )
+        return time.perf_counter() - began
+
+    step()  # the first one pays for what is made once
+    plain, waited, copied, beside, written = [], [], [], [], []
+    writer = BackgroundWriter()
+    for _ in range(rounds):
+        plain.append(step())
+        waited.append(save(model, optimizer.state_dict()))
+        plain.append(step())
+        began = time.perf_counter()
+        copy, state = host_copy(model), host_copies(optimizer.state_dict())
+        copied.append(time.perf_counter() - began)
+        writer.start(lambda copy=copy, state=state: written.append(save(copy, state)))
+        extra = 0.0
+        while writer._thread is not None and writer._thread.is_alive():
+            extra += step() - statistics.median(plain)
+        writer.wait()
+        beside.append(extra)
+    copy_bytes = sum(p.nbytes for p in copy.parameters()) + sum(tensor.nbytes for tensor in state.values())
+    times = {"plain": plain, "waited": waited, "copied": copied, "beside": beside, "written": written}
+    report.write_text(json.dumps({**times, "copy_bytes": copy_bytes}))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"{settings['shape']} ({settings['parameters']:,} parameters, bfloat16), 8-bit AdamW in backward, batch "
+        f"{settings['batch_size']} x {settings['length']}, a step of {settings['step_seconds']:.1f} s"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [
+        [
+            row["label"],
+            f"{row['stall_seconds']:.2f} s",
+            f"{row['slower_seconds']:+.2f} s",
+            f"{row['cost']:.2%}",
+            gibibytes(row["copy_bytes"] or None),
+        ]
+        if row["status"] == "ok"
+        else [row["label"], *["-"] * 4]
+        for row in result["rows"]
+    ]
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 1,
+    timeout_seconds: Annotated[float, typer.Option(help="Most that it may take.")] = 900.0,
+    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measures, prints and writes."""
+    if worker is not None:
+        work(worker, batch_size, length, rounds, worker / "report.json")
+        return
+    hardware = require_hardware("cpu")
+    with tempfile.TemporaryDirectory(prefix="lean_ft_saving_") as place:
+        folder = Path(place)
+        write_model_folder(shape, folder / "model")
+        (folder / "run").mkdir()
+        command = [sys.executable, __file__, "--worker", place, "--batch-size", str(batch_size)]
+        command += ["--length", str(length), "--rounds", str(rounds)]
+        measured = run_measured(command, timeout_seconds=timeout_seconds)
+        if measured.status != "ok":
+            print(f"{measured.status}: {measured.reason}")
+            raise typer.Exit(1)
+        times = json.loads((folder / "report.json").read_text())
+    step = statistics.median(times["plain"])
+    rows = []
+    for label, stall, slower, copy_bytes in (
+        ("waited for", times["waited"], [0.0], 0),
+        ("save_async", times["copied"], times["beside"], times["copy_bytes"]),
+    ):
+        row: dict[str, Any] = {"label": label, "status": "ok", "reason": None, "copy_bytes": copy_bytes}
+        row |= {"stall_seconds": statistics.median(stall), "slower_seconds": statistics.median(slower)}
+        row["cost"] = (row["stall_seconds"] + row["slower_seconds"]) / (STEPS_A_SAVE * step)
+        rows.append(row)
+    settings = {"shape": shape, "parameters": num_parameters(shape), "batch_size": batch_size, "length": length}
+    path = write_result(
+        f"saving_{shape}",
+        benchmark="saving",
+        hardware=hardware,
+        settings={**settings, "step_seconds": step, "rounds": rounds},
+        rows=rows,
+        folder=results_dir,
+        times=times,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)

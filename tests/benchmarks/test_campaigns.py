@@ -1,0 +1,70 @@
+"""A small share of each campaign against bad luck; the long ones are run by hand, and their results are in the docs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "least_cases"),
+    [
+        ("crashes", ["--kills", "4", "--budget-seconds", "60", "--only", "save_async"], 1),
+        ("disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4),
+        ("fuzzing", ["--cases", "600", "--budget-seconds", "30"], 300),
+    ],
+)
+def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):
+    # In a process of its own: it forks, and pytest's has threads.
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{script}.py", *arguments, "--results-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [result] = [json.loads(path.read_text()) for path in tmp_path.glob(f"{script}_*.json")]
+    assert sum(row["kills" if script == "crashes" else "cases"] for row in result["rows"]) >= least_cases
+    if script == "crashes":
+        assert all(row["equal_runs"] == row["runs"] for row in result["rows"])
+        assert not any(row["failures"] for row in result["rows"])
+    if script == "disk_faults":
+        for row in result["rows"]:
+            if row["status"] == "ok":
+                assert row["told"] == row["whole"] == row["cases"]
+                assert row["equal"] >= 1
+    if script == "fuzzing":
+        assert sum(row["failed"] for row in result["rows"]) == 0
+        assert all(row["refused"] for row in result["rows"])
+
+
+def test_a_broken_case_is_one_and_the_same_seed_makes_it_again(tmp_path):
+    import fuzzing
+
+    assert fuzzing.break_bytes(b"abc", fuzzing.random.Random(1)) == fuzzing.break_bytes(
+        b"abc", fuzzing.random.Random(1)
+    )
+    found = fuzzing.targets(tmp_path)
+    for name, target in found.items():
+        cases = [target.case(name, 0, number) for number in range(20)]
+        assert cases == [target.case(name, 0, number) for number in range(20)]
+        assert len(set(cases)) > 10
+
+
+def test_what_fails_is_told_from_what_is_refused(tmp_path):
+    import fuzzing
+
+    def refuse():
+        from lean_ft.config import parse_size_that_is_not_there  # noqa: F401
+
+    file = tmp_path / "x"
+    outcome, failure = fuzzing.judge(fuzzing.Target([b""], fuzzing.break_bytes, file, refuse), b"")
+    assert (outcome, failure["what"].partition(":")[0]) == ("failed", "ImportError")
+    read = lambda: fuzzing.read_header(file)  # noqa: E731
+    assert fuzzing.judge(fuzzing.Target([b""], fuzzing.break_bytes, file, read), b"no header")[0] == "refused"
+    assert fuzzing.judge(fuzzing.Target([b""], fuzzing.break_bytes, file, lambda: None), b"")[0] == "read"

@@ -1,0 +1,177 @@
+"""Numbers gone bad, in the real recipe: no weight ever becomes NaN, and nothing of it is hidden."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft.data.batches import Batches
+from lean_ft.training.bad_steps import BadSteps, TrainingFailed
+from recipes import full_finetune_single_device as recipe
+from tests.training.toy_runs import metrics
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Make the losses of the calls with these numbers NaN, from 0; two micro-batches a step, three steps of 13 rows."""
+
+    def at(*calls):
+        real, count = recipe.linear_cross_entropy, iter(range(10**6))
+
+        def loss(*args, **kwargs):
+            value = real(*args, **kwargs)
+            return value * math.nan if next(count) in calls else value
+
+        monkeypatch.setattr(recipe, "linear_cross_entropy", loss)
+
+    return at
+
+
+def weights(run, step):
+    return load_file(run / f"step_{step:08d}/model.safetensors")
+
+
+def optimizer_state(run, step):
+    return load_file(run / f"step_{step:08d}/training_state/optimizer.safetensors")
+
+
+@pytest.mark.parametrize("bad_micro_batch", [0, 1])
+@pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"], ["model.dtype=float16"]], ids=str)
+def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
+    settings, bad_micro_batch, poison, train_real, tmp_path, capsys
+):
+    poison(2 + bad_micro_batch)
+    run = train_real(tmp_path / "run", *settings, "max_steps=4", "save_every=1", "log_every=3")
+    assert all(torch.equal(a, weights(run, 1)[name]) for name, a in weights(run, 2).items())
+    before, after = optimizer_state(run, 1), optimizer_state(run, 2)
+    assert {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} == {"skipped_steps"}
+    assert not all(torch.equal(a, weights(run, 2)[name]) for name, a in weights(run, 3).items())
+    rows = metrics(run)
+    assert rows[1]["loss"] is None
+    assert rows[1]["skipped"] is True
+    assert rows[1]["non_finite"]["loss"] == "nan"
+    assert "skipped" not in rows[0] | rows[2]
+    assert "bad step    2: the loss is nan" in capsys.readouterr().out
+
+    kept = load_file(run / "bad_batches/step_00000002.safetensors")
+    assert kept["1.input_ids"].shape == kept["1.labels"].shape
+    report = json.loads((run / "bad_batches/step_00000002.json").read_text())
+    assert report["metrics"]["step"] == 2
+    assert "times" in report["texts"][0][0]
+    assert len(list((run / "bad_batches").iterdir())) == 2
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real, monkeypatch, tmp_path):
+    """Behind a finite loss. In backward the other parameters are updated already, and that one's gradient is zero."""
+    real = recipe.load_model
+    count = iter(range(100))
+
+    def load_model(*args, **kwargs):
+        model = real(*args, **kwargs)
+        bad = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+        bad.register_hook(lambda grad: grad * (math.inf if next(count) == 3 else 1.0))  # step 2's second micro-batch
+        return model
+
+    monkeypatch.setattr(recipe, "load_model", load_model)
+    settings = ["optimizer.name=sgd", f"optimizer.in_backward={in_backward}", "max_steps=3", "save_every=1"]
+    run = train_real(tmp_path / "run", *settings)
+    moved = {name for name, tensor in weights(run, 2).items() if not torch.equal(tensor, weights(run, 1)[name])}
+    assert "model.layers.0.mlp.up_proj.weight" not in moved
+    assert bool(moved) == in_backward
+    assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
+    row = metrics(run)[1]
+    assert row["loss"] is not None
+    assert row["grad_norm"] is None
+    assert row.get("skipped", False) != in_backward
+    assert (run / "bad_batches/step_00000002.json").exists()
+
+
+def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_real, tmp_path):
+    poison(*range(2, 8))
+    with pytest.raises(
+        TrainingFailed, match=r"2 steps .* 2, 3\), more than max_bad_steps=1.*newest .*step_00000003"
+    ) as e:
+        train_real(tmp_path / "run", "max_bad_steps=1", "max_steps=6")
+    assert "max_bad_steps goes on all the same" in str(e.value)
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run", 3).values())
+    # The count is the run's, not the start's, and the limit may be raised.
+    with pytest.raises(TrainingFailed, match=r"^3 steps of this run"):
+        train_real(tmp_path / "run", "max_bad_steps=2", "max_steps=6")
+    poison()
+    train_real(tmp_path / "run", "max_bad_steps=9", "max_steps=6")
+    assert (tmp_path / "run/step_00000006").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(train_real, monkeypatch, tmp_path):
+    """A recipe that breaks them itself: the last good checkpoint is the last."""
+
+    class Optimizer:
+        def __init__(self, inner, parameters):
+            self.inner, self.parameters = inner, parameters
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def step(self):
+            self.inner.step()
+            if self.inner.step_count == 2:
+                self.parameters[0].data.fill_(math.nan)
+
+    real = recipe.build_optimizer
+    monkeypatch.setattr(
+        recipe, "build_optimizer", lambda model, *a, **k: Optimizer(real(model, *a, **k), list(model.parameters()))
+    )
+    with pytest.raises(TrainingFailed, match=r"weights are not finite after step 4.*newest .*step_00000002"):
+        train_real(tmp_path / "run", "save_every=2")
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000002"]
+
+
+def test_overflows_that_the_loss_scale_is_there_for_are_no_bad_steps(tmp_path):
+    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    row = {"step": 1, "loss": 2.0, "grad_norm": None, "non_finite": {"grad_norm": "inf"}, "skipped": True}
+    steps.look_at(row, loss_scale=2.0**15)
+    assert not steps.count
+    steps.look_at(row, loss_scale=1.0)
+    assert steps.too_many
+
+
+def test_a_spike_is_told_of_once_and_noise_is_not(tmp_path, capsys):
+    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    generator = torch.Generator().manual_seed(0)
+    noise = (2.0 + 0.1 * torch.randn(300, generator=generator)).tolist()
+    for step, loss in enumerate([*noise[:200], 4.0, *noise[200:]], 1):
+        steps.look_at({"step": step, "loss": loss, "grad_norm": 1.0})
+    assert steps.spikes == 1
+    assert "spike       loss 4 at step 201" in capsys.readouterr().out
+
+
+def test_batches_without_a_target_are_counted(tmp_path, capsys):
+    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    for step, targets in enumerate([(3, 0), (0, 0), (1, 1)]):
+        steps.keep(step, [SimpleNamespace(num_targets=number) for number in targets])
+    steps.say_totals()
+    assert capsys.readouterr().out == "no targets  3 batches had no token to train on\n"
+
+
+@pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"]], ids=str)
+def test_a_masked_out_step_is_finite_and_no_bad_one(settings, train_real, monkeypatch, tmp_path, capsys):
+    take = Batches.take
+    count = iter(range(100))
+
+    def masked(self, n):
+        batches = take(self, n)
+        if next(count) != 1:
+            return batches
+        return [replace(batch, labels=torch.full_like(batch.labels, -100), num_targets=0) for batch in batches]
+
+    monkeypatch.setattr(Batches, "take", masked)
+    run = train_real(tmp_path / "run", *settings, "max_steps=3")
+    row = metrics(run)[1]
+    assert (row["loss"], row["target_tokens"]) == (0.0, 0)
+    assert not (run / "bad_batches").exists()
+    assert "2 batches had no token to train on" in capsys.readouterr().out

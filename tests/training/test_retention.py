@@ -1,0 +1,68 @@
+"""Which checkpoints stay."""
+
+import pytest
+
+from lean_ft.training.checkpoint import list_checkpoints
+from lean_ft.training.retention import kept_steps, most_checkpoints
+from tests.training.test_checkpoint import flip_a_byte
+from tests.training.toy_runs import digests
+
+
+def test_the_newest_the_multiples_and_the_best_stay():
+    losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan"), 60: 2.0}
+    steps = list(losses)
+    assert kept_steps(steps, losses, keep_last=None, keep_every=0, keep_best=0) == set(steps)
+    assert kept_steps(steps, losses, keep_last=2, keep_every=0, keep_best=0) == {50, 60}
+    assert kept_steps(steps, losses, keep_last=1, keep_every=30, keep_best=0) == {30, 60}
+    assert kept_steps(steps, losses, keep_last=1, keep_every=0, keep_best=2) == {20, 40, 60}
+    assert kept_steps(steps, losses, keep_last=1, keep_every=0, keep_best=9) == {10, 20, 40, 60}
+
+
+@pytest.mark.parametrize("save_async", ["false", "true"])
+def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch, tmp_path, capsys):
+    log_evaluation = recipe.Run.log_evaluation
+    monkeypatch.setattr(  # lowest after step 6
+        recipe.Run, "log_evaluation", lambda self, **_: log_evaluation(self, abs(self._done_steps + 1 - 6.1))
+    )
+    settings = {"save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 8, "keep_best": 1}
+    run = train(tmp_path / "run", save_async=save_async, **settings)
+    names = [p.name for p in list_checkpoints(run)]
+    assert names == ["step_00000006", "step_00000008", "step_00000012"]
+    assert not list(run.glob(".step_*"))
+    assert "removed     step_00000010, as keep_last=1 asks" in capsys.readouterr().out
+    assert digests(run / names[-1]) == digests(train(tmp_path / "all", eval_every=2) / names[-1])
+
+
+def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
+    """Else the newest whole one would make room for it."""
+    run = train(tmp_path / "run", max_steps=8, save_every=2)
+    for step in (6, 8):
+        flip_a_byte(run / f"step_0000000{step}/model.safetensors")
+    train(run, max_steps=5, keep_last=1)
+    assert [p.name for p in list_checkpoints(run)] == ["step_00000005", "step_00000006", "step_00000008"]
+    train(run, max_steps=8, save_every=2, keep_last=1)
+    assert [p.name for p in list_checkpoints(run)] == ["step_00000008"]
+
+
+def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
+    def most(**settings):
+        return most_checkpoints(config(tmp_path, **settings), 0, 100)
+
+    assert most() == 1
+    assert most(save_every=10) == 10
+    assert most(save_every=10, keep_last=2) == 3
+    assert most(save_every=10, keep_last=1, keep_every=50) == 4
+    assert most(save_every=60, keep_last=5) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_best": 1}, "keep_best tells what is kept beyond the last checkpoints, and keep_last=null keeps all"),
+        ({"keep_every": 5}, "keep_every tells what"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": 4, "eval_every": 3}, "Set save_every to a multiple of eval"),
+    ],
+)
+def test_settings_that_could_not_be_honoured_are_refused(settings, message, config, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
