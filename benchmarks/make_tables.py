@@ -37,6 +37,8 @@ BENCHMARKS = (
     "loading",
     "tokenizers_gsm8k",
     "planner_accuracy",
+    "planned_ladder",
+    "convergence",
     "saving",
     "crashes",
     "disk_faults",

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from lean_ft.catalog import load_recipe, recipes
 from lean_ft.config import load_config
-from lean_ft.models import load_model
+from lean_ft.models import generate, load_model
 from lean_ft.peft import load_adapter
+from lean_ft.tokenizers import load_tokenizer
 from tests.recipes.test_full_finetune_single_device import SETTINGS, numbers
 
 NAME, SIBLING = "lora_finetune_single_device", "full_finetune_single_device"
@@ -26,7 +27,14 @@ def train(tmp_path):
 
     def run(*settings: str, output: str = "run"):
         module = load_recipe(recipes()[NAME])
-        given = [*SETTINGS, "model.dtype=float32", "lora.rank=4", "schedule.name=constant", f"output_dir={tmp_path / output}", *settings]
+        given = [
+            *SETTINGS,
+            "model.dtype=float32",
+            "lora.rank=4",
+            "schedule.name=constant",
+            f"output_dir={tmp_path / output}",
+            *settings,
+        ]
         module.main(load_config(module.Config, None, given))
         return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
 
@@ -93,20 +101,23 @@ def test_what_was_learned_answers_through_the_adapter(train, tmp_path, capsys):
     said = capsys.readouterr().out
     checkpoint = tmp_path / "run" / "step_00000008"
     assert f"leanft run generate model.path=tiny adapter={checkpoint}" in said
-    generate = load_recipe(recipes()["generate"])
+    recipe = load_recipe(recipes()["generate"])
 
     def answer(*settings: str) -> str:
         given = ["model.path=tiny", "model.dtype=float32", "device=cpu", "max_new_tokens=8", "chat=false"]
         given += ["prompt=The capital of Zanemar is", *settings]
-        generate.main(load_config(generate.Config, None, given))
+        recipe.main(load_config(recipe.Config, None, given))
         return capsys.readouterr().out
 
-    model = load_model("tiny")
-    load_adapter(model, checkpoint)
-    ids = torch.arange(3, 30)[None]
-    assert (model(ids) - load_model("tiny")(ids)).norm() > 0.01
-    assert answer(f"adapter={checkpoint}").strip()
-    assert answer(f"adapter=[{checkpoint},{checkpoint}]").strip()
+    for adapters in ([checkpoint], [checkpoint, checkpoint]):
+        model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
+        load_adapter(model, *adapters)
+        ids = tokenizer.encode("The capital of Zanemar is", add_special_tokens=True)
+        assert (model(torch.tensor([ids])) - load_model("tiny")(torch.tensor([ids]))).norm() > 0.01
+        (expected,) = generate(model, [ids], 8, stop_ids={tokenizer.eos_id})
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        assert answer(f"adapter=[{','.join(map(str, adapters))}]") == f"{text}\n"
+    assert answer(f"adapter={checkpoint}") == answer(f"adapter=[{checkpoint}]")
 
 
 QWEN = {
