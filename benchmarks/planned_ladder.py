@@ -52,7 +52,7 @@ RUNGS: list[tuple[str, str, str, dict[str, Any], float | None]] = [
     ("llama3_1_8b", FULL, "8B: all but streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}, None),
     ("llama3_1_8b", FULL, "8B: states streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}, None),
     ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**_CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}, 7.4),
-    ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 256-token chunks, 2 x 2,048", {**_ADAPTER, "lora.quantize": "nf4", "memory.loss_chunk_tokens": 256, "data.max_length": 2048}, None),
+    ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_ADAPTER, "lora.quantize": "nf4", "data.max_length": 2048}, None),
 ]  # fmt: skip
 
 

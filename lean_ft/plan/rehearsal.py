@@ -9,6 +9,7 @@ The batch is the longest there can be: every row `data.max_length` tokens, and e
 
 import contextlib
 import importlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     if (lora := getattr(cfg, "lora", None)) is not None:
         quantize_as_loaded(lora)  # its library makes tables when it is first used, and these must be real
     try:
-        with stage.set_for(recipe), stage.fake_mode, trace:
+        with stage.set_for(recipe), _quiet_compiler(), stage.fake_mode, trace:
             recipe.main(_for_shapes(cfg, device))
         raise ValueError(
             "the recipe ended without a step: what is planned is one step, from lean_ft.training.Run's steps() to its "
@@ -101,6 +102,17 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
     )
+
+
+@contextlib.contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """What the compiler has to say of the recipe it says in the run; here nobody asked it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _for_shapes(cfg: Any, device: Device) -> Any:
