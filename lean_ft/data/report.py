@@ -55,6 +55,15 @@ class DataReport:
             parts.append("wrapped: documents in one row see each other, and rows cut them")
         return "; ".join(parts)
 
+    @property
+    def left_out(self) -> str | None:
+        """How many rows were left out and why, for the end of a run; None where all were taken."""
+        reasons = [f"{count:,} ({reason})" for reason, count in self.dropped.items()]
+        if self.bad_rows:
+            reasons.insert(0, f"{self.bad_rows:,} (could not be read)")
+        count = self.bad_rows + sum(self.dropped.values())
+        return f"{count:,} of {self.rows:,} rows were left out: {', '.join(reasons)}" if count else None
+
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 

@@ -280,6 +280,7 @@ class Run:
             steps=self._done_steps - self.start_step,
             checkpoint=self.checkpoint,
             device=self.device,
+            report=getattr(self._batches, "report", None),
         )
         self._bad_steps.say_totals()
 

@@ -93,13 +93,16 @@ def say_end(
     steps: int,
     checkpoint: Path | None,
     device: torch.device,
+    report: Any,
 ) -> None:
-    """A line each for loss, speed, memory, time, and what can be done with the result."""
+    """A line each for loss, rows left out, speed, memory, time, and what can be done with the result."""
     evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
     say(
         "loss",
         f"{number(totals.first_loss)} at the first step, {number(totals.last_loss)} at the last{evaluation}",
     )
+    if (left_out := getattr(report, "left_out", None)) is not None:
+        say("data", left_out)
     if totals.step_seconds > 0:
         speed = totals.tokens / totals.step_seconds
         target_speed = totals.target_tokens / totals.step_seconds

@@ -51,6 +51,15 @@ def test_bad_rows_are_skipped_and_counted(config: Config, chat_tokenizer):
     assert f"{len(BAD)} bad, left out (the first: " in str(report)
 
 
+def test_what_was_left_out_is_told_at_the_end(config: Config, chat_tokenizer):
+    silent = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]}
+    rows = [json.dumps(GOOD), BAD[0][0], json.dumps(silent)]
+    _, report = prepare(config("\n".join(rows) + "\n", on_bad_row="skip", format="messages"), chat_tokenizer)
+    assert report.left_out == "2 of 3 rows were left out: 1 (could not be read), 1 (nothing to train on)"
+    _, report = prepare(config(json.dumps(GOOD) + "\n", format="messages"), chat_tokenizer)
+    assert report.left_out is None
+
+
 def test_bad_rows_are_capped(config: Config, chat_tokenizer):
     rows = [GOOD] * 3000 + [{"text": "no"}] * 3
     with pytest.raises(
