@@ -83,12 +83,27 @@ class Rows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def plan(self, generator: np.random.Generator | None) -> Plan:
+    def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> Plan:
         """Which rows come in which batch; in fixed order where there is no `generator`."""
         if self.batch_tokens is None:
-            return plan_by_count(len(self), self.batch_size, generator)
-        widths = np.minimum(_rounded_up(self.lengths[self.order]), self.max_length)
-        return plan_by_tokens(widths, self.batch_tokens, generator)
+            plan = plan_by_count(len(self), self.batch_size, generator)
+        else:
+            widths = np.minimum(_rounded_up(self.lengths[self.order]), self.max_length)
+            plan = plan_by_tokens(widths, self.batch_tokens, generator)
+        return self._with_largest_first(plan) if largest_first else plan
+
+    def _with_largest_first(self, plan: Plan) -> Plan:
+        """The plan with a batch of the most positions at its beginning."""
+        lengths, starts = self.lengths[self.order][plan.rows], plan.offsets[:-1]
+        if self.layout == "packed":
+            return plan  # all have as many
+        if self.layout == "flat":
+            return plan.with_first(int(np.add.reduceat(lengths, starts).argmax()))
+        if (
+            self.batch_tokens is None
+        ):  # the longest row makes it so, whatever the number of rows: for any batch_size the
+            return plan.with_first_row(int(lengths.argmax()))  # same rows make a step
+        return plan.with_first(int((np.maximum.reduceat(lengths, starts) * np.diff(plan.offsets)).argmax()))
 
     def batch(self, rows: np.ndarray) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
@@ -161,7 +176,10 @@ def _rounded_up(lengths: np.ndarray) -> np.ndarray:
 
 
 class Batches:
-    """Training batches without end, shuffled anew each epoch by the seed and the epoch alone."""
+    """Training batches without end, shuffled anew each epoch by the seed and the epoch alone.
+
+    The first one of all is the epoch's largest: a run that has too little memory ends there, and not hours later.
+    """
 
     def __init__(self, rows: Rows, *, seed: int, report: DataReport, fingerprint: str):
         self._rows = rows
@@ -222,7 +240,7 @@ class Batches:
         self._plan = self._draw(self.epoch)
 
     def _draw(self, epoch: int) -> Plan:
-        return self._rows.plan(np.random.default_rng([self._seed, epoch]))
+        return self._rows.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
 
 
 class EvalBatches:

@@ -7,7 +7,7 @@ widths is not, so all epochs have the same number of batches.
 Legend: R rows, K batches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,18 @@ class Plan:
         """The rows of the i-th batch."""
         batch = self.sequence[i]
         return self.rows[self.offsets[batch] : self.offsets[batch + 1]]
+
+    def with_first(self, batch: int) -> "Plan":
+        """The same with `batch` and the first to come exchanged."""
+        sequence = self.sequence.copy()
+        sequence[self.sequence == batch], sequence[0] = sequence[0], batch
+        return replace(self, sequence=sequence)
+
+    def with_first_row(self, place: int) -> "Plan":
+        """The same with the row at `place` of `rows` and the first one exchanged."""
+        rows = self.rows.copy()
+        rows[[0, place]] = rows[[place, 0]]
+        return replace(self, rows=rows)
 
 
 def plan_by_count(num_rows: int, batch_size: int, generator: np.random.Generator | None) -> Plan:

@@ -344,6 +344,18 @@ class TestEvaluation:
             sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"packing": "padding_free"}, {"batch_tokens": 128}], ids=str)
+def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, settings: dict[str, Any]):
+    largest_is_first = []
+    for seed in range(6):
+        batches, _ = sft_batches(config(rows(), **settings), plain_tokenizer, BATCH_SIZE if settings else 1, seed=seed)
+        sizes = [batch.num_tokens for batch in epoch(batches)]
+        assert sizes[0] == max(sizes)
+        later = [batch.num_tokens for batch in epoch(batches)]
+        largest_is_first.append(later[0] == max(later))
+    assert not all(largest_is_first), "later epochs come as they are drawn"
+
+
 def test_to_moves_every_tensor(config: Config, plain_tokenizer):
     batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
     [batch] = batches.take(1)
