@@ -4,6 +4,7 @@ A column has one type for all rows, so an object that lacks a name gets it with 
 writes out (tools, tool calls) such nulls were never said, and are taken out again.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,25 +51,46 @@ def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split:
 
     Raises ValueError where it is not there, or has no such subset or split.
     """
+    with _explained(name, subset, split):
+        for number, fields in enumerate(_open(name, subset, split, streaming), start=1):
+            if digest is not None:
+                digest.update(json.dumps(fields, default=str).encode())
+            yield Row(without_nulls(fields), f"{name} ({split}), row {number}")
+
+
+def dataset_files(name: str, *, subset: str | None, split: str) -> list[Path]:
+    """The files on the disk that the dataset's rows lie in, in order, fetched if need be; none where it has no files.
+
+    Raises ValueError as `read_dataset` does.
+    """
+    with _explained(name, subset, split):
+        return [Path(file["filename"]) for file in _open(name, subset, split, streaming=False).cache_files]
+
+
+def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
+    import datasets
+
+    if not Path(name).is_dir():
+        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+    dataset: Any = datasets.load_from_disk(name)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split}")
+        dataset = dataset[split]
+    return dataset
+
+
+@contextlib.contextmanager
+def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
+    """Says of any error which dataset it is about."""
     try:
-        import datasets
+        import datasets  # noqa: F401
     except ImportError:
         raise ValueError(
             f"data source {name} is a Hugging Face dataset, which needs a package: pip install 'lean-ft[datasets]'."
         ) from None
     try:
-        if Path(name).is_dir():
-            dataset: Any = datasets.load_from_disk(name)
-            if isinstance(dataset, datasets.DatasetDict):
-                if split not in dataset:
-                    raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split}")
-                dataset = dataset[split]
-        else:
-            dataset = datasets.load_dataset(name, subset, split=split, streaming=streaming)
-        for number, fields in enumerate(dataset, start=1):
-            if digest is not None:
-                digest.update(json.dumps(fields, default=str).encode())
-            yield Row(without_nulls(fields), f"{name} ({split}), row {number}")
+        yield
     # What a hub, its files and their formats can raise has no common ancestor.
     except Exception as error:
         raise ValueError(

@@ -5,8 +5,8 @@ document depends on, the code that reads, renders and tokenises, and the version
 the files lie is not, so moved or copied data is found again. A template that writes today's date keeps the day of the
 first start, so that a run which goes on tomorrow sees the same rows.
 
-Hugging Face datasets have no files of ours to tell their content by. They are read anew at each start, and their
-documents lie on the disk for that run alone.
+A Hugging Face dataset's content is told by the files that the `datasets` library keeps of it. One that is streamed has
+none: it is read anew at each start, and its documents lie on the disk for that run alone.
 """
 
 import hashlib
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from lean_ft.assets import resolve_data_path
+from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.cache import FORMAT, Entry, EntryWriter, read_entry, unkept_entry, write_entry
 from lean_ft.data.content import content_digest
 from lean_ft.data.documents import ARRAYS, Documents, Parts
@@ -86,18 +88,21 @@ def load_arrays(folder: Path, key: str | None, make: Callable[[], dict[str, np.n
 
 
 def source_content(config: SFTDataConfig, source: Sources, folder: Path) -> str | None:
-    """Hash of the content of the files of `source`, in order; None where not all are files.
+    """Hash of the content of the files of `source`, in order; None where some of it lies in no file.
 
     Of a file's name its endings count, by which CSV is told. Raises ValueError where there is no such file.
     """
-    files: list[list[Path]] = []
+    parts: list[Any] = []
     for one in list_sources(source, config):
-        found = source_files(one.path)
-        if found is None:
+        files, part = source_files(one.path), None
+        if files is None and not config.streaming:
+            assert one.split is not None
+            files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
+            part = [one.subset, one.split]  # the same files hold `train[:10%]`
+        if not files:
             return None
-        files.append(found)
-    remembered = folder / "files"
-    return hash_of([[(file.suffixes, content_digest(file, remembered)) for file in some] for some in files])
+        parts.append([part, *((file.suffixes, content_digest(file, folder / "files")) for file in files)])
+    return hash_of(parts)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
