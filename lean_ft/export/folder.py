@@ -72,8 +72,8 @@ def export_folder(
     With `merge` the source is an adapter, and what is written is the model `base` (None: the one that the adapter
     names) with the adapter in its weights.
 
-    Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most `max_shard_size`. Takes the
-    memory of one model in `dtype`. Raises ValueError where the source is missing or damaged, the destination taken, or
+    Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most
+    `max_shard_size`. Takes the memory of one model in `dtype`. Raises ValueError where the source is missing or damaged, the destination taken, or
     a weight too large for the dtype; OSError where the disk is full; RuntimeError where what was written does not
     compute what the source does. In every case nothing is left behind.
     """

@@ -8,9 +8,10 @@ only scales them. Positions without a label are dropped before the projection, s
 
 The gradient of the output weight is a sum over chunks. In bfloat16 every partial sum is rounded, so the sum is kept
 in float32 by default, in slices of the vocabulary that backward turns into the weight's type one at a time: the
-float32 copy shrinks while the gradient grows. A sum in the weight's own type becomes the gradient where it lies. Relative error of a bfloat16 weight's gradient against float64, for
-2,048 random targets: 3.0e-3 for the plain computation in bfloat16, 3.4e-3 here with 16 chunks and float32 sums,
-5.4e-3 with bfloat16 sums; rounding the exact gradient to bfloat16 alone costs 1.7e-3. The tests hold these bounds.
+float32 copy shrinks while the gradient grows. A sum in the weight's own type becomes the gradient where it lies.
+Relative error of a bfloat16 weight's gradient against float64, for 2,048 random targets: 3.0e-3 for the plain
+computation in bfloat16, 3.4e-3 here with 16 chunks and float32 sums, 5.4e-3 with bfloat16 sums; rounding the exact
+gradient to bfloat16 alone costs 1.7e-3. The tests hold these bounds.
 
 Whatever else a loss wants of the logits is had in the same passes over a chunk: the model's soft cap, label
 smoothing, the z-loss that keeps the softmax's normaliser near 1, and, as sums that nothing waits for, how many tokens

@@ -37,8 +37,8 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer that `cfg` asks for, over the parameters of `model` that require gradients.
 
-    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that contradict each other or the
-    model.
+    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names.
+    Raises ValueError for settings that contradict each other or the model.
     """
     _refuse_contradictions(cfg, clip_grad_norm=clip_grad_norm, uses_loss_scaling=uses_loss_scaling)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -46,10 +46,8 @@ def build_optimizer(
         for name, param in trainable:
             if param.dtype != torch.bfloat16:
                 raise ValueError(
-                    f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is "
-                    f"{param.dtype}, which "
-                    "loses no update that matters. Set optimizer.stochastic_rounding=false or "
-                    "model.dtype=bfloat16."
+                    f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is {param.dtype}, which "
+                    "loses no update that matters. Set optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
     devices = {param.device.type for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
