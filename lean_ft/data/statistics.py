@@ -10,6 +10,7 @@ import numpy as np
 
 from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF
 from lean_ft.data.documents import Parts
+from lean_ft.data.grouping import plan_by_count
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
 from lean_ft.settings import SFTDataConfig
@@ -61,10 +62,9 @@ def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: in
     cut = np.minimum(lengths, max_length)
     tokens = int(cut.sum())
     widths = np.minimum(-(-cut // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF, max_length)
-    shuffled = np.random.default_rng([seed, 0]).permutation(len(widths))
-    firsts = np.arange(0, len(widths), batch_size)
-    sizes = np.diff(firsts, append=len(widths))
-    positions = int((np.maximum.reduceat(widths[shuffled], firsts) * sizes).sum())
+    plan = plan_by_count(len(widths), batch_size, np.random.default_rng([seed, 0]))
+    plan = plan.with_first_row(int(cut[plan.rows].argmax()))  # as a run's first epoch begins
+    positions = int((np.maximum.reduceat(widths[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)).sum())
     _, offsets = pack(cut, max_length)
     packed_rows = len(offsets) - 1
     return AtLength(
