@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lean_ft.environment import available_bytes
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 SAMPLE_SECONDS = 0.25  # a sample takes 2 ms
@@ -179,15 +181,6 @@ def read_steps(metrics_file: Path | None) -> list[Row]:
 # Memory from outside ------------------------------------------------------------------------------------------------
 
 
-def available_bytes() -> int | None:
-    """Memory the kernel could still give out; None where /proc does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 class _Tree:
     """A process and its descendants."""
 
@@ -267,8 +260,29 @@ class _DeviceMemory:
 
 def recipe_command(recipe: str, settings: dict[str, Any]) -> list[str]:
     """`leanft run RECIPE key=value ...` for this interpreter."""
-    values = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
-    return [sys.executable, "-m", "lean_ft", "run", recipe, *values]
+    return [sys.executable, "-m", "lean_ft", "run", recipe, *overrides(settings)]
+
+
+def overrides(settings: dict[str, Any]) -> list[str]:
+    """Settings as the command line takes them: `key=value`."""
+    return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any) -> Row:
+    """What the planner says of a recipe with `settings` on one of its devices, as plain values."""
+    from lean_ft.catalog import find_recipe, load_recipe
+    from lean_ft.config import load_config
+    from lean_ft.plan.rehearsal import rehearse
+
+    module = load_recipe(find_recipe(recipe))
+    rehearsal = rehearse(module, load_config(module.Config, None, overrides(settings)), device)
+    return {
+        "peak_bytes": rehearsal.peak_bytes,
+        "where": rehearsal.peak.where,
+        "bytes_by_label": rehearsal.peak.bytes_by_label,
+        "tokens_per_second": rehearsal.tokens / rehearsal.step_seconds,
+        "planning_seconds": rehearsal.planning_seconds,
+    }
 
 
 def measure_training(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measure import rehearse_recipe
 from results import RESULTS, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
@@ -81,11 +82,7 @@ def main(
     print_result(path, describe, COLUMNS, table_cells)
 
 
-def _predict(shape: str, recipe_name: str, settings: dict[str, Any], device: Any) -> dict[str, Any]:
-    from lean_ft.catalog import find_recipe, load_recipe
-    from lean_ft.config import load_config
-    from lean_ft.plan.rehearsal import rehearse
-
+def _predict(shape: str, recipe: str, settings: dict[str, Any], device: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lean_ft_planned_") as name:
         own = {
             "model.path": write_model_folder(shape, Path(name) / "model", EMBEDDED_MODEL),
@@ -97,17 +94,7 @@ def _predict(shape: str, recipe_name: str, settings: dict[str, Any], device: Any
             "output_dir": Path(name) / "run",
             **settings,
         }
-        recipe = load_recipe(find_recipe(recipe_name))
-        overrides = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in own.items()]
-        rehearsal = rehearse(recipe, load_config(recipe.Config, None, overrides), device)
-    return {
-        "status": "ok",
-        "peak_bytes": rehearsal.peak_bytes,
-        "where": rehearsal.peak.where,
-        "bytes_by_label": rehearsal.peak.bytes_by_label,
-        "tokens_per_second": rehearsal.tokens / rehearsal.step_seconds,
-        "planning_seconds": rehearsal.planning_seconds,
-    }
+        return {"status": "ok", **rehearse_recipe(recipe, own, device)}
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import Budget, measure_training, recipe_command
+from measure import Budget, measure_training, recipe_command, rehearse_recipe
 from memory_ladder import RECIPE
 from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder, write_text_rows
@@ -85,6 +85,8 @@ def _both(
     shape: str, layers: int, settings: dict[str, Any], batch_size: int, length: int, device: str, budget: Budget
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The prediction and the measurement of one setting."""
+    from lean_ft.plan.devices import choose_device
+
     num_steps = 3
     with tempfile.TemporaryDirectory(prefix="lean_ft_planner_") as name:
         folder = Path(name)
@@ -99,7 +101,7 @@ def _both(
             "device": device,
             **settings,
         }
-        predicted = _rehearsed(settings, folder / "planned")
+        predicted = rehearse_recipe(RECIPE, {**settings, "output_dir": folder / "planned"}, choose_device(None, device))
         measured = measure_training(
             lambda run: recipe_command(RECIPE, {**settings, "output_dir": run}),
             steps=1,
@@ -117,24 +119,6 @@ def _cut(folder: Path, layers: int) -> Path:
         config = json.loads(file.read_text())
         file.write_text(json.dumps({**config, "num_hidden_layers": min(layers, config["num_hidden_layers"])}))
     return folder
-
-
-def _rehearsed(settings: dict[str, Any], run: Path) -> dict[str, Any]:
-    from lean_ft.catalog import find_recipe, load_recipe
-    from lean_ft.config import load_config
-    from lean_ft.plan.devices import choose_device
-    from lean_ft.plan.rehearsal import rehearse
-
-    recipe = load_recipe(find_recipe(RECIPE))
-    overrides = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
-    cfg = load_config(recipe.Config, None, [*overrides, f"output_dir={run}"])
-    rehearsal = rehearse(recipe, cfg, choose_device(None, cfg.device))
-    return {
-        "peak_bytes": rehearsal.peak_bytes,
-        "where": rehearsal.peak.where,
-        "bytes_by_label": rehearsal.peak.bytes_by_label,
-        "planning_seconds": rehearsal.planning_seconds,
-    }
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -6,80 +6,22 @@ of `_NEUTRAL_VALUES` the file sets must have the value at which it changes nothi
 settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
-import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
+from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.rope import RopeConfig
+from lean_ft.models.rope_settings import rope_config
+from lean_ft.spelling import did_you_mean
 
-MAX_COUNT = 2**24  # of anything in config.json: what is larger is damage, and would be computed for hours
 MAX_LAYERS = 1024
-MAX_NUMBER = 1e30  # leaves room to multiply; an integer of config.json may be too large for a float
 
-
-class _Fields:
-    """The fields of a config.json over their defaults; it checks what is read, and remembers which were."""
-
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.values = {**defaults, **config}
-        self.where = where
-        self.read: set[str] = set()
-
-    def get(self, name: str) -> Any:
-        """The value, None where it is absent or null."""
-        self.read.add(name)
-        return self.values.get(name)
-
-    def count(self, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
-        value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected {expected}.")
-        if value > most:
-            raise ValueError(
-                f"{self.where}: {name} is {str(value)[:30]}, more than any model has; expected at most {most:,}."
-            )
-        return value
-
-    def positive(self, name: str) -> float:
-        value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected a positive number.")
-        return float(value)
-
-    def at_least_0(self, name: str) -> float:
-        value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_NUMBER:
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected 0 or a positive number.")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._required(name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected true or false.")
-        return value
-
-    def of_each_layer(self, name: str) -> list[Any]:
-        """A list with an entry for each layer."""
-        value, num_layers = self._required(name), self.count("num_hidden_layers")
-        if not isinstance(value, list) or len(value) != num_layers:
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected a list of {num_layers}, one a layer.")
-        return value
-
-    def _required(self, name: str) -> Any:
-        if self.get(name) is None:
-            raise ValueError(f"{self.where}: the field {name} is missing; the model cannot be built without it.")
-        return self.values[name]
-
-
-Reader = Callable[[_Fields], Any]
+Reader = Callable[[Fields], Any]
 
 
 def flag(name: str) -> Reader:
@@ -102,15 +44,15 @@ def number_if_any(name: str) -> Reader:
     return lambda fields: None if fields.get(name) is None else fields.positive(name)
 
 
-def _root_of_hidden_size(fields: _Fields) -> float:
+def _root_of_hidden_size(fields: Fields) -> float:
     return fields.count("hidden_size") ** 0.5
 
 
-def _scale_by_query_scalar(fields: _Fields) -> float:
+def _scale_by_query_scalar(fields: Fields) -> float:
     return fields.positive("query_pre_attn_scalar") ** -0.5
 
 
-def _num_experts(fields: _Fields) -> int:
+def _num_experts(fields: Fields) -> int:
     """transformers has written either name for the same family; a family's default has the first."""
     names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
@@ -119,7 +61,7 @@ def _num_experts(fields: _Fields) -> int:
     return next(iter(counts.values()))
 
 
-def _router_aux_loss_coef(fields: _Fields) -> float:
+def _router_aux_loss_coef(fields: Fields) -> float:
     """transformers adds the loss only where it also returns the logits that it is made from."""
     return fields.at_least_0("router_aux_loss_coef") if fields.flag("output_router_logits") else 0.0
 
@@ -127,43 +69,43 @@ def _router_aux_loss_coef(fields: _Fields) -> float:
 # Which layers have a window, where config.json does not list it: a function of the fields and the layer's number.
 
 
-def _no_layer(fields: _Fields, layer: int) -> bool:
+def _no_layer(fields: Fields, layer: int) -> bool:
     return False
 
 
-def _every_layer(fields: _Fields, layer: int) -> bool:
+def _every_layer(fields: Fields, layer: int) -> bool:
     return fields.get("sliding_window") is not None
 
 
-def _upper_layers(fields: _Fields, layer: int) -> bool:
+def _upper_layers(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
 
 
-def _every_second_layer(fields: _Fields, layer: int) -> bool:
+def _every_second_layer(fields: Fields, layer: int) -> bool:
     return layer % 2 == 0
 
 
-def _all_but_every_nth_layer(fields: _Fields, layer: int) -> bool:
+def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
 
 
-def _layers_without_rope(fields: _Fields, layer: int) -> bool:
+def _layers_without_rope(fields: Fields, layer: int) -> bool:
     slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
     return slides and not _has_rope(fields, layer)
 
 
-def _every_layer_if_asked_for(fields: _Fields, layer: int) -> bool:
+def _every_layer_if_asked_for(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and _every_layer(fields, layer)
 
 
 # Which layers of a family with experts have them.
 
 
-def _all_layers(fields: _Fields, layer: int) -> bool:
+def _all_layers(fields: Fields, layer: int) -> bool:
     return True
 
 
-def _every_nth_layer_but_some(fields: _Fields, layer: int) -> bool:
+def _every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
     excepted = fields.get("mlp_only_layers") or []
     if not isinstance(excepted, list):
         raise ValueError(f"{fields.where}: mlp_only_layers is {excepted!r}; expected a list of layers' numbers.")
@@ -173,31 +115,31 @@ def _every_nth_layer_but_some(fields: _Fields, layer: int) -> bool:
 # How positions turn queries and keys, a function of the fields, the layer's number and whether it has a window.
 
 
-def _one_rope(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    return _rope_config(fields)
+def _one_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    return rope_config(fields)
 
 
-def _partial_rope(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    return _rope_config(fields, may_be_partial=True)
+def _partial_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    return rope_config(fields, may_be_partial=True)
 
 
-def _rope_but_in_some_layers(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return _rope_config(fields) if _has_rope(fields, layer) else None
+def _rope_but_in_some_layers(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    return rope_config(fields) if _has_rope(fields, layer) else None
 
 
-def _has_rope(fields: _Fields, layer: int) -> bool:
+def _has_rope(fields: Fields, layer: int) -> bool:
     has_rope = (layer + 1) % fields.count("no_rope_layer_interval") != 0
     if fields.get("no_rope_layers") is not None:  # named for the layers without, a 1 nevertheless marks those with it
         has_rope = fields.of_each_layer("no_rope_layers")[layer] == 1
     return has_rope
 
 
-def _rope_by_window(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
     """One base for the layers with a window, another one, and the scaling, for those that see everything."""
     theta = fields.positive("rope_local_base_freq" if is_windowed else "rope_theta")
     if fields.get("rope_parameters") is None:
         scaling = {} if is_windowed else fields.get("rope_scaling") or {}
-        return _rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
+        return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
     kinds = fields.get("rope_parameters")
     if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
@@ -205,7 +147,7 @@ def _rope_by_window(fields: _Fields, layer: int, is_windowed: bool) -> RopeConfi
             "sliding_attention."
         )
     kind = "sliding_attention" if is_windowed else "full_attention"
-    return _rope_config(
+    return rope_config(
         fields, settings={"rope_theta": theta, **(kinds.get(kind) or {})}, key=f"rope_parameters: {kind}"
     )
 
@@ -218,8 +160,8 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     # What a field means where config.json leaves it out; None for num_key_value_heads: as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_window: Callable[[_Fields, int], bool] = _no_layer
-    rope: Callable[[_Fields, int, bool], RopeConfig | None] = _one_rope
+    has_window: Callable[[Fields, int], bool] = _no_layer
+    rope: Callable[[Fields, int, bool], RopeConfig | None] = _one_rope
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
     activation_field: str = "hidden_act"
@@ -227,7 +169,7 @@ class Family:
     activation_meant: Mapping[str, str] = field(default_factory=dict)
     # Facts of MixtureConfig, as above; without any the family has no experts.
     mixture: Mapping[str, Any] = field(default_factory=dict)
-    has_mixture: Callable[[_Fields, int], bool] = _all_layers
+    has_mixture: Callable[[Fields, int], bool] = _all_layers
     # What the folder has in the place of a part of our parameters' names: several names where the first dimension is
     # cut into so many parts, and `*` for the index in a stack, whose matrices it holds one by one.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -584,11 +526,11 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {_listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}. "
-            f"{_nearest(family_name, FAMILIES)}Other families are not supported yet."
+            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}. "
+            f"Other families are not supported yet.{did_you_mean(str(family_name), FAMILIES)}"
         )
     _refuse_other_models(config, where)
-    fields = _Fields(config, {**_DEFAULTS, **family.defaults}, where)
+    fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
 
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
@@ -606,7 +548,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         intermediate_size=fields.count("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields),
+        head_dim=head_dim_of(fields),
         layers=_layers(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         initializer_range=fields.positive("initializer_range"),
@@ -633,11 +575,11 @@ def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tenso
             yield place.replace("*", str(index)), piece
 
 
-def _facts(facts: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:
+def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     return {name: fact(fields) if callable(fact) else fact for name, fact in facts.items()}
 
 
-def _mixture(fields: _Fields, family: Family) -> MixtureConfig | None:
+def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
     if not family.mixture:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
@@ -654,23 +596,7 @@ def _mixture(fields: _Fields, family: Family) -> MixtureConfig | None:
     return mixture
 
 
-def _head_dim(fields: _Fields) -> int:
-    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    if fields.get("head_dim") is not None:
-        head_dim = fields.count("head_dim")
-    elif hidden_size % num_heads == 0:
-        head_dim = hidden_size // num_heads
-    else:
-        raise ValueError(
-            f"{fields.where}: hidden_size is {hidden_size}, which {num_heads} attention heads do not divide; expected "
-            "a multiple, or the field head_dim."
-        )
-    if head_dim % 2:
-        raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
-    return head_dim
-
-
-def _layers(fields: _Fields, family: Family) -> tuple[LayerConfig, ...]:
+def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
     if fields.get("layer_types") is not None:
@@ -701,12 +627,12 @@ def _layers(fields: _Fields, family: Family) -> tuple[LayerConfig, ...]:
     )
 
 
-def _activation(fields: _Fields, family: Family) -> Any:
+def _activation(fields: Fields, family: Family) -> Any:
     def meant(name: str) -> str:
         value = fields.values.get(name)
         known = family.activation_meant.get(str(value), str(value))
         if known not in _ACTIVATIONS:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {_listed(_ACTIVATIONS)}.")
+            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(_ACTIVATIONS)}.")
         return _ACTIVATIONS[known]
 
     own = family.activation_field
@@ -753,124 +679,3 @@ def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], wher
                 f"{where}: {name} is {value!r}; dropout is not supported. Set it to 0.0 in config.json to train "
                 "without it."
             )
-
-
-def _rope_config(
-    fields: _Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False
-) -> RopeConfig:
-    """Reads the rotary settings that `key` names, or those of the whole model where left out."""
-    if key is None:
-        key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-        settings = fields.get(key) or {}
-    where = f"{fields.where}: {key}"
-    if not isinstance(settings, dict):
-        raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
-    longest = fields.count("max_position_embeddings")
-    # transformers' order: the top level wins, then the rope settings, then the longest context.
-    original = fields.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    settings = {**settings, "original_max_position_embeddings": original or longest}
-    share = fields.get("partial_rotary_factor") if may_be_partial else None
-    defaults = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": 1.0 if share is None else share}
-    own = _Fields(settings, defaults, where)
-    old_name, scaling = own.get("type"), own.get("rope_type")
-    scaling = scaling or old_name or "default"
-    scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
-    if not isinstance(scaling, str) or scaling not in SCALINGS:
-        raise ValueError(
-            f"{where} asks for the rope type {scaling!r}; supported are {_listed(SCALINGS)}. "
-            f"{_nearest(str(scaling), SCALINGS)}"
-        )
-    share = own.positive("partial_rotary_factor")
-    if share > 1.0 or (share < 1.0 and not may_be_partial):
-        raise ValueError(
-            f"{where}: partial_rotary_factor is {share!r}; expected "
-            f"{'at most 1.0' if may_be_partial else '1.0 or absent: in this family whole heads are rotated'}."
-        )
-    values = _ROPE_READERS[scaling](own, longest, -(-int(_head_dim(fields) * share) // 2))
-    original = own.positive("original_max_position_embeddings")
-    theta = own.positive("rope_theta")
-    unknown = [name for name, value in settings.items() if name not in own.read and value is not None]
-    if unknown:
-        raise ValueError(
-            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
-            f"{', '.join(sorted(own.read))}. Remove what changes nothing."
-        )
-    if "original_max_positions" in REQUIRED_FIELDS[scaling]:
-        values.setdefault("original_max_positions", original)
-    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values)
-
-
-# What each scaling reads from its settings, given the longest context and the number of its frequencies.
-
-
-def _read_linear(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    return {"factor": settings.positive("factor")}
-
-
-def _read_dynamic(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    return {"factor": settings.positive("factor"), "original_max_positions": float(longest)}
-
-
-def _read_llama3(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    if values["high_freq_factor"] <= values["low_freq_factor"]:
-        raise ValueError(
-            f"{settings.where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
-            f"({values['low_freq_factor']})."
-        )
-    return values
-
-
-def _read_yarn(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    def grown(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    factor = settings.positive("factor")
-    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
-    attention_factor = grown(1.0)
-    if above and below:
-        attention_factor = grown(settings.positive("mscale")) / grown(settings.positive("mscale_all_dim"))
-    if settings.get("attention_factor") is not None:
-        attention_factor = settings.positive("attention_factor")
-    values: dict[str, Any] = {"factor": factor, "attention_factor": attention_factor}
-    values |= {name: settings.positive(name) for name in ("beta_fast", "beta_slow") if settings.get(name)}
-    if settings.get("truncate") is not None:
-        values["truncate"] = settings.flag("truncate")
-    return values
-
-
-def _read_longrope(settings: _Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    original = settings.positive("original_max_position_embeddings")
-    factor = longest / original if settings.get("factor") is None else settings.positive("factor")
-    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if settings.get("attention_factor") is not None:
-        attention_factor = settings.positive("attention_factor")
-    values: dict[str, Any] = {"attention_factor": attention_factor}
-    for spelled, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
-        divisors = settings.get(spelled)
-        valid = isinstance(divisors, list) and all(isinstance(x, int | float) and x > 0 for x in divisors)
-        if not valid or len(divisors) != num_frequencies:
-            raise ValueError(
-                f"{settings.where}: {spelled} is {divisors!r}; expected a list of {num_frequencies} positive numbers."
-            )
-        values[name] = tuple(map(float, divisors))
-    return values
-
-
-_ROPE_READERS: dict[str, Callable[[_Fields, int, int], dict[str, Any]]] = {
-    "default": lambda settings, longest, num_frequencies: {},
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
-    "llama3": _read_llama3,
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _nearest(name: Any, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(names), n=1)
-    return f"Nearest: {near[0]}. " if near else ""

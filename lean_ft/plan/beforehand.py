@@ -126,6 +126,8 @@ def _in_child(work: Callable[[], Any]) -> Any:
 
     Raises RuntimeError where it raises anything else, dies, or takes too long.
     """
+    if "fork" not in multiprocessing.get_all_start_methods():  # ValueError is for what the user can mend
+        raise RuntimeError("this system cannot fork a process for it; leanft plan does the same in its own")
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(work, sender), daemon=True)

@@ -181,9 +181,12 @@ def test_head_dim_and_key_heads_are_derived():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "lama"}, r"model_type is 'lama'; expected one of gemma, .*, llama, .*\. Nearest: llama"),
+        (
+            {"model_type": "lama"},
+            r"model_type is 'lama'; expected one of gemma, .*, llama, .*\. Did you mean 'llama'\?",
+        ),
         ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
-        ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Nearest: gemma"),
+        ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Did you mean 'gemma"),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),
@@ -219,7 +222,7 @@ def test_head_dim_and_key_heads_are_derived():
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate is 1; expected true or false"),
         ({"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_scaling has factor"),
-        ({"rope_scaling": {"type": "lineer", "factor": 4.0}}, "Nearest: linear"),
+        ({"rope_scaling": {"type": "lineer", "factor": 4.0}}, "Did you mean 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "field factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; expected a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "rope_scaling has beta_fast"),

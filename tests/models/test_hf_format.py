@@ -271,4 +271,5 @@ for folder in sys.argv[1:]:
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, same_dtype, cast = ([int(x) for x in line.split()] for line in output.splitlines())
     for taken, model_bytes in (same_dtype, cast):
-        assert 0.9 < taken / model_bytes < 1.1
+        # A second copy of the largest tensor makes it 1.4 or more; the heap's own share was seen at 0.12.
+        assert 0.9 < taken / model_bytes < 1.25

@@ -74,6 +74,13 @@ def test_a_rehearsal_that_fails_or_dies_says_so(recipe, configure, monkeypatch):
         foresee(recipe, configure())
 
 
+def test_a_system_that_cannot_fork_says_so_and_stops_no_run(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    monkeypatch.setattr(beforehand.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(RuntimeError, match="cannot fork"):
+        foresee(recipe, configure())
+
+
 def test_refused_settings_are_left_to_the_run_to_tell(recipe, configure, monkeypatch):
     assert foresee(recipe, configure("model.path=no/such/folder/here")) is None
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)

@@ -1,0 +1,88 @@
+"""The fields of a config.json: over their defaults, checked as they are read, and remembered.
+
+What nobody read can then be refused.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_COUNT = 2**24  # of anything in config.json: what is larger is damage, and would be computed for hours
+MAX_NUMBER = 1e30  # leaves room to multiply; an integer of config.json may be too large for a float
+
+
+class Fields:
+    """The fields of a config.json over their defaults; it checks what is read, and remembers which were."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.values = {**defaults, **config}
+        self.where = where
+        self.read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        """The value, None where it is absent or null."""
+        self.read.add(name)
+        return self.values.get(name)
+
+    def count(self, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected {expected}.")
+        if value > most:
+            raise ValueError(
+                f"{self.where}: {name} is {str(value)[:30]}, more than any model has; expected at most {most:,}."
+            )
+        return value
+
+    def positive(self, name: str) -> float:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected a positive number.")
+        return float(value)
+
+    def at_least_0(self, name: str) -> float:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_NUMBER:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected 0 or a positive number.")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._required(name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected true or false.")
+        return value
+
+    def of_each_layer(self, name: str) -> list[Any]:
+        """A list with an entry for each layer."""
+        value, num_layers = self._required(name), self.count("num_hidden_layers")
+        if not isinstance(value, list) or len(value) != num_layers:
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected a list of {num_layers}, one a layer.")
+        return value
+
+    def _required(self, name: str) -> Any:
+        if self.get(name) is None:
+            raise ValueError(f"{self.where}: the field {name} is missing; the model cannot be built without it.")
+        return self.values[name]
+
+
+def head_dim_of(fields: Fields) -> int:
+    """Features of an attention head: the field head_dim, else the hidden size over the heads."""
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if fields.get("head_dim") is not None:
+        head_dim = fields.count("head_dim")
+    elif hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        raise ValueError(
+            f"{fields.where}: hidden_size is {hidden_size}, which {num_heads} attention heads do not divide; expected "
+            "a multiple, or the field head_dim."
+        )
+    if head_dim % 2:
+        raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
+    return head_dim
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in order, for a message."""
+    return ", ".join(sorted(names))

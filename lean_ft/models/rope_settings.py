@@ -1,0 +1,121 @@
+"""Reads rotary settings from a config.json, in the spellings of transformers 4 and 5: one reader a scaling."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
+from lean_ft.spelling import did_you_mean
+
+
+def rope_config(
+    fields: Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False
+) -> RopeConfig:
+    """Reads the rotary settings that `key` names, or those of the whole model where left out."""
+    if key is None:
+        key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+        settings = fields.get(key) or {}
+    where = f"{fields.where}: {key}"
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
+    longest = fields.count("max_position_embeddings")
+    # transformers' order: the top level wins, then the rope settings, then the longest context.
+    original = fields.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    settings = {**settings, "original_max_position_embeddings": original or longest}
+    share = fields.get("partial_rotary_factor") if may_be_partial else None
+    defaults = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": 1.0 if share is None else share}
+    own = Fields(settings, defaults, where)
+    old_name, scaling = own.get("type"), own.get("rope_type")
+    scaling = scaling or old_name or "default"
+    scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
+        raise ValueError(
+            f"{where} asks for the rope type {scaling!r}; supported are {listed(SCALINGS)}."
+            f"{did_you_mean(str(scaling), SCALINGS)}"
+        )
+    share = own.positive("partial_rotary_factor")
+    if share > 1.0 or (share < 1.0 and not may_be_partial):
+        raise ValueError(
+            f"{where}: partial_rotary_factor is {share!r}; expected "
+            f"{'at most 1.0' if may_be_partial else '1.0 or absent: in this family whole heads are rotated'}."
+        )
+    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * share) // 2))
+    original = own.positive("original_max_position_embeddings")
+    theta = own.positive("rope_theta")
+    unknown = [name for name, value in settings.items() if name not in own.read and value is not None]
+    if unknown:
+        raise ValueError(
+            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
+            f"{', '.join(sorted(own.read))}. Remove what changes nothing."
+        )
+    if "original_max_positions" in REQUIRED_FIELDS[scaling]:
+        values.setdefault("original_max_positions", original)
+    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values)
+
+
+# What each scaling reads from its settings, given the longest context and the number of its frequencies.
+
+
+def _read_linear(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    return {"factor": settings.positive("factor")}
+
+
+def _read_dynamic(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    return {"factor": settings.positive("factor"), "original_max_positions": float(longest)}
+
+
+def _read_llama3(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    if values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise ValueError(
+            f"{settings.where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
+            f"({values['low_freq_factor']})."
+        )
+    return values
+
+
+def _read_yarn(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    factor = settings.positive("factor")
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    attention_factor = grown(1.0)
+    if above and below:
+        attention_factor = grown(settings.positive("mscale")) / grown(settings.positive("mscale_all_dim"))
+    if settings.get("attention_factor") is not None:
+        attention_factor = settings.positive("attention_factor")
+    values: dict[str, Any] = {"factor": factor, "attention_factor": attention_factor}
+    values |= {name: settings.positive(name) for name in ("beta_fast", "beta_slow") if settings.get(name)}
+    if settings.get("truncate") is not None:
+        values["truncate"] = settings.flag("truncate")
+    return values
+
+
+def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+    original = settings.positive("original_max_position_embeddings")
+    factor = longest / original if settings.get("factor") is None else settings.positive("factor")
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if settings.get("attention_factor") is not None:
+        attention_factor = settings.positive("attention_factor")
+    values: dict[str, Any] = {"attention_factor": attention_factor}
+    for spelled, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
+        divisors = settings.get(spelled)
+        valid = isinstance(divisors, list) and all(isinstance(x, int | float) and x > 0 for x in divisors)
+        if not valid or len(divisors) != num_frequencies:
+            raise ValueError(
+                f"{settings.where}: {spelled} is {divisors!r}; expected a list of {num_frequencies} positive numbers."
+            )
+        values[name] = tuple(map(float, divisors))
+    return values
+
+
+_ROPE_READERS: dict[str, Callable[[Fields, int, int], dict[str, Any]]] = {
+    "default": lambda settings, longest, num_frequencies: {},
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
