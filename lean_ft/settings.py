@@ -22,6 +22,8 @@ from pydantic import (
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"]
+
 MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
 
 
@@ -59,6 +61,8 @@ class Source(Settings):
     """One of several sources of rows."""
 
     path: str = Field(description="A file, a glob, or a Hugging Face dataset.")
+    format: FormatName | None = Field(default=None, description="As data.format, for this source alone.")
+    columns: dict[str, str] | None = Field(default=None, description="As data.columns, for this source alone.")
     weight: PositiveFloat = Field(
         default=1.0,
         description="How often an epoch shows each row of this source: 2 shows all twice, 0.5 a half of them, drawn by "
@@ -77,10 +81,10 @@ class RowsConfig(Settings):
     source: Sources = Field(
         description="A JSONL, JSON, CSV, TSV or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
         "Hugging Face dataset (org/name, or a folder that save_to_disk wrote); or a list of these, each a path or "
-        "{path, weight, subset, split}."
+        "{path, format, columns, weight, subset, split}."
     )
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"] = (
-        Field("auto", description="How a row is read. `auto` decides from the fields of the first rows of a source.")
+    format: FormatName = Field(
+        "auto", description="How a row is read. `auto` decides from the fields of the first rows of a source."
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Field names, ours to yours: `columns.prompt=question`."

@@ -26,7 +26,6 @@ BANNED_ATTRIBUTES = {
 }
 ALLOWED = {
     "lean_ft/catalog.py": ["exec_module"],  # a recipe is code, and the user names its file
-    "lean_ft/data/workers.py": ["pickle"],  # between a run and the workers it started itself, through their own pipes
 }
 
 

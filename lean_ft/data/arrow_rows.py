@@ -1,14 +1,19 @@
 """Rows of Parquet files and of Hugging Face datasets, which both hold columns. Needs the `datasets` extra.
 
 A column has one type for all rows, so an object that lacks a name gets it with null there. In what a chat template
-writes out (tools, tool calls) such nulls were never said, and are taken out again.
+writes out (tools, tool calls) such nulls were never said, and are taken out again. Dates and decimal numbers become
+text, as CSV has them; bytes, pictures and the like are no values that a row of text can have, and become an object that
+names their type.
 """
 
 import contextlib
 import json
 from collections.abc import Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from lean_ft.data.rows import Digest, Row
 
@@ -41,7 +46,7 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
             for batch in file.iter_batches(ROWS_AT_A_TIME):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield Row(without_nulls(fields), f"{path}, row {number}")
+                    yield Row(_as_json(fields), f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
 
@@ -55,7 +60,7 @@ def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split:
         for number, fields in enumerate(_open(name, subset, split, streaming), start=1):
             if digest is not None:
                 digest.update(json.dumps(fields, default=str).encode())
-            yield Row(without_nulls(fields), f"{name} ({split}), row {number}")
+            yield Row(_as_json(fields), f"{name} ({split}), row {number}")
 
 
 def dataset_files(name: str, *, subset: str | None, split: str) -> list[Path]:
@@ -99,14 +104,18 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
         ) from error
 
 
-def without_nulls(value: Any) -> Any:
-    """`value` without the entries of nested objects that are null; a row keeps its own."""
-    return {name: _without_nulls(inner) for name, inner in value.items()}
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` as JSON would have them, without the entries of nested objects that are null; a row keeps its own."""
+    return {name: _value_as_json(value) for name, value in fields.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _value_as_json(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value
+        return {str(name): _value_as_json(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_value_as_json(inner) for inner in value]
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    return {"type": type(value).__name__}

@@ -21,6 +21,7 @@ from lean_ft.tokenizers import Tokenizer
 
 ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive
 ARRAYS = ("tokens", "trained", "lengths", "num_targets")  # what `Documents.of` is made of
+WORKER = "lean_ft.data.documents_worker"
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 
@@ -60,19 +61,14 @@ class Documents:
         )
 
 
-@dataclass(frozen=True)
-class RowsToDocuments:
+def rows_to_documents(render: Renderer, rows: list[Row]) -> tuple[Documents, DataReport]:
     """A batch of rows to its documents and counts; what each process does."""
-
-    render: Renderer
-
-    def __call__(self, rows: list[Row]) -> tuple[Documents, DataReport]:
-        rendered, report = self.render(rows)
-        ids = [ids for ids, _ in rendered] or [np.empty(0, dtype=np.int32)]
-        masks = [mask for _, mask in rendered] or [np.empty(0, dtype=bool)]
-        lengths = np.array([len(ids) for ids, _ in rendered], dtype=np.int64)
-        num_targets = np.array([mask[1:].sum() for _, mask in rendered], dtype=np.int64)
-        return Documents.of(np.concatenate(ids), np.concatenate(masks), lengths, num_targets), report
+    rendered, report = render(rows)
+    ids = [ids for ids, _ in rendered] or [np.empty(0, dtype=np.int32)]
+    masks = [mask for _, mask in rendered] or [np.empty(0, dtype=bool)]
+    lengths = np.array([len(ids) for ids, _ in rendered], dtype=np.int64)
+    num_targets = np.array([mask[1:].sum() for _, mask in rendered], dtype=np.int64)
+    return Documents.of(np.concatenate(ids), np.concatenate(masks), lengths, num_targets), report
 
 
 def prepare_documents(
@@ -101,10 +97,9 @@ class Parts:
 
     def __init__(self, config: SFTDataConfig, tokenizer: Tokenizer, source: Sources, digest: Digest | None = None):
         self._config, self._source, self._digest = config, source, digest
-        reader = RowReader.of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), tokenizer)
-        render = Renderer(config, reader, tokenizer)
-        self._to_documents = RowsToDocuments(render)
-        self.report = render.empty_report()
+        reader = RowReader.of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), tokenizer, source)
+        self._render = Renderer(config, reader, tokenizer)
+        self.report = self._render.empty_report()
 
     def __iter__(self) -> Iterator[Documents]:
         rows = read_rows(self._source, self._digest, self._config)
@@ -112,13 +107,23 @@ class Parts:
         batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)
         num_processes = self._config.num_processes or usable_cores()
         if num_processes == 1 or len(beginning) <= FEW_ROWS:
-            results = map(self._to_documents, batches)
+            results = (rows_to_documents(self._render, batch) for batch in batches)
         else:
-            results = map_in_processes(self._to_documents, batches, num_processes)
+            results = self._shared_out(batches, num_processes)
         for documents, counts in results:
             self.report.add(counts)
             self.report.check_bad_rows(self._config.max_bad_rows)
             yield documents
+
+    def _shared_out(self, batches: Iterable[list[Row]], num_processes: int) -> Iterator[tuple[Documents, DataReport]]:
+        setup = {
+            "config": self._config.model_dump(mode="json"),
+            "formats": [[source, *format] for source, format in self._render.reader.formats.items()],
+            "tokenizer": str(self._render.tokenizer.folder),
+        }
+        items = ([[row.fields, row.place, row.source, row.problem] for row in batch] for batch in batches)
+        for counts, arrays in map_in_processes(WORKER, setup, items, num_processes):
+            yield Documents.of(*arrays), DataReport(**counts)
 
     def check_any_left(self) -> None:
         """Raises ValueError when all rows were dropped."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lean_ft.data.chats import Chat, check_text, read_chat, read_tools
-from lean_ft.data.detection import fields_of, formats_of
+from lean_ft.data.detection import RowFormat, formats_of
 from lean_ft.data.rows import Document, Row
 from lean_ft.data.token_rows import read_token_row
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
 
 
@@ -24,28 +24,32 @@ from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
 class RowReader:
     """Turns rows into passages of text, or into the ids that they hold."""
 
-    formats: dict[int, str]
-    """The format of every source."""
-    columns: dict[str, str]
+    formats: dict[int, RowFormat]
+    """Of every source."""
     train_on: TrainOn
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, config: SFTDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer) -> "RowReader":
-        """A reader for `config`, with the formats told from the first rows of every source where it is `auto`."""
-        formats = formats_of(config, first_rows)
-        if "preference" in formats.values():
+    def of(
+        cls, config: SFTDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
+    ) -> "RowReader":
+        """A reader for `config`, with the formats told from the first rows of every source where it is `auto`.
+
+        They are the rows of `source`, or of the source that is trained on.
+        """
+        formats = formats_of(config, first_rows, source)
+        if any(format.name == "preference" for format in formats.values()):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are preference pairs (chosen, rejected), and this recipe learns from "
                 "single answers. To train on the chosen ones: data.format=prompt_completion "
                 "data.columns.completion=chosen, or data.format=messages data.columns.messages=chosen."
             )
-        return cls(formats, config.columns, config.train_on, tokenizer)
+        return cls(formats, config.train_on, tokenizer)
 
     @property
     def format(self) -> str:
         """The formats, for people to read."""
-        return " + ".join(dict.fromkeys(self.formats.values()))
+        return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
     def passage(self, row: Row) -> Passage | Document:
         """The text of `row` and what of it is trained, or its ids. Raises ValueError with the row's place."""
@@ -53,7 +57,7 @@ class RowReader:
             if row.problem is not None:
                 raise ValueError(row.problem)
             format = self.formats[row.source]
-            return self._read(format, fields_of(row, format, self.columns))
+            return self._read(format.name, format.fields_of(row))
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from None
         except RecursionError:

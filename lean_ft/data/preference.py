@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
-from lean_ft.data.detection import fields_of, formats_of
+from lean_ft.data.detection import RowFormat, formats_of
 from lean_ft.data.formats import as_chat, join
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row
@@ -40,21 +40,23 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairRenderer:
-    """Maps rows to pairs; it can be pickled, so that other processes do the same."""
+    """Maps rows to pairs."""
 
     config: PreferenceDataConfig
+    formats: dict[int, RowFormat]
+    """Of every source."""
     tokenizer: Tokenizer
 
     @classmethod
     def of(cls, config: PreferenceDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer) -> "PairRenderer":
         """A renderer for `config`. Raises ValueError where the rows are no pairs."""
         formats = formats_of(config, first_rows)
-        if other := next((format for format in formats.values() if format != "preference"), None):
+        if other := next((format.name for format in formats.values() if format.name != "preference"), None):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are {other}, and this recipe learns from pairs; expected the fields "
                 "`chosen` and `rejected`, with a `prompt` or with one in both. Rename with data.columns."
             )
-        return cls(config, tokenizer)
+        return cls(config, formats, tokenizer)
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Pair], DataReport]:
         """The pairs that can be trained on, in order, and the counts of these rows alone; `tokens` are those of both
@@ -83,8 +85,7 @@ class PairRenderer:
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
-            fields = fields_of(row, "preference", self.config.columns)
-            sides = self._passages(fields)
+            sides = self._passages(self.formats[row.source].fields_of(row))
             (chosen, chosen_mask), (rejected, rejected_mask) = map(
                 _until_the_answer_ends, self.tokenizer.tokenize(sides)
             )

@@ -101,7 +101,14 @@ def source_content(config: SFTDataConfig, source: Sources, folder: Path) -> str 
             part = [one.subset, one.split]  # the same files hold `train[:10%]`
         if not files:
             return None
-        parts.append([part, *((file.suffixes, content_digest(file, folder / "files")) for file in files)])
+        parts.append(
+            [
+                one.format,
+                one.columns,
+                part,
+                *((file.suffixes, content_digest(file, folder / "files")) for file in files),
+            ]
+        )
     return hash_of(parts)
 
 

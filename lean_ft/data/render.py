@@ -13,7 +13,7 @@ from lean_ft.tokenizers import Passage, Tokenizer
 
 @dataclass(frozen=True)
 class Renderer:
-    """Maps rows to documents; it can be pickled, so that other processes do the same."""
+    """Maps rows to documents."""
 
     config: SFTDataConfig
     reader: RowReader

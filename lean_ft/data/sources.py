@@ -14,6 +14,7 @@ from lean_ft.data.text_files import read_text_file
 from lean_ft.settings import RowsConfig, Source, Sources
 
 EXPECTED = "a JSONL, JSON, CSV, TSV or Parquet file, a glob, or a Hugging Face dataset (org/name)"
+OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 
 
@@ -38,14 +39,17 @@ def first_rows(source: Sources, count: int, config: RowsConfig | None = None) ->
 
 
 def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Source]:
-    """`source` as a list, each with its subset and split."""
+    """`source` as a list; what one does not say of itself is as `config` says."""
     given = [source] if isinstance(source, str) else source
     if not given:
         raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or several.")
-    split = config.split if config is not None else RowsConfig.model_fields["split"].default
-    subset = config.subset if config is not None else None
     sources = [Source(path=one) if isinstance(one, str) else one for one in given]
-    return [one.model_copy(update={"split": one.split or split, "subset": one.subset or subset}) for one in sources]
+    common = config or RowsConfig.model_validate({"source": source})
+    missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
+    return [
+        one.model_copy(update={name: getattr(common, name) for name in names})
+        for one, names in zip(sources, missing, strict=True)
+    ]
 
 
 def source_files(source: str) -> list[Path] | None:

@@ -1,15 +1,16 @@
-"""A function over many items in processes of its own kind, results in order, no more items alive than are under way.
+"""Work shared out to processes: answers in order, and no more items alive than are under way.
 
-Each worker is a plain `python -m lean_ft.data.workers` that reads pickles from a pipe and answers on another. It is no
-fork, so threads and devices of this process are no danger to it, and it does not run the user's script again, as
-`multiprocessing` does where it cannot fork. It imports no torch, so it starts in half a second and stays small. Pickles
-go through pipes between our own processes alone, never into a file.
+Each worker is a plain `python -m MODULE` that reads messages from a pipe and answers on another. It is no fork, so
+threads and devices of this process are no danger to it, and it does not run the user's script again, as
+`multiprocessing` does where it cannot fork. A message is a JSON value and arrays: nothing that goes through a pipe can
+run.
 """
 
 import contextlib
+import json
 import os
-import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -18,12 +19,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+import numpy as np
 
 UNDER_WAY = 2  # items a worker has: one that it works on, one that waits for it
+_SIZE = struct.Struct("<Q")
+
+
+class Answer(NamedTuple):
+    """What a worker makes of an item."""
+
+    value: Any
+    """Of JSON."""
+    arrays: list[np.ndarray]
 
 
 def usable_cores() -> int:
@@ -31,24 +40,24 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
-    """`function` of every item, in order. Both, and the results, are pickled.
+def map_in_processes(module: str, setup: Any, items: Iterable[Any], num_processes: int) -> Iterator[Answer]:
+    """The answers of `module` to the JSON values `items`, in order.
 
-    A ValueError of `function` is raised here, in its place in the order; whatever else goes wrong in a worker is a
-    RuntimeError with what it said.
+    The module calls `serve` with a function that makes, of the JSON value `setup`, the one that answers. A ValueError of
+    either is raised here, in its place in the order; whatever else goes wrong in a worker is a RuntimeError with what it
+    said.
     """
     workers: list[_Worker] = []
     of_thread = threading.local()
 
     def begin() -> None:
-        of_thread.worker = _Worker(payload)
+        of_thread.worker = _Worker(module, setup)
         workers.append(of_thread.worker)
 
-    def call(item: Item) -> Result:
+    def call(item: Any) -> Answer:
         return of_thread.worker.call(item)
 
-    payload = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
-    under_way: deque[Future[Result]] = deque()
+    under_way: deque[Future[Answer]] = deque()
     threads = ThreadPoolExecutor(num_processes, thread_name_prefix="data", initializer=begin)
     try:
         for item in items:
@@ -65,10 +74,33 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
         threads.shutdown()
 
 
+def serve(begin: Callable[[Any], Callable[[Any], Answer]]) -> None:
+    """The worker: answers items with what `begin(setup)` returns, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    read = os.fdopen(os.dup(0), "rb")
+    write = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    answer: Callable[[Any], Answer] | None = None
+    # Where the parent was killed, its pipes end in the middle of anything: nobody is left to be told.
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        setup, _ = _receive(read)
+        while True:
+            item, _ = _receive(read)
+            try:
+                answer = answer or begin(setup)
+                value, arrays = answer(item)
+                message = Answer(["done", value], arrays)
+            except ValueError as error:
+                message = Answer(["value error", str(error)], [])
+            except Exception:
+                message = Answer(["error", traceback.format_exc()], [])
+            _send(write, message)
+
+
 class _Worker:
     """One process; used by one thread, which waits for its answers."""
 
-    def __init__(self, function: bytes):
+    def __init__(self, module: str, setup: Any):
         package_parent = str(Path(__file__).parents[2])
         variables = {
             **os.environ,
@@ -76,33 +108,29 @@ class _Worker:
             "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lean_ft.data.workers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=variables,
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
-        self._function: bytes | None = function
+        self._setup: list[Any] = [setup]
 
-    def call(self, item: Any) -> Any:
+    def call(self, item: Any) -> Answer:
         try:
-            if self._function is not None:
-                self._to.write(self._function)
-                self._function = None
-            pickle.dump(item, self._to, protocol=pickle.HIGHEST_PROTOCOL)
-            self._to.flush()
-            kind, answer = pickle.load(self._from)
-        except (BrokenPipeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            while self._setup:
+                _send(self._to, Answer(self._setup.pop(), []))
+            _send(self._to, Answer(item, []))
+            (kind, value), arrays = _receive(self._from)
+        # ValueError: the pipe was closed in another thread.
+        except (BrokenPipeError, EOFError, ValueError) as error:
             code = self._process.wait()
             killed = " (killed: is memory full? Try a smaller data.num_processes)" if code == -signal.SIGKILL else ""
             raise RuntimeError(f"a process that prepares data ended with exit code {code}{killed}.") from error
         if kind == "value error":
-            raise ValueError(answer)
+            raise ValueError(value)
         if kind == "error":
-            raise RuntimeError(f"a process that prepares data failed:\n{answer}")
-        return answer
+            raise RuntimeError(f"a process that prepares data failed:\n{value}")
+        return Answer(value, arrays)
 
     def stop(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -112,26 +140,27 @@ class _Worker:
         self._from.close()
 
 
-def _work() -> None:
-    """The worker: a function, then items until the pipe is closed; answers are (kind, value)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    read = os.fdopen(os.dup(0), "rb")
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
-    # Where the parent was killed, its pipes end in the middle of anything: nobody is left to be told.
-    with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
-        function = pickle.load(read)
-        while True:
-            item = pickle.load(read)
-            try:
-                result = "done", function(item)
-            except ValueError as error:
-                result = "value error", str(error)
-            except Exception:
-                result = "error", traceback.format_exc()
-            pickle.dump(result, answer, protocol=pickle.HIGHEST_PROTOCOL)
-            answer.flush()
+def _send(pipe: BinaryIO | Any, message: Answer) -> None:
+    """Sizes, JSON, and the arrays' bytes, one after another."""
+    arrays = [np.ascontiguousarray(array) for array in message.arrays]
+    head = json.dumps([message.value, [[array.dtype.str, len(array)] for array in arrays]]).encode()
+    pipe.write(_SIZE.pack(len(head)) + head)
+    for array in arrays:
+        pipe.write(array.data)
+    pipe.flush()
 
 
-if __name__ == "__main__":
-    _work()
+def _receive(pipe: BinaryIO | Any) -> Answer:
+    value, kinds = json.loads(_exactly(pipe, _SIZE.unpack(_exactly(pipe, _SIZE.size))[0]))
+    arrays = [np.empty(length, dtype) for dtype, length in kinds]
+    for array in arrays:
+        array.data.cast("B")[:] = _exactly(pipe, array.nbytes)
+    return Answer(value, arrays)
+
+
+def _exactly(pipe: BinaryIO | Any, size: int) -> bytes:
+    """`size` bytes; EOFError where the pipe ends before."""
+    content = pipe.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content

@@ -63,9 +63,6 @@ class AsciiWords:
         pattern = _words_pattern(spec.get("pre_tokenizer") or {})
         return None if pattern is None else cls(tokenizer, pattern)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ids_of": {}}  # another process remembers its own words
-
     def encode(self, text: str) -> SpanEncoding | None:
         """The library's encoding of `text`, without special tokens around it; None for what is not ASCII."""
         if NOT_PLAIN.search(text) or (self._odd is not None and self._odd.search(text)):

@@ -39,9 +39,6 @@ class ChatTemplate:
             raise ValueError(f"the chat template does not compile: {error}") from None
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source,)  # a compiled template cannot be pickled
-
     def render(
         self,
         messages: list[dict[str, Any]],

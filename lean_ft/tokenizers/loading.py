@@ -88,6 +88,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         bos_id=ids.get("bos_token"),
         eos_id=ids.get("eos_token"),
         pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
+        folder=folder,
         files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
         + [file for name in TEMPLATE_FOLDERS for file in sorted((folder / name).glob("*.jinja"))],
     )

@@ -56,13 +56,14 @@ class Tokenizer:
         bos_id: int | None,
         eos_id: int | None,
         pad_id: int,
+        folder: Path,
         files: list[Path],
     ):
         self._vocabulary = vocabulary
         self._special_tokens = special_tokens
         self._chat_templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.files = files
+        self.folder, self.files = folder, files
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
 

@@ -1,6 +1,8 @@
 """Rows of Parquet files and of Hugging Face datasets, which come from folders here: nothing is downloaded."""
 
 import hashlib
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,14 @@ def test_parquet(tmp_path: Path):
     assert [row.fields for row in rows] == expected()
     assert rows[1].place == f"{path}, row 2"
     assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
+
+
+def test_values_that_json_lacks(tmp_path: Path):
+    row = {"day": date(2026, 1, 2), "price": Decimal("1.50"), "raw": b"x", "deep": [{"at": datetime(2026, 1, 2, 3)}]}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows")
+    [read] = read_rows(str(tmp_path / "rows"))
+    deep = [{"at": "2026-01-02 03:00:00"}]
+    assert read.fields == {"day": "2026-01-02", "price": "1.50", "raw": {"type": "bytes"}, "deep": deep}
 
 
 def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch):

@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
 
 def detect(*fields: dict[str, Any], **settings: Any) -> str:
     rows = [Row(one, f"a.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
-    return formats_of(SFTDataConfig(source="a.jsonl", **settings), rows)[0]
+    return formats_of(SFTDataConfig(source="a.jsonl", **settings), rows)[0].name
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_detection(fields: dict[str, Any], name: str):
 
 def test_every_source_has_a_format():
     rows = [Row({"text": "x"}, "a", 0), Row({"prompt": "q", "completion": "a"}, "b", 2)]
-    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {0: "text", 2: "prompt_completion"}
+    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {0: ("text", {}), 2: ("prompt_completion", {})}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_what_cannot_be_told(fields, settings, message):
 def test_rows_that_could_not_be_read_tell_nothing():
     config = SFTDataConfig(source="a.jsonl", on_bad_row="skip")
     bad, good = Row({}, "a.jsonl, line 1", problem="malformed JSON"), Row({"text": "x"}, "a.jsonl, line 2")
-    assert formats_of(config, [bad, good]) == {0: "text"}
+    assert formats_of(config, [bad, good]) == {0: ("text", {})}
     with pytest.raises(ValueError, match=r"line 1: malformed JSON\. None of the first rows"):
         formats_of(config, [bad])

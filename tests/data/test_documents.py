@@ -8,6 +8,8 @@ import pytest
 
 from lean_ft.data import prepare_documents
 from lean_ft.data.documents import ROWS_AT_A_TIME
+from lean_ft.data.prepared import load_documents
+from lean_ft.settings import SFTDataConfig
 
 Config = Callable[..., Any]
 
@@ -28,6 +30,47 @@ def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
     assert report.tokens == sum(len(row["prompt"] + row["completion"]) + 1 for row in rows)
     # Each completion and its eos are labels, unless nothing stands before the first token to predict it from.
     assert report.target_tokens == sum(len(row["completion"]) + 1 - (not row["prompt"]) for row in rows)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_each_source_may_have_its_own_format_and_columns(
+    config: Config, plain_tokenizer, write: Callable[..., str], monkeypatch, num_processes: int
+):
+    monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 0)
+    sources = [
+        {
+            "path": write([{"question": "a", "answer": "b"}], "1.jsonl"),
+            "columns": {"prompt": "question", "completion": "answer"},
+        },
+        {
+            "path": write([{"question": "cd", "text": "e"}], "2.jsonl"),
+            "format": "text",
+            "columns": {"text": "question"},
+        },
+        write([{"body": "f"}], "3.jsonl"),
+    ]
+    settings = config([], source=sources, columns={"text": "body"}, num_processes=num_processes)
+    documents, report = prepare(settings, plain_tokenizer)
+    assert report.format == "prompt_completion + text"
+    assert [plain_tokenizer.decode(ids[:-1]) for ids, _ in documents] == ["ab", "cd", "f"]
+    with pytest.raises(ValueError, match=r"data\.columns\.promt: no format has such a field"):
+        prepare(config([], source=[{**sources[0], "columns": {"promt": "question"}}]), plain_tokenizer)
+
+
+def test_another_format_of_a_source_makes_other_documents(config: Config, plain_tokenizer, write, tmp_path):
+    (tmp_path / "cache").mkdir()
+    path = write([{"question": "q", "answer": "a"}], "both.jsonl")
+    settings = config([], source=path)
+
+    def tokens(**own: Any) -> int:
+        one = settings.model_copy(update={"source": SFTDataConfig(source=[{"path": path, **own}]).source})
+        return load_documents(one, plain_tokenizer, one.source, tmp_path / "cache").report.tokens
+
+    assert tokens(columns={"text": "question"}, format="text") == 2
+    both = {"columns": {"prompt": "question", "completion": "answer"}}
+    assert tokens(**both, format="prompt_completion") == 3
+    assert tokens(columns={"text": "answer"}, format="text") == 2
+    assert len(list((tmp_path / "cache").glob("documents-*"))) == 3
 
 
 def test_truncation_keeps_the_beginning_and_counts_what_is_lost(config: Config, plain_tokenizer):

@@ -1,6 +1,5 @@
 """Pairs become one prompt and two answers, whichever way they are written, and are cut in the order promised."""
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -81,12 +80,6 @@ def test_texts(plain_tokenizer):
         prompt, chosen, rejected = texts(plain_tokenizer, pair)
         assert (prompt + chosen, prompt + rejected) == ("Q: why?\n\nA: the cat<|end|>", "Q: why?\n\nA: the dog<|end|>")
         assert prompt == fields.get("prompt", "Q: why?\n\nA: the")  # what both say is no difference to learn
-
-
-def test_a_renderer_can_be_pickled(chat_tokenizer):
-    row = Row({"prompt": "q", "chosen": "yes", "rejected": "no"}, "here")
-    renderer = PairRenderer.of(PreferenceDataConfig(source="x"), [row], chat_tokenizer)
-    assert texts(chat_tokenizer, pickle.loads(pickle.dumps(renderer)).pair(row)) == CHAT
 
 
 def reference(prompt: list[int], answers: list[list[int]], max_prompt, max_completion, max_length, side):

@@ -1,6 +1,5 @@
 """A renderer does the same in another process, and the counts of parts add up to those of the whole."""
 
-import pickle
 
 from lean_ft.data.formats import RowReader
 from lean_ft.data.render import Renderer
@@ -15,16 +14,6 @@ def rows_of(count: int) -> list[Row]:
 def renderer(tokenizer) -> Renderer:
     config = SFTDataConfig(source="rows.jsonl", max_length=40)
     return Renderer(config, RowReader.of(config, rows_of(1), tokenizer), tokenizer)
-
-
-def test_a_renderer_can_be_pickled(chat_tokenizer):
-    render = renderer(chat_tokenizer)
-    there, counts = pickle.loads(pickle.dumps(render))(rows_of(5))
-    here, expected = render(rows_of(5))
-    assert counts == expected
-    for (ids, mask), (expected_ids, expected_mask) in zip(there, here, strict=True):
-        assert ids.tolist() == expected_ids.tolist()
-        assert mask.tolist() == expected_mask.tolist()
 
 
 def test_reports_of_parts_add_up(plain_tokenizer):

@@ -1,7 +1,5 @@
 """Which ids a span of the text touches, found by bisection, is what looking at every id finds."""
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,11 +62,3 @@ def test_bisection_finds_what_looking_at_every_id_does(vocabularies: list[Tokeni
         expected = SpanEncoding.of(library.ids, library.offsets).touches(spans)
         assert encoding.ids.tolist() == library.ids
         np.testing.assert_array_equal(encoding.touches(spans), expected)
-
-
-def test_a_pickled_vocabulary_encodes_alike(vocabularies: list[TokenizerJson]):
-    texts = [TEXT, "the end<|end|>", ""]
-    for vocabulary in vocabularies:
-        copy = pickle.loads(pickle.dumps(vocabulary))
-        for one, other in zip(vocabulary.encode(texts, [[]] * 3), copy.encode(texts, [[]] * 3), strict=True):
-            assert one.ids.tolist() == other.ids.tolist()
