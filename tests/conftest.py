@@ -1,6 +1,7 @@
 """What every test gets: one thread, a reason where there is no GPU, and the real data where it is at hand."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_reaches_tests() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,9 +73,9 @@ def export_folder(
     names) with the adapter in its weights.
 
     Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most
-    `max_shard_size`. Takes the memory of one model in `dtype`. Raises ValueError where the source is missing or damaged, the destination taken, or
-    a weight too large for the dtype; OSError where the disk is full; RuntimeError where what was written does not
-    compute what the source does. In every case nothing is left behind.
+    `max_shard_size`. Takes the memory of one model in `dtype`. Raises ValueError where the source is missing or damaged,
+    the destination taken, or a weight too large for the dtype; OSError where the disk is full; RuntimeError where what
+    was written does not compute what the source does. In every case nothing is left behind.
     """
     max_shard_bytes = parse_bytes(max_shard_size)
     if dtype is not None and dtype not in _DTYPES:
