@@ -1,6 +1,7 @@
-"""Whether lean settings learn what float32 AdamW learns: the embedded model on its own data, several hundred steps each.
+"""Whether lean settings learn what float32 AdamW learns, over several hundred steps each.
 
-    python benchmarks/convergence.py
+    python benchmarks/convergence.py               # the embedded model on its own data
+    python benchmarks/convergence.py --task gsm8k  # a small model from random weights, on GSM8K
     python benchmarks/convergence.py --only float32,seed,adamw_4bit --steps 100
 
 Every row is the recipe `full_finetune_single_device` with the same data in the same order; only the settings that it
@@ -8,10 +9,11 @@ names differ from float32 AdamW. A loss is told as the mean over the last steps 
 each against the float32 run's. The row `seed` is that run with another order of the data: what lies within its distance
 is no difference. A row has its bound, and one that goes beyond it makes the script exit with 1.
 
-Writes `results/convergence_<hardware>.json` and a chart of the curves beside it.
+Writes `results/convergence[_gsm8k]_<hardware>.json` and a chart of the curves beside it.
 """
 
 import json
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,22 +22,55 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from measure import Budget, read_steps, recipe_command, run_measured
 from results import RESULTS, Hardware, console, print_result, require_hardware, write_result
+from shapes import EMBEDDED_MODEL, find_gsm8k
 
 RECIPE = "full_finetune_single_device"
 LAST_STEPS = 50  # over which a run's final loss is averaged
 
 BASE: dict[str, Any] = {
-    "model.path": "tiny",
     "model.dtype": "bfloat16",
-    "data.source": "tiny/train.jsonl",
-    "data.validation_source": "tiny/validation.jsonl",
-    "data.max_length": 1024,
     "optimizer.lr": 1e-3,
     "schedule.warmup_steps": 20,
     "optimizer.stochastic_rounding": True,
     "batch_size": 4,
     "epochs": 100,
 }
+
+
+class Task(NamedTuple):
+    """What is trained on what."""
+
+    description: str
+    result: str
+    """The name of the result file."""
+    settings: dict[str, Any]
+
+
+TASKS = {
+    "embedded": Task(
+        "full finetuning of the embedded model with batches of 4 conversations",
+        "convergence",
+        {
+            "model.path": "tiny",
+            "data.source": "tiny/train.jsonl",
+            "data.validation_source": "tiny/validation.jsonl",
+            "data.max_length": 1024,
+        },
+    ),
+    "gsm8k": Task(
+        "a Llama of 4 layers and 256 features, from random weights, on GSM8K packed into batches of 4 x 512 tokens",
+        "convergence_gsm8k",
+        {
+            "model.random_init": True,
+            "data.columns.prompt": "question",
+            "data.columns.completion": "answer",
+            "data.validation_fraction": 0.02,
+            "data.max_length": 512,
+            "data.packing": "bfd",
+        },
+    ),
+}
+SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}  # where it is not as the embedded model
 
 
 class Row(NamedTuple):
@@ -73,12 +108,20 @@ ROWS = (
 COLUMNS = ["setting", "state", "loss, last steps", "difference", "held-out loss", "difference", "bound"]
 
 
-def train(row: Row, *, steps: int, device: str, timeout_seconds: float) -> dict[str, Any]:
+def write_small_model(folder: Path) -> Path:
+    """A model folder without weights, with the embedded model's tokenizer."""
+    shutil.copytree(EMBEDDED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **SMALL_MODEL}))
+    return folder
+
+
+def train(row: Row, base: dict[str, Any], *, steps: int, device: str, timeout_seconds: float) -> dict[str, Any]:
     """Runs one row in a process of its own; returns its losses, or why there are none."""
     result: dict[str, Any] = {"name": row.name, "label": row.label, "settings": row.settings, "bound": row.bound}
     with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as folder:
         metrics = Path(folder) / "run/metrics.jsonl"
-        settings = {**BASE, **row.settings, "max_steps": steps, "device": device, "output_dir": metrics.parent}
+        settings = {**base, **row.settings, "max_steps": steps, "device": device, "output_dir": metrics.parent}
         measured = run_measured(recipe_command(RECIPE, settings), timeout_seconds=timeout_seconds)
         result |= {"status": measured.status, "reason": measured.reason}
         if measured.status == "ok":
@@ -111,8 +154,8 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"full finetuning of the embedded model, {settings['steps']} steps of {settings['batch_size']} conversations; "
-        f"loss is the mean of the last {settings['last_steps']} steps, differences are from float32 AdamW"
+        f"{TASKS[settings['task']].description}, {settings['steps']} steps; loss is the mean of the last "
+        f"{settings['last_steps']} steps, differences are from float32 AdamW"
     )
 
 
@@ -163,6 +206,8 @@ def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def main(
+    task: Annotated[str, typer.Option(help=f"What is trained on what: {' or '.join(TASKS)}.")] = "embedded",
+    data: Annotated[Path | None, typer.Option(help="GSM8K's training split, for that task.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 300,
     only: Annotated[str, typer.Option(help=f"Some of {', '.join(r.name for r in ROWS)}, with commas.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
@@ -173,8 +218,16 @@ def main(
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
 ) -> None:
-    """Trains the embedded model with lean settings and with float32 AdamW, and compares what they reach."""
+    """Trains a small model with lean settings and with float32 AdamW, and compares what they reach."""
     hardware = require_hardware(device)
+    if task not in TASKS:
+        raise typer.BadParameter(f"no task is called {task!r}; expected {' or '.join(TASKS)}")
+    base = {**BASE, **TASKS[task].settings}
+    if task == "gsm8k":
+        data = data or find_gsm8k()
+        if data is None:
+            raise typer.BadParameter("expected GSM8K's training split as JSONL", param_hint="--data")
+        base |= {"data.source": data}
     names = [name.strip() for name in only.split(",") if name.strip()] or [row.name for row in ROWS]
     if unknown := [name for name in names if name not in {row.name for row in ROWS}]:
         raise typer.BadParameter(f"no row is called {unknown[0]!r}; expected some of {', '.join(r.name for r in ROWS)}")
@@ -183,18 +236,19 @@ def main(
     budget = Budget(timeout_seconds, budget_seconds)
 
     def run(row: Row) -> dict[str, Any]:
-        result = train(row, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds())
+        result = train(row, base | path_of_model, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds())
         last = f"{result['last_loss']:.4f}" if result["status"] == "ok" else result["reason"]
         console.print(f"{row.label:<45} {last}", markup=False)
         return result
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as name, ThreadPoolExecutor(jobs) as pool:
+        path_of_model = {"model.path": write_small_model(Path(name) / "model")} if task == "gsm8k" else {}
         rows = list(pool.map(run, [row for row in ROWS if row.name in names]))
     path = write_result(
-        "convergence",
+        TASKS[task].result,
         benchmark="convergence",
         hardware=hardware,
-        settings={"steps": steps, "batch_size": BASE["batch_size"], "last_steps": LAST_STEPS, "base": BASE},
+        settings={"task": task, "steps": steps, "last_steps": LAST_STEPS, "base": BASE | TASKS[task].settings},
         rows=rows,
         folder=results_dir,
     )

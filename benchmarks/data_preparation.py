@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import ROOT, Budget, run_measured
+from measure import Budget, run_measured
 from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from shapes import find_gsm8k
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 SIDES = ("ours", "trl")
@@ -41,12 +42,6 @@ CHATML = """\
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-
-
-def find_gsm8k() -> Path | None:
-    """`shared/data/gsm8k_train.jsonl` beside this checkout or above it."""
-    found = (parent / "shared" / "data" / "gsm8k_train.jsonl" for parent in ROOT.parents)
-    return next((path for path in found if path.is_file()), None)
 
 
 def read_questions(data: Path) -> list[dict[str, str]]:

@@ -154,6 +154,12 @@ SHAPES: dict[str, Shape] = {
 }
 
 
+def find_gsm8k() -> Path | None:
+    """`shared/data/gsm8k_train.jsonl` beside this checkout or above it."""
+    found = (parent / "shared" / "data" / "gsm8k_train.jsonl" for parent in ROOT.parents)
+    return next((path for path in found if path.is_file()), None)
+
+
 def shape_of(name: str) -> Shape:
     """The named shape's config.json. Raises ValueError with the names there are."""
     if name not in SHAPES:

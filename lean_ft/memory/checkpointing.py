@@ -27,6 +27,7 @@ KEPT_OPERATIONS = {
         "attn",
         "aten.mm.",
         "aten.addmm.",
+        "aten.addmm_.",  # adds to what is kept: that must not happen a second time
         "aten.bmm.",
         "aten.linear.",
         "_scaled_mm",
@@ -77,7 +78,10 @@ _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "product
 
 
 def _selectively(policy: Callable[..., CheckpointPolicy], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    contexts = partial(create_selective_checkpoint_contexts, policy)
+    # An adapter's product is added to the frozen one in place, when that is kept already.
+    contexts = partial(
+        create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=policy is _keep_products
+    )
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

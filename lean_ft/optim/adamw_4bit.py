@@ -10,15 +10,16 @@ updates a tensor at once, leaves tensors that are not whole blocks in the weight
 filled up.
 """
 
-from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lean_ft.optim.adamw import AdamW, clipped_lr
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
+from lean_ft.optim.adamw import clipped_lr
+from lean_ft.optim.blockwise import BlockwiseAdamW
+from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.optim.slices import (
     RoundingNoise,
     SliceSum,
@@ -32,7 +33,6 @@ from lean_ft.optim.slices import (
 )
 
 BLOCK = 128  # elements that share a scale
-MIN_4BIT_ELEMENTS = 4096
 # What the first moment's codes stand for: the dynamic map of 3 exponent bits, as the 8-bit rule's is of 7.
 SIGNED_VALUES = (
     *(-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0.0),
@@ -40,40 +40,16 @@ SIGNED_VALUES = (
 )
 
 
-class AdamW4bit(Rule):
+class AdamW4bit(BlockwiseAdamW):
     """AdamW whose moments are kept as 4-bit codes with a scale a block."""
 
-    def __init__(
-        self,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        update_clipping: bool,
-        stochastic_rounding: bool,
-        compile: bool,
-    ) -> None:
-        self.beta1, self.beta2 = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self.update_clipping = update_clipping
-        self.draws_noise = stochastic_rounding
-        self._compile = compile
-        self._small = AdamW(
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            update_clipping=update_clipping,
-            stochastic_rounding=stochastic_rounding,
-            compile=False,
-            state_dtype=torch.float32,
-        )
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        compile = self._compile
         self._update = compile_once(_update) if compile else _update
         self._sum_of_ratios = compile_once(_sum_of_ratios) if compile else _sum_of_ratios
 
-    def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        if param.numel() < MIN_4BIT_ELEMENTS:
-            return self._small.init_state(param)
+    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
         num_blocks = -(-param.numel() // BLOCK)
 
         def codes() -> Tensor:
@@ -89,14 +65,7 @@ class AdamW4bit(Rule):
             "exp_avg_sq_scale": scales(),
         }
 
-    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        for state in states:
-            if "exp_avg_scale" in state.tensors:
-                self._update_in_slices(state, step)
-            else:
-                self._small.update([state], step)
-
-    def _update_in_slices(self, state: ParameterState, step: StepInfo) -> None:
+    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
         weight, grad = flat(state.param), flat(state.grad)
         names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         codes, scales, codes_sq, scales_sq = (state.tensors[name] for name in names)

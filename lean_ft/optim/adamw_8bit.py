@@ -15,14 +15,16 @@ hundred times too large. And every code is the nearest, where bitsandbytes on a 
 3e-5 of the block's largest. The kernel on CUDA does round second moments to zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lean_ft.optim.adamw import AdamW, clipped_lr
+from lean_ft.optim.adamw import clipped_lr
+from lean_ft.optim.blockwise import BlockwiseAdamW
 from lean_ft.optim.dynamic_code import ZERO_CODE, ArithmeticCode, DynamicCode, TableCode, smallest_magnitude
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
+from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.optim.slices import (
     RoundingNoise,
     SliceSum,
@@ -36,7 +38,6 @@ from lean_ft.optim.slices import (
 )
 
 BLOCK = 256  # elements that share a scale
-MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 PAGED_WITHOUT_CUDA = (
@@ -45,37 +46,13 @@ PAGED_WITHOUT_CUDA = (
 )
 
 
-class AdamW8bit(Rule):
+class AdamW8bit(BlockwiseAdamW):
     """AdamW whose moments are kept as 8-bit codes with a scale a block; `paged` keeps them in managed memory."""
 
-    def __init__(
-        self,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        update_clipping: bool,
-        stochastic_rounding: bool,
-        compile: bool,
-        paged: bool,
-    ) -> None:
-        self.beta1, self.beta2 = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self.update_clipping = update_clipping
-        self.draws_noise = stochastic_rounding
+    def __init__(self, *, paged: bool, **settings: Any) -> None:
+        super().__init__(**settings)
         self.paged = paged
-        self._compile = compile
-        self._small = AdamW(
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            update_clipping=update_clipping,
-            stochastic_rounding=stochastic_rounding,
-            compile=False,
-            state_dtype=torch.float32,
-        )
-        if compile:
+        if self._compile:
             codes = ArithmeticCode(signed=True), ArithmeticCode(signed=False)
             self._compiled_update = compile_once(_update_with(*codes))
             self._compiled_sum_of_ratios = compile_once(_sum_of_ratios_with(codes[1]))
@@ -84,8 +61,9 @@ class AdamW8bit(Rule):
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         if self.paged and not param.is_cuda:
             self.notes = (PAGED_WITHOUT_CUDA,)
-        if param.numel() < MIN_8BIT_ELEMENTS:
-            return self._small.init_state(param)
+        return super().init_state(param)
+
+    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
         num_blocks = -(-param.numel() // BLOCK)
         return {
             "exp_avg": self._codes(param, ZERO_CODE[True]),
@@ -103,14 +81,11 @@ class AdamW8bit(Rule):
             return codes
         return torch.full(param.shape, zero, dtype=torch.uint8, device=param.device)
 
-    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        for state in states:
-            if "exp_avg_absmax" not in state.tensors:
-                self._small.update([state], step)
-            elif state.param.is_cuda and not (self.update_clipping or self.draws_noise):
-                self._update_by_bitsandbytes(state, step)
-            else:
-                self._update_in_slices(state, step)
+    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
+        if state.param.is_cuda and not (self.update_clipping or self.draws_noise):
+            self._update_by_bitsandbytes(state, step)
+        else:
+            self._update_in_slices(state, step)
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
         import bitsandbytes.functional as bnb

@@ -9,45 +9,31 @@ the update runs over slices of whole blocks, so that it needs no float32 copy of
 torchao rounds a second moment to zero where it is 6e6 times smaller than its block's largest; `adamw_8bit` does not.
 """
 
-from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lean_ft.optim.adamw import AdamW
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
+from lean_ft.optim.blockwise import BlockwiseAdamW
+from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, as_scalar_tensor, compile_once, cut, flat, slice_length, slices, store
 
 BLOCK = 256  # elements that share a scale
-MIN_8BIT_ELEMENTS = 4096
 
 
-class AdamW8bitTorchao(Rule):
+class AdamW8bitTorchao(BlockwiseAdamW):
     """AdamW whose moments are kept as torchao's 8-bit codes with a scale a block."""
 
-    def __init__(
-        self, *, betas: tuple[float, float], eps: float, weight_decay: float, stochastic_rounding: bool, compile: bool
-    ) -> None:
-        self.beta1, self.beta2 = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self.draws_noise = stochastic_rounding
-        self._compile = compile
-        self._plain = AdamW(
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            update_clipping=False,
-            stochastic_rounding=stochastic_rounding,
-            compile=False,
-        )
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, plain_dtype=None)
+        compile = self._compile
         self._update = compile_once(_update) if compile else _update
 
-    def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        if param.numel() < MIN_8BIT_ELEMENTS or param.numel() % BLOCK:
-            return self._plain.init_state(param)
+    def is_coded(self, param: Tensor) -> bool:
+        return super().is_coded(param) and param.numel() % BLOCK == 0
 
+    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
         def codes() -> Tensor:
             return torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
 
@@ -61,13 +47,7 @@ class AdamW8bitTorchao(Rule):
             "exp_avg_sq_scale": scales(),
         }
 
-    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        self._plain.update([state for state in states if "exp_avg_scale" not in state.tensors], step)
-        for state in states:
-            if "exp_avg_scale" in state.tensors:
-                self._update_in_slices(state, step)
-
-    def _update_in_slices(self, state: ParameterState, step: StepInfo) -> None:
+    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
         weight, grad = flat(state.param), flat(state.grad)
         codes, codes_sq = flat(state.tensors["exp_avg"]), flat(state.tensors["exp_avg_sq"])
         scales, scales_sq = state.tensors["exp_avg_scale"], state.tensors["exp_avg_sq_scale"]

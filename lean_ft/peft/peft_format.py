@@ -228,7 +228,8 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     shapes = {name: _stored_as(layer) for name, layer in layers.items()}
     (rank, alpha), _ = Counter((shape.rank, shape.alpha) for shape in shapes.values()).most_common(1)[0]
     first = next(iter(shapes.values()))
-    modules = {name: layer for name, layer in layers.items() if not isinstance(layer, ExpertsAdapter)}
+    parameters = {name: _named_as_parameter(model, name, layer) for name, layer in layers.items()}
+    modules = {name: layer for name, layer in layers.items() if parameters[name] is None}
     name_or_path, revision = _base_model(model)
     return {
         "peft_type": "LORA",
@@ -239,7 +240,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": first.dropout,
         "target_modules": _target_modules(model, modules),
-        "target_parameters": sorted(layers.keys() - modules.keys()) or None,
+        "target_parameters": sorted(filter(None, parameters.values())) or None,
         "rank_pattern": {_exactly(name): s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {_exactly(name): s.alpha for name, s in shapes.items() if s.alpha != alpha},
         "use_rslora": first.rslora,
@@ -250,6 +251,18 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+
+
+def _named_as_parameter(model: Decoder, name: str, layer: AdaptedLayer) -> str | None:
+    """What PEFT calls the parameter that it is to adapt; None where it is to adapt a module.
+
+    In a model with experts PEFT takes any module of these names for experts that an older version kept one by one, the
+    plain layers between them too, and gives it twice the rank.
+    """
+    if isinstance(layer, ExpertsAdapter):
+        return name
+    is_mistaken = model.mixture is not None and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    return f"{name}.weight" if is_mistaken else None
 
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:

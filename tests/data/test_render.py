@@ -1,6 +1,5 @@
 """A renderer does the same in another process, and the counts of parts add up to those of the whole."""
 
-
 from lean_ft.data.formats import RowReader
 from lean_ft.data.render import Renderer
 from lean_ft.data.rows import Row

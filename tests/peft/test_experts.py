@@ -52,12 +52,12 @@ def test_the_default_targets_of_peft_name_routers_too(make_checkpoint, tmp_path)
     torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", sorted(MIXTURES))
+@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers"])  # the last: and plain layers between
 def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
     apply_lora(model, LoRAConfig(rank=3, alpha=5))
-    assert "model.layers.0.mlp.experts.down_proj" in adapted_layers(model)
+    assert any(name.endswith("mlp.experts.down_proj") for name in adapted_layers(model))
     torch.testing.assert_close(model(IDS), load_model(folder)(IDS))
     randomize(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

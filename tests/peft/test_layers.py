@@ -144,10 +144,12 @@ def test_no_gradient_is_computed_for_a_frozen_input():
 @pytest.mark.parametrize(
     "settings", [{}, {"dora": True}, {"dropout": 0.3}, {"quantize": "nf4"}, {"init": "pissa"}], ids=str
 )
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_checkpointing_changes_no_gradient(checkpointing, settings, tiny_folder):
+@pytest.mark.parametrize(
+    ("checkpointing", "keeps"), [("full", "attention"), ("selective", "attention"), ("selective", "products")]
+)
+def test_checkpointing_changes_no_gradient(checkpointing, keeps, settings, tiny_folder):
     cfg, results = LoRAConfig(rank=4, **settings), []
-    for memory in (MemoryConfig(), MemoryConfig(activation_checkpointing=checkpointing)):
+    for memory in (MemoryConfig(), MemoryConfig(activation_checkpointing=checkpointing, selective_keeps=keeps)):
         torch.manual_seed(0)
         model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
         apply_lora(model, cfg)
