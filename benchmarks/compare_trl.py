@@ -69,8 +69,9 @@ RECIPES = {
             "lora.rank": LORA_RANK,
             "compile": True,
             "memory.activation_checkpointing": "selective",
+            "memory.selective_keeps": "products",
         },
-        "selective checkpointing, compile and chunked cross-entropy",
+        "checkpointing that keeps matrix products, compile and chunked cross-entropy",
         ("--lora-rank", str(LORA_RANK)),
     ),
 }
