@@ -9,7 +9,7 @@ names differ from float32 AdamW. A loss is told as the mean over the last steps 
 each against the float32 run's. The row `seed` is that run with another order of the data: what lies within its distance
 is no difference. A row has its bound, and one that goes beyond it makes the script exit with 1.
 
-Writes `results/convergence[_gsm8k]_<hardware>.json` and a chart of the curves beside it.
+Writes `results/convergence_<task>_<hardware>.json` and a chart of the curves beside it.
 """
 
 import json
@@ -49,7 +49,7 @@ class Task(NamedTuple):
 TASKS = {
     "embedded": Task(
         "full finetuning of the embedded model with batches of 4 conversations",
-        "convergence",
+        "convergence_embedded",
         {
             "model.path": "tiny",
             "data.source": "tiny/train.jsonl",
@@ -236,7 +236,9 @@ def main(
     budget = Budget(timeout_seconds, budget_seconds)
 
     def run(row: Row) -> dict[str, Any]:
-        result = train(row, base | path_of_model, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds())
+        result = train(
+            row, base | path_of_model, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds()
+        )
         last = f"{result['last_loss']:.4f}" if result["status"] == "ok" else result["reason"]
         console.print(f"{row.label:<45} {last}", markup=False)
         return result
