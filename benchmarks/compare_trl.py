@@ -70,6 +70,7 @@ RECIPES = {
             "compile": True,
             "memory.activation_checkpointing": "selective",
             "memory.selective_keeps": "products",
+            "memory.loss_chunk_tokens": 512,
         },
         "checkpointing that keeps matrix products, compile and chunked cross-entropy",
         ("--lora-rank", str(LORA_RANK)),
