@@ -15,10 +15,12 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     of the Hugging Face hub (`org/name` or `org/name@revision`) in the hub's cache, fetched if it is not there yet.
 
     A folder on disk wins over either name. Without `weights` no safetensors file is fetched. Raises ValueError where
-    there is no such folder and no such repository, and as `lean_ft.hub.download` does.
+    there is no such folder and no such repository, for a run directory, and as `lean_ft.hub.download` does.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").exists() and (hint := checkpoint_hint(folder)):
+            raise ValueError(f"model path {str(path)!r} is no model.{hint}")
         return folder
     if folder.is_file():
         raise ValueError(f"model path {str(path)!r} is a file; expected the folder that holds config.json.")
@@ -35,6 +37,12 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
         )
     with _no_folder_either(path):
         return hub.model_folder(name, weights)
+
+
+def checkpoint_hint(folder: Path) -> str:
+    """` It is a run directory: give one of its checkpoints, such as ...`, where it is one that has any, or nothing."""
+    checkpoints = sorted(folder.glob("step_" + "[0-9]" * 8))
+    return f" It is a run directory: give one of its checkpoints, such as {checkpoints[-1]}." if checkpoints else ""
 
 
 def pin_model_path(path: str | Path) -> str | Path:

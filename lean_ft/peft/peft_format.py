@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lean_ft.assets import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
@@ -307,7 +308,10 @@ def _exactly(name: str) -> str:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ValueError(f"{folder} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves them.")
+        raise ValueError(
+            f"{folder} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves them."
+            f"{checkpoint_hint(folder)}"
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

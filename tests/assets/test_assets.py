@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft import assets
+from lean_ft.peft.peft_format import read_adapter
 from tests.hub_server import Repository
 
 COMMIT = "c" * 40
@@ -44,6 +45,17 @@ def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="is a file; expected the folder"):
         assets.resolve_model_path(tmp_path / "model.safetensors")
+
+
+def test_of_a_run_directory_a_checkpoint_is_wanted(tmp_path):
+    for step in (2, 10):
+        (tmp_path / "run" / f"step_{step:08}").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"run' is no model\. It is a run directory: .* such as .*step_00000010\.$"):
+        assets.resolve_model_path(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"holds no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
+        read_adapter(tmp_path / "run")
+    (tmp_path / "run" / "config.json").touch()
+    assert assets.resolve_model_path(tmp_path / "run") == tmp_path / "run"
 
 
 def test_a_repository_is_a_folder_in_the_cache(hub_server, tmp_path):
