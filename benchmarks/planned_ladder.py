@@ -33,6 +33,7 @@ _STREAMED = {**_PARKED, "optimizer.state": "streamed"}
 _WHOLE_LOGITS = {"memory.loss_chunk_tokens": 0}
 _ADAPTER = {**_CHECKPOINTED, "memory.activation_offload": True}
 _LEAN_8B = {key: value for key, value in _STREAMED.items() if key != "memory.tied_gradient"}
+_QLORA_8B = {**_ADAPTER, "lora.quantize": "nf4", "optimizer.name": "adamw_8bit", "data.max_length": 2048}
 
 # (shape, recipe, label, settings, GiB that torchtune published for the rung)
 RUNGS: list[tuple[str, str, str, dict[str, Any], float | None]] = [
@@ -53,7 +54,9 @@ RUNGS: list[tuple[str, str, str, dict[str, Any], float | None]] = [
     ("llama3_1_8b", FULL, "8B: all but streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}, None),
     ("llama3_1_8b", FULL, "8B: states streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}, None),
     ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**_CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}, 7.4),
-    ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_ADAPTER, "lora.quantize": "nf4", "data.max_length": 2048}, None),
+    ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}, None),
+    ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B, None),
+    ("llama3_1_8b", LORA, "8B: + tiles of tokens", {**_QLORA_8B, "memory.tile_mlp": 4}, None),
 ]  # fmt: skip
 
 
