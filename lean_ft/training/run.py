@@ -188,6 +188,7 @@ class Run:
         self._bad_steps.count = int(state.get("bad_steps", 0))
         restore_weights(folder, self._model)  # of a complete run, too: it can still be asked for answers
         if self.start_step >= self.total_steps:
+            self.total_steps = self.start_step  # `max_steps` may ask for fewer than there are: none is undone
             return
 
         restore_optimizer(folder, self._optimizer)
@@ -446,5 +447,5 @@ class Run:
     def _say_complete(self) -> None:
         say("complete", f"all {self.total_steps} steps are done, nothing is left to do: {self.checkpoint}")
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
-        limits = " and ".join(name for name, bound in bounds.items() if bound == self.total_steps)
+        limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
         say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")

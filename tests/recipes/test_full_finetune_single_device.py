@@ -106,3 +106,8 @@ def test_a_complete_run_answers_with_what_it_learned(train, capsys):
     asked_again = capsys.readouterr().out
     assert asked_again.count("at step 8: ") == 2
     assert asked_again.rpartition("at step 8: ")[2] == learned
+    train(*settings, "max_steps=3")  # fewer than there are: none is undone, and the answers are those of all
+    out = capsys.readouterr().out
+    assert "all 8 steps are done" in out
+    assert "a larger max_steps" in out
+    assert out.rpartition("at step 8: ")[2] == learned
