@@ -10,6 +10,7 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:
 et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198).
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -27,7 +28,7 @@ KEPT_OPERATIONS = {
         "attn",
         "aten.mm.",
         "aten.addmm.",
-        "aten.addmm_.",  # adds to what is kept: that must not happen a second time
+        "aten.addmm_.",  # adds an adapter's product to a kept one: that must not happen a second time
         "aten.bmm.",
         "aten.linear.",
         "_scaled_mm",
@@ -54,12 +55,19 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
         )
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
+    # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept, but
+    # for an adapter's product, see `_keep_products`.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_something_else)
     chosen = layers[::every]
     for layer in chosen:
         # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in
         # every layer, and compiles it once.
         layer.forward = MethodType(_FORWARDS[keep], layer)
     return len(chosen)
+
+
+def _is_of_something_else(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +86,6 @@ _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "product
 
 
 def _selectively(policy: Callable[..., CheckpointPolicy], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # An adapter's product is added to the frozen one in place, when that is kept already.
     contexts = partial(
         create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=policy is _keep_products
     )
@@ -89,6 +96,7 @@ def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
     return _keep(operation, KEPT_OPERATIONS["attention"])
 
 
+# An adapter's product is added in place, to what is kept already; kept itself, it is not added again.
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return _keep(operation, KEPT_OPERATIONS["products"])
 
