@@ -24,7 +24,8 @@ def find_source(source: str | Path) -> Path:
     A checkpoint's files are compared with its manifest's checksums. Raises ValueError where there is none, or none that
     is whole.
     """
-    folder = resolve_model_path(source)
+    folder = Path(source).expanduser()
+    folder = folder if folder.is_dir() else resolve_model_path(source)
     if (folder / "config.json").is_file() or is_adapter(folder):
         if (folder / MANIFEST).is_file():
             check_whole(folder)
