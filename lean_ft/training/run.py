@@ -221,15 +221,15 @@ class Run:
         free = free_bytes(self.directory)
         if free < needed:
             raise ValueError(
-                f"A checkpoint of this run takes {gibibytes(needed)}, and the disk of output_dir={self.directory} has "
-                f"{gibibytes(free)} free: not even one could be saved. Free some space or set another output_dir."
+                f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of "
+                f"output_dir={self.directory} has {gibibytes(free)} free: not even one could be saved. Free some space or set another output_dir."
             )
         saves = most_checkpoints(self.cfg, self.start_step, self.total_steps)
         if free < saves * needed:
             say(
                 "disk",
-                f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take {gibibytes(saves * needed)}: "
-                f"the run stops where one does not fit",
+                f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take up to "
+                f"{gibibytes(saves * needed)}: the run stops where one does not fit",
             )
 
     # The loop -----------------------------------------------------------------------------------------------------
