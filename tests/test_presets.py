@@ -5,13 +5,19 @@ not a measurement: weights, 8-bit states with their scales, what checkpointing k
 the loss's or one layer's in backward with its gradients.
 """
 
+import json
+import re
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from lean_ft import catalog, hub
+from lean_ft.assets import resolve_model_path
 from lean_ft.config import describe, load_config, preset_values
+from lean_ft.plan.devices import find_device
+from lean_ft.plan.rehearsal import rehearse
 
 GIB = 2**30
 _CHUNK_TOKENS = 1024  # of the loss; `auto` takes more where there is room
@@ -153,6 +159,15 @@ def recipe():
     return catalog.load_recipe(catalog.find_recipe("full_finetune_single_device"))
 
 
+def recipe_name(preset: str) -> str:
+    return f"{'full' if preset.endswith('/full') else 'lora'}_finetune_single_device"
+
+
+def said_gib(preset: str) -> float:
+    """The peak that a preset's comment tells."""
+    return float(re.search(r"GB: ([\d.]+) GiB at the peak", catalog.find_preset(preset).read_text())[1])
+
+
 def test_every_model_has_a_preset():
     assert {name for name in PRESETS if name.endswith("/full")} == {f"{name}/full" for name in MODELS}
 
@@ -175,9 +190,45 @@ def test_the_comment_is_what_the_shape_and_the_settings_give(recipe, name):
     assert cfg.gradient_accumulation_steps == 1
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "tiny/full"])
-def test_a_preset_states_nothing_that_goes_without_saying(recipe, name):
-    file = catalog.find_preset(name)
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("/full")])
+def test_an_adapters_comment_is_of_the_same_model(name):
+    file, model = catalog.find_preset(name), MODELS[name.partition("/")[0]]
+    cfg = load_config(catalog.load_recipe(catalog.find_recipe(recipe_name(name))).Config, file)
+    kind = "an adapter, its weights frozen in 4 bits" if cfg.lora.quantize == "nf4" else "an adapter"
+    size = f"{model.num_parameters / 1e9:.2f} B parameters, {2 * model.num_parameters / 1e9:.1f} GB of weights"
+    card = next(size for size in CARDS if said_gib(name) * 1.1 <= size)
+    lines = file.read_text().splitlines()
+    assert lines[0] == f"# {model.title}, {kind}: {size}."
+    assert lines[1] == f"# It trains on a GPU with {card} GB: {said_gib(name):.1f} GiB at the peak, by leanft plan."
+    assert (cfg.model.path, cfg.output_dir.name) == (model.repo, name.replace("/", "_"))
+
+
+def test_an_adapters_peak_is_the_planners(tmp_path):
+    """Of a Llama; the others' were found in the same way."""
+    name = "llama3_1_8b/qlora"
+    recipe = catalog.load_recipe(catalog.find_recipe(recipe_name(name)))
+    folder, model = tmp_path / "model", MODELS["llama3_1_8b"]
+    shutil.copytree(resolve_model_path("tiny"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    queries, keys, head_dim = model.heads
+    sizes = {
+        "hidden_size": model.H,
+        "intermediate_size": model.I,
+        "num_hidden_layers": model.L,
+        "num_attention_heads": queries,
+        "num_key_value_heads": keys,
+        "head_dim": head_dim,
+        "vocab_size": model.V,
+        "tie_word_embeddings": model.tied,
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    cfg = load_config(recipe.Config, catalog.find_preset(name), [f"model.path={folder}", f"output_dir={tmp_path}/run"])
+    assert rehearse(recipe, cfg, find_device("RTX 4090")).peak_bytes / GIB == pytest.approx(said_gib(name), abs=0.06)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "tiny/full", "tiny/lora"])
+def test_a_preset_states_nothing_that_goes_without_saying(name):
+    recipe, file = catalog.load_recipe(catalog.find_recipe(recipe_name(name))), catalog.find_preset(name)
     cfg = load_config(recipe.Config, file).model_dump(mode="json")
     defaults = {setting.key: setting for setting in describe(recipe.Config)}
     for key in preset_values(file):
@@ -198,7 +249,7 @@ def test_a_preset_validates_without_a_network(name, hub_server):
 
     from lean_ft.cli.main import app
 
-    answer = CliRunner().invoke(app, ["validate", "full_finetune_single_device", "--config", name])
+    answer = CliRunner().invoke(app, ["validate", recipe_name(name), "--config", name])
     assert answer.exit_code == 0, answer.output
     assert "# ok" in answer.output
     assert hub_server.requests == []
