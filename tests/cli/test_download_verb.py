@@ -132,7 +132,7 @@ def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository,
     )
     assert hub_server.stalled.wait(60)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     num_files = len(repository.commits[COMMIT]) - 1
     assert (process.returncode, out) == (130, "")
     assert err.startswith(f"error: interrupted.\n{num_files - 1} of {num_files} files of org/tiny are complete")

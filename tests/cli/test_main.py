@@ -72,7 +72,7 @@ def test_what_needs_no_recipe_imports_no_torch(arguments):
         "    heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "    sys.exit(str(heavy) if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -80,14 +80,14 @@ def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
     """`leanft cat RECIPE | head -1`, with more output than a pipe holds."""
     script = f"{sys.executable} -m lean_ft cat {toy_recipe.with_suffix('.yaml')} | head -n 1; echo ${{PIPESTATUS[0]}}"
     toy_recipe.with_suffix(".yaml").write_text("# a comment\n" * 20_000)
-    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("# a comment\n0\n", "")
 
 
 def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
     command = f"{sys.executable} -m lean_ft run {toy_recipe} model.path=m act=flood"
     script = f"{command} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n"
     assert done.stderr.startswith("error: RuntimeError: whatever read the output has gone")
     assert "Traceback" not in done.stderr

@@ -48,7 +48,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     # log_every: what was not yet written when the signal came is written too.
     process, _ = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == code
     assert f"{number.name}: will save and stop" in err
     assert "stopped     after step 3 of 12, all of it saved. To go on:" in out
@@ -66,7 +66,7 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
     process.send_signal(signal.SIGINT)
     assert "will save and stop" in "".join(process.stderr.readline() for _ in range(2))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT  # as a shell's 130
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
