@@ -212,7 +212,7 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion():
         ("clip_grad_norm=0", "number > 0 or null", "0"),
         ("model.path=null", "text", "null"),
         ("model.path=", "text", "null"),
-        ("data.source={a: b}", "text or list of text or {path, weight, subset, split}", '{"a": "b"}'),
+        ("data.source={a: b}", "text or list of text or {path, format, columns, weight, subset, split}", '{"a": "b"}'),
         ("data.columns=prompt", "mapping of text to text", "'prompt'"),
         ("schedule.name=cosin", "constant | linear | cosine", "'cosin'. Did you mean 'cosine'?"),
     ],
