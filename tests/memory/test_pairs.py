@@ -57,9 +57,8 @@ NUMERIC: dict[str, dict[str, Any]] = {
     "clipping": {"clip_grad_norm": 0.01},
     "smoothing": {"loss.label_smoothing": 0.2},
     "z-loss": {"loss.z_loss": 0.01},
-    # Of a rank at which 8-bit states take some of the factors.
-    "lora": {"lora.rank": 16},
-    "dora": {"lora.rank": 16, "lora.dora": True},
+    "lora": {"lora.rank": 8},
+    "dora": {"lora.rank": 8, "lora.dora": True},
 }
 SETTINGS = {**SILENT, **NUMERIC}
 COMPILED = [
@@ -86,7 +85,7 @@ LR, STEPS = 3e-3, 2
 @cache
 def model_of(dtype: torch.dtype) -> Decoder:
     """A tied decoder, small but for an embedding and feed-forward layers that 8-bit states take."""
-    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     fields = {"model_type": "llama", "vocab_size": 160, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, **sizes}
     model = Decoder(decoder_config({**fields, "tie_word_embeddings": True, "max_position_embeddings": 64}))
     generator = torch.Generator().manual_seed(0)
@@ -188,8 +187,7 @@ def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
             assert torch.equal(param, before), name
             continue
         moved = (expected.double() - before.double()).norm()
-        # In bfloat16 few of a norm's weights, near one, reach their neighbour in two steps.
-        assert moved > 0 or (param.dtype == torch.bfloat16 and param.ndim == 1), name
+        assert moved > 0, name
         assert (param.double() - expected.double()).norm() <= bound * moved, name
 
 
