@@ -49,7 +49,7 @@ class AdamW4bit(BlockwiseAdamW):
         self._update = compile_once(_update) if compile else _update
         self._sum_of_ratios = compile_once(_sum_of_ratios) if compile else _sum_of_ratios
 
-    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
+    def init_own(self, param: Tensor) -> dict[str, Tensor]:
         num_blocks = -(-param.numel() // BLOCK)
 
         def codes() -> Tensor:
@@ -65,7 +65,7 @@ class AdamW4bit(BlockwiseAdamW):
             "exp_avg_sq_scale": scales(),
         }
 
-    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
+    def update_own(self, state: ParameterState, step: StepInfo) -> None:
         weight, grad = flat(state.param), flat(state.grad)
         names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         codes, scales, codes_sq, scales_sq = (state.tensors[name] for name in names)

@@ -63,7 +63,7 @@ class AdamW8bit(BlockwiseAdamW):
             self.notes = (PAGED_WITHOUT_CUDA,)
         return super().init_state(param)
 
-    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
+    def init_own(self, param: Tensor) -> dict[str, Tensor]:
         num_blocks = -(-param.numel() // BLOCK)
         return {
             "exp_avg": self._codes(param, ZERO_CODE[True]),
@@ -81,7 +81,7 @@ class AdamW8bit(BlockwiseAdamW):
             return codes
         return torch.full(param.shape, zero, dtype=torch.uint8, device=param.device)
 
-    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
+    def update_own(self, state: ParameterState, step: StepInfo) -> None:
         if state.param.is_cuda and not (self.update_clipping or self.draws_noise):
             self._update_by_bitsandbytes(state, step)
         else:

@@ -30,10 +30,10 @@ class AdamW8bitTorchao(BlockwiseAdamW):
         compile = self._compile
         self._update = compile_once(_update) if compile else _update
 
-    def is_coded(self, param: Tensor) -> bool:
-        return super().is_coded(param) and param.numel() % BLOCK == 0
+    def takes(self, param: Tensor) -> bool:
+        return super().takes(param) and param.numel() % BLOCK == 0
 
-    def init_codes(self, param: Tensor) -> dict[str, Tensor]:
+    def init_own(self, param: Tensor) -> dict[str, Tensor]:
         def codes() -> Tensor:
             return torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
 
@@ -47,7 +47,7 @@ class AdamW8bitTorchao(BlockwiseAdamW):
             "exp_avg_sq_scale": scales(),
         }
 
-    def update_codes(self, state: ParameterState, step: StepInfo) -> None:
+    def update_own(self, state: ParameterState, step: StepInfo) -> None:
         weight, grad = flat(state.param), flat(state.grad)
         codes, codes_sq = flat(state.tensors["exp_avg"]), flat(state.tensors["exp_avg_sq"])
         scales, scales_sq = state.tensors["exp_avg_scale"], state.tensors["exp_avg_sq_scale"]

@@ -33,7 +33,7 @@ class ApolloMini(MatrixRule):
         self.eps = eps
         self._update = Sliced(_update, compile=compile)
 
-    def init_matrix(self, param: Tensor) -> dict[str, Tensor]:
+    def init_own(self, param: Tensor) -> dict[str, Tensor]:
         longer = max(param.numel() // param.shape[-1], param.shape[-1])
         return {
             "exp_avg": torch.zeros(longer, device=param.device),
@@ -41,7 +41,7 @@ class ApolloMini(MatrixRule):
             "norm": torch.zeros((), device=param.device),  # of the last step's scaled gradient
         }
 
-    def update_matrix(self, state: ParameterState, step: StepInfo) -> None:
+    def update_own(self, state: ParameterState, step: StepInfo) -> None:
         grad = state.grad.view(-1, state.param.shape[-1])  # experts' matrices are one
         projected = project(grad, seed=projection_seed(state.index, step.number))  # (L,)
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]

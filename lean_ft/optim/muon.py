@@ -33,10 +33,10 @@ class Muon(MatrixRule):
         self._advance = Sliced(_advance, compile=compile)
         self._update = Sliced(_update, compile=compile)
 
-    def init_matrix(self, param: Tensor) -> dict[str, Tensor]:
+    def init_own(self, param: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(param, requires_grad=False)}
 
-    def update_matrix(self, state: ParameterState, step: StepInfo) -> None:
+    def update_own(self, state: ParameterState, step: StepInfo) -> None:
         momentum, grad = flat(state.tensors["momentum"]), flat(state.grad)
         noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
         direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
