@@ -39,6 +39,7 @@ EAGER_ELEMENTS = {
     "cpu": 1 << 20,
     "other": 1 << 25,
 }  # float32 elements that the uncompiled softmax may hold at a time
+ADDED_ELEMENTS = 1 << 18  # of a product that a CPU adds to a wider sum at a time
 
 
 def linear_cross_entropy(
@@ -201,7 +202,7 @@ class _WeightGradient:
             if total.dtype == hidden.dtype:
                 total.addmm_(part.T, hidden)
             else:
-                total.add_(torch.mm(part.T, hidden, out=product[: part.shape[1]]))
+                _add_narrower(total, torch.mm(part.T, hidden, out=product[: part.shape[1]]))
 
     def _begin(self, parts: Sequence[Tensor], hidden: Tensor) -> None:
         if self.dtype != self.weight.dtype:
@@ -224,8 +225,17 @@ class _WeightGradient:
         gradient = torch.empty_like(self.weight)
         self.slices.reverse()
         for rows in gradient.split(VOCAB_SLICE):
-            torch.mul(self.slices.pop(), scale, out=rows)
+            rows.copy_(self.slices.pop().mul_(scale))
         return gradient
+
+
+def _add_narrower(total: Tensor, product: Tensor) -> None:
+    """total += product, both (S, D), in blocks: a CPU first copies an operand of another type, whole, to the wider."""
+    rows = len(total)
+    if total.device.type == "cpu":
+        rows = max(1, ADDED_ELEMENTS // total.shape[1])
+    for block, more in zip(total.split(rows), product.split(rows), strict=True):
+        block.add_(more)
 
 
 def _softmax_gradient(logits: Tensor, labels: Tensor, rows: Tensor, terms: _Terms) -> None:

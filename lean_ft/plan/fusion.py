@@ -61,6 +61,7 @@ class _Kernels:
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
+        trace.write(arguments)  # what the graph writes to, it is given
         placeholders = (node for node in self._nodes if node.op == "placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
             values[node] = value

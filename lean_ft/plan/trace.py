@@ -9,6 +9,10 @@ An operation's time is the longer of its arithmetic at the device's rate and its
 (the roofline of Williams et al. 2009), plus a launch. It is good for comparing settings, not for promises.
 
 What the tracer cannot see is what a kernel takes and gives back inside itself; the kernels here take little.
+
+A CPU's memory is counted as the operating system does, by what is resident. A page is that from the first write to it,
+so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
+until enough of it lies free at the top (see `lean_ft.training.host_memory`).
 """
 
 import contextlib
@@ -24,6 +28,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.plan.devices import Device
+from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
+
+FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
 
 
 @dataclass
@@ -36,6 +43,13 @@ class Moment:
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_by_label.values())
+
+
+@dataclass
+class _Storage:
+    num_bytes: int
+    resident_bytes: int
+    label: str
 
 
 class Trace(TorchDispatchMode):
@@ -57,7 +71,8 @@ class Trace(TorchDispatchMode):
         self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
         self.longest_document = 1
         self._peak_bytes = 0
-        self._storages: dict[int, tuple[int, str]] = {}  # address -> (bytes, label)
+        self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
+        self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
 
     @classmethod
@@ -68,50 +83,75 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._counting:
-            self.note(result)
+            is_empty = func.__name__.startswith(("empty", "new_empty"))
+            self.note(result, written=not (is_empty and self.device.is_cpu))
             if not func.is_view:
+                self.write(_written(func, args, kwargs or {}))
                 self.charge(func, args, kwargs or {}, result)
         return result
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
-    def note(self, tensors: Any) -> None:
-        """Counts the storages of `tensors` (any nesting) that are not counted yet, until each is freed."""
+    def note(self, tensors: Any, written: bool = True) -> None:
+        """Counts the storages of `tensors` (any nesting) that are not counted yet, until each is freed.
+
+        Those that are not `written` yet count with what `write` is told.
+        """
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor):
-                self._note(tensor)
+                self._note(tensor, written)
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, written: bool) -> None:
         storage = tensor.untyped_storage()
         address, num_bytes = storage._cdata, storage.nbytes()
         known = self._storages.get(address)
         if known is None:
             weakref.finalize(storage, self._free, address)
-            self._count(address, num_bytes, self.label)
-        elif known[0] != num_bytes:  # resized
-            self._free(address)
-            self._count(address, num_bytes, known[1])
+            self._storages[address] = known = _Storage(num_bytes, 0, self.label)
+        elif known.num_bytes == num_bytes:
+            return
+        resident_bytes = num_bytes if written else min(known.resident_bytes, num_bytes)
+        self._count(known, 0)
+        known.num_bytes = num_bytes  # it may have been resized
+        self._count(known, resident_bytes)
+
+    def write(self, tensors: Any) -> None:
+        """Counts what was written of storages that were noted before it; a part twice is two parts of them."""
+        for tensor in tree_iter(tensors):
+            known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            if known is not None and known.resident_bytes < known.num_bytes:
+                self._count(known, min(known.resident_bytes + _num_bytes(tensor), known.num_bytes))
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Counts the tensor's storage under another label from now on."""
-        address = tensor.untyped_storage()._cdata
-        if address in self._storages:
-            num_bytes, _ = self._storages[address]
-            self._free(address)
-            self._count(address, num_bytes, label)
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            resident_bytes = known.resident_bytes
+            self._count(known, 0)
+            known.label = label
+            self._count(known, resident_bytes)
 
-    def _count(self, address: int, num_bytes: int, label: str) -> None:
-        self._storages[address] = num_bytes, label
-        self.live[label] += num_bytes
-        self.live_bytes += num_bytes
-        if self.live_bytes > self._peak_bytes:
-            self._peak_bytes = self.live_bytes
-            self.peak = Moment(self.where, {key: count for key, count in self.live.items() if count})
+    def _count(self, storage: _Storage, resident_bytes: int) -> None:
+        grown = resident_bytes - storage.resident_bytes
+        storage.resident_bytes = resident_bytes
+        self.live[storage.label] += grown
+        self.live_bytes += grown
+        freed = 0
+        if self.device.is_cpu:
+            if storage.num_bytes < MMAP_THRESHOLD_BYTES:
+                self._heap_bytes += grown
+            self._heap_top = min(max(self._heap_top, self._heap_bytes), self._heap_bytes + TRIM_THRESHOLD_BYTES)
+            freed = self._heap_top - self._heap_bytes
+        if self.live_bytes + freed > self._peak_bytes:
+            self._peak_bytes = self.live_bytes + freed
+            self.peak = Moment(self.where, {label: count for label, count in self.live.items() if count})
+            if freed:
+                self.peak.bytes_by_label[FREED] = freed
 
     def _free(self, address: int) -> None:
-        num_bytes, label = self._storages.pop(address, (0, ""))
-        self.live[label] -= num_bytes
-        self.live_bytes -= num_bytes
+        storage = self._storages.pop(address, None)
+        if storage is not None:
+            self._count(storage, 0)
 
     # Time -----------------------------------------------------------------------------------------------------------
 
@@ -159,6 +199,15 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self.label, self.where = before
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(kwargs.get(argument.name) if argument.kwarg_only or index >= len(args) else args[index])
+    return written
 
 
 def _num_bytes(tensor: Tensor) -> int:

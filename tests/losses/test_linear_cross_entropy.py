@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.losses import IGNORED_LABEL, TokenStatistics, linear_cross_entropy
+from lean_ft.losses.linear_cross_entropy import VOCAB_SLICE
 
 
 def plain(
@@ -315,3 +317,13 @@ def test_a_sum_in_the_weights_own_type_becomes_the_gradient_where_it_lies() -> N
         loss.backward()
     assert memory.peak_bytes < weight.nbytes // 10
     assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-2
+
+
+def test_a_float32_sum_costs_no_copies_inside_the_cpus_kernels() -> None:
+    """A CPU's kernel for mixed types copies an operand to the wider one, whole, where no dispatcher sees it."""
+    hidden, weight, labels = problem((1, 12), 256, 2 * VOCAB_SLICE, torch.bfloat16, ignored=0.0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).backward()
+    slice_bytes = VOCAB_SLICE * 256 * 4
+    large = [event.name for event in profiled.events() or () if event.self_cpu_memory_usage >= slice_bytes]
+    assert len(large) == 3, f"two slices of the sum, and the gradient in bfloat16, but got {large}"

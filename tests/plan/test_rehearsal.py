@@ -90,7 +90,7 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     edited.write_text(
         source.replace(
             "    for step in run.steps():",
-            "    kept = torch.empty(2**23, dtype=torch.uint8)\n    for step in run.steps():",
+            "    kept = torch.ones(2**23, dtype=torch.uint8)\n    for step in run.steps():",
         )
     )
     recipe, cfg = settings(tmp_path)

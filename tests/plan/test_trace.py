@@ -7,12 +7,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lean_ft.plan.devices import CPU, DEVICES, find_device
 from lean_ft.plan.fusion import fusing_backend
-from lean_ft.plan.trace import Trace
+from lean_ft.plan.trace import FREED, Trace
+from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
 KIB = 1024
 
 
-def traced(function, device=CPU) -> Trace:
+CARD = DEVICES["A100 80GB"]
+
+
+def traced(function, device=CARD) -> Trace:
     trace = Trace(device)
     with FakeTensorMode(), trace:
         function(trace)
@@ -59,6 +63,41 @@ def test_a_resized_storage_counts_with_its_new_size():
     traced(work)
 
 
+def test_a_cpus_tensor_counts_as_it_is_filled():
+    size = 16 * 2**20
+
+    def work(trace):
+        tensor = torch.empty(4, size // 4, dtype=torch.uint8)
+        assert trace.live_bytes == 0
+        tensor[0].fill_(1)
+        assert trace.live_bytes == size // 4
+        torch.mul(torch.ones(1, dtype=torch.uint8), 2, out=tensor[1][:1])
+        assert trace.live_bytes == size // 4 + 1
+        tensor.zero_()
+        assert trace.live_bytes == size, "no more than there is"
+        del tensor
+        assert trace.live_bytes == 0
+
+    traced(work, CPU)
+
+
+def test_a_cpus_heap_keeps_what_was_freed_up_to_its_trim_threshold():
+    small, large = MMAP_THRESHOLD_BYTES // 2, 16 * MMAP_THRESHOLD_BYTES
+
+    def work(blocks):
+        def run(trace):
+            kept = [torch.ones(small, dtype=torch.uint8) for _ in range(blocks)]
+            kept.clear()
+            kept.append(torch.ones(large, dtype=torch.uint8))
+
+        return run
+
+    for blocks in 2, 20:
+        freed = min(blocks * small, TRIM_THRESHOLD_BYTES)
+        assert traced(work(blocks), CPU).peak.bytes_by_label == {"other": large, FREED: freed}
+    assert traced(work(2)).peak.bytes_by_label == {"other": large}, "a GPU's allocator uses it again"
+
+
 def test_labels_sum_up_to_the_peak_and_say_what_it_is_of():
     def work(trace):
         with trace.labelled("weights"):
@@ -96,19 +135,18 @@ def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
 
 def test_arithmetic_takes_its_time():
     """A square product is bound by arithmetic, a copy by traffic; both as the device's rates say."""
-    card = DEVICES["A100 80GB"]
     n = 8192
 
     def product(trace):
         a = torch.empty(n, n, dtype=torch.bfloat16)
         before = trace.seconds
         a @ a
-        assert trace.seconds - before == pytest.approx(2 * n**3 / card.flops_16bit + card.launch_seconds)
+        assert trace.seconds - before == pytest.approx(2 * n**3 / CARD.flops_16bit + CARD.launch_seconds)
         before = trace.seconds
         a.clone()
-        assert trace.seconds - before == pytest.approx(4 * n**2 / card.bytes_per_second + card.launch_seconds)
+        assert trace.seconds - before == pytest.approx(4 * n**2 / CARD.bytes_per_second + CARD.launch_seconds)
 
-    traced(product, card)
+    traced(product)
 
 
 def test_a_compiled_chain_stores_only_what_leaves_it():
