@@ -28,9 +28,9 @@ KEPT_OPERATIONS = {
         "attn",
         "aten.mm.",
         "aten.addmm.",
-        "aten.addmm_.",  # adds an adapter's product to a kept one: that must not happen a second time
         "aten.bmm.",
         "aten.linear.",
+        "lean_ft.sum_of_products.",
         "_scaled_mm",
         "grouped_m",
     ),
@@ -55,8 +55,7 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
         )
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
-    # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept, but
-    # for an adapter's product, see `_keep_products`.
+    # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_something_else)
     chosen = layers[::every]
     for layer in chosen:
@@ -86,9 +85,7 @@ _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "product
 
 
 def _selectively(policy: Callable[..., CheckpointPolicy], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    contexts = partial(
-        create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=policy is _keep_products
-    )
+    contexts = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -96,7 +93,6 @@ def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
     return _keep(operation, KEPT_OPERATIONS["attention"])
 
 
-# An adapter's product is added in place, to what is kept already; kept itself, it is not added again.
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return _keep(operation, KEPT_OPERATIONS["products"])
 

@@ -7,6 +7,9 @@ results the size of y, and adds two gradients the size of x. Here the thin produ
 backward; x is kept once, and beside it only what has the width of the rank. W gets no gradient, so nothing is kept or
 computed for one. A quantised W is made whole for the product and let go, in forward and again in backward.
 
+The product and what is added to it are one custom op, `sum_of_products`: the compiler, which knows no operation in
+place, would copy the whole of y to add to it, and checkpointing that keeps products keeps the sum and not its parts.
+
 Dropout keeps its mask, a byte an element, and none at all where it is 0: PyTorch then draws it, so that checkpointing
 and the compiler restore it as they restore everything random.
 
@@ -18,8 +21,8 @@ Shapes: N tokens, I inputs, O outputs, R rank.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.peft.nf4 import Frozen, whole
 
@@ -41,6 +44,30 @@ def low_rank_linear(
     return result
 
 
+@torch.library.custom_op("lean_ft::sum_of_products", mutates_args=())
+def sum_of_products(
+    left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor, scaling: float
+) -> Tensor:
+    """Returns left (N, I) @ right (I, O) + bias (O,) + scaling * thin_left (N, R) @ thin_right (R, O), (N, O)."""
+    total = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    return total.addmm_(thin_left, thin_right, alpha=scaling)
+
+
+@sum_of_products.register_fake
+def _(
+    left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor, scaling: float
+) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
+
+
+@register_flop_formula(torch.ops.lean_ft.sum_of_products)
+def _num_flops(
+    left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Of the shapes, a multiplication and an addition each."""
+    return 2 * left[0] * right[1] * (left[1] + thin_left[1])
+
+
 class _LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,12 +82,13 @@ class _LowRankLinear(torch.autograd.Function):
         dropout: float,
         *frozen: Tensor,
     ) -> Tensor:
-        y = F.linear(x, whole(frozen, b.shape[0], x), bias)  # (..., O)
-        inner = F.linear(x if dropped is None else dropped, a.to(x.dtype)).flatten(0, -2)  # (N, R)
-        y.flatten(0, -2).addmm_(inner, b.to(x.dtype).T, alpha=scaling)
+        rows = x.flatten(0, -2)  # (N, I)
+        inner = (rows if dropped is None else dropped.flatten(0, -2)) @ a.to(x.dtype).T  # (N, R)
+        weight = whole(frozen, b.shape[0], x)
+        y = sum_of_products(rows, weight.T, bias, inner, b.to(x.dtype).T, scaling)  # (N, O)
         ctx.save_for_backward(x, a, b, inner, mask, *frozen)
         ctx.scaling, ctx.dropout = scaling, dropout
-        return y
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,11 +103,12 @@ class _LowRankLinear(torch.autograd.Function):
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = (grad_inner.T @ dropped.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x = grad_y @ whole(frozen, b.shape[0], x)  # (N, I)
+            weight, thin = whole(frozen, b.shape[0], x), a.to(x.dtype)
             if mask is None:
-                grad_x.addmm_(grad_inner, a.to(x.dtype))
+                grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin, 1.0)  # (N, I)
             else:
-                grad_x.add_(_drop((grad_inner @ a.to(x.dtype)).mul_(mask.flatten(0, -2)), ctx.dropout))
+                dropped = _drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout)
+                grad_x = torch.mm(grad_y, weight).add_(dropped)
             grad_x = grad_x.view(x.shape)
         return grad_x, None, grad_a, grad_b, None, None, None, None, *(None for _ in frozen)
 
