@@ -355,6 +355,11 @@ class MemoryConfig(Settings):
         description="Type that sums the output weight's gradient over chunks: `float32`, or the weight's own type, "
         "which takes half the memory and rounds once a chunk.",
     )
+    host_pool: bool | None = Field(
+        None,
+        description="CPU: keep the memory that tensors free for the next ones, never more than was once in use; without, "
+        "every step pays the system for fresh pages. Linux with a C++ compiler. null: true where compile is.",
+    )
 
 
 class RecipeConfig(Settings):

@@ -34,8 +34,9 @@ def _ctrl_c_reaches_tests() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where prepared data goes, in the processes that tests start as well: never into the user's cache."""
+    """Where prepared data goes, in the processes that tests start as well: never into the user's cache, nor what is built."""
     folder = tmp_path_factory.mktemp("data_cache")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("torch_extensions"))
     os.environ["LEAN_FT_CACHE"] = str(folder)
     return folder
 

@@ -6,6 +6,7 @@ from lean_ft.host_link import open_link
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
 from lean_ft.memory.float8 import float8_products
+from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.memory.loss_chunk import loss_chunk_tokens
 from lean_ft.memory.offload import offload_activations
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
@@ -21,7 +22,9 @@ __all__ = [
     "fuse_tied_gradient",
     "loss_chunk_tokens",
     "offload_activations",
+    "pool_host_memory",
     "tile_mlp",
+    "wants_host_pool",
 ]
 
 

@@ -35,6 +35,7 @@ import lean_ft.training
 from lean_ft.data import Batch
 from lean_ft.environment import memory_bytes
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, open_link
+from lean_ft.memory import wants_host_pool
 from lean_ft.models import empty_model
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.rule import ParameterState, StepInfo
@@ -76,7 +77,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     config.json, and for a recipe that takes no step.
     """
     started = time.perf_counter()
-    trace = Trace(device)
+    trace = Trace(device, wants_host_pool(getattr(cfg, "memory", None), compile=cfg.compile))
     stage = _Stage(cfg, trace)
     loss_module._compiled_softmax_gradient.cache_clear()
     torch._dynamo.reset()

@@ -12,7 +12,8 @@ What the tracer cannot see is what a kernel takes and gives back inside itself; 
 
 A CPU's memory is counted as the operating system does, by what is resident. A page is that from the first write to it,
 so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
-until enough of it lies free at the top (see `lean_ft.training.host_memory`).
+until enough of it lies free at the top (see `lean_ft.training.host_memory`). With a host pool large tensors count as on a
+GPU: their pages are another's, filled before.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.plan.devices import Device
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
@@ -53,14 +55,16 @@ class _Storage:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode that fills `peak`, `timeline` and `seconds`.
+    """A dispatch mode that fills `peak`, `timeline` and `seconds`, on a CPU with or without `memory.host_pool`.
 
     `label` names what is made from now on; `where` says in words how far the step is.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, host_pool: bool = False) -> None:
         super().__init__()
         self.device = device
+        self._fills_pages = device.is_cpu and not host_pool
+        self._heap_limit = SMALLEST_BYTES if host_pool else MMAP_THRESHOLD_BYTES
         self.label = "other"
         self.where = ""
         self.live: Counter[str] = Counter()
@@ -84,7 +88,7 @@ class Trace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._counting:
             is_empty = func.__name__.startswith(("empty", "new_empty"))
-            self.note(result, written=not (is_empty and self.device.is_cpu))
+            self.note(result, written=not (is_empty and self._fills_pages))
             if not func.is_view:
                 self.write(_written(func, args, kwargs or {}))
                 self.charge(func, args, kwargs or {}, result)
@@ -138,7 +142,7 @@ class Trace(TorchDispatchMode):
         self.live_bytes += grown
         freed = 0
         if self.device.is_cpu:
-            if storage.num_bytes < MMAP_THRESHOLD_BYTES:
+            if storage.num_bytes < self._heap_limit:
                 self._heap_bytes += grown
             self._heap_top = min(max(self._heap_top, self._heap_bytes), self._heap_bytes + TRIM_THRESHOLD_BYTES)
             freed = self._heap_top - self._heap_bytes

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lean_ft.allocators import prepare_allocators
+from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.settings import RecipeConfig
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
@@ -44,10 +45,29 @@ def start(cfg: RecipeConfig) -> torch.device:
     if device.type == "cpu":
         # One layer is compiled at a time, and a pool of compiler processes would outweigh a small model.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if device.type == "cpu" and host_memory.return_freed_memory():
-        notes.append("freed memory goes back to the system at once (glibc's malloc thresholds fixed)")
+        notes += _settle_host_memory(cfg)
+    elif (memory := getattr(cfg, "memory", None)) is not None and memory.host_pool:
+        raise ValueError(
+            f"memory.host_pool=true is for the tensors of a CPU, and device={device.type}, whose allocator keeps what is "
+            "freed as it is. Leave it out."
+        )
     say("device", f"{describe(device)}, seed {cfg.seed}" + "".join(f"; {note}" for note in notes))
     return device
+
+
+def _settle_host_memory(cfg: RecipeConfig) -> list[str]:
+    """Decides where a CPU's freed memory goes, and says so."""
+    returned = host_memory.return_freed_memory()
+    memory = getattr(cfg, "memory", None)
+    if wants_host_pool(memory, compile=cfg.compile):
+        try:
+            pool_host_memory()
+            return ["freed tensors make room for the next ones (memory.host_pool)"]
+        except RuntimeError as error:
+            if memory.host_pool:
+                raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
+            return [f"no memory.host_pool: {error}"]
+    return ["freed memory goes back to the system at once (glibc's malloc thresholds fixed)"] if returned else []
 
 
 def resolve_device(name: str) -> torch.device:

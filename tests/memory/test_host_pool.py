@@ -1,0 +1,147 @@
+"""The pool of a CPU's freed memory: whose bytes are whose, what it holds, and that a run's numbers stay as they are.
+
+Each test has a process of its own, since the pool is a process's for good.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lean_ft.memory import wants_host_pool
+from lean_ft.settings import MemoryConfig
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or shutil.which("g++") is None, reason="needs Linux and a C++ compiler"
+)
+
+MEBIBYTE = 2**20
+
+# How a training step uses memory: much is made and kept, then given up in another order, with small things in between.
+STEPS = """
+import random, resource, sys
+import torch
+from lean_ft.memory import pool_host_memory
+from lean_ft.training.host_memory import return_freed_memory
+
+return_freed_memory()
+if "pooled" in sys.argv:
+    pool_host_memory()
+
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+
+random.seed(0)
+sizes = [random.choice([1, 3, 7, 20, 38]) * 2**20 + random.randrange(4096) for _ in range(40)]
+order = random.sample(range(40), 40)
+before, highest, alive, most_alive = resident_bytes(), 0, 0, 0
+for step in range(4):
+    started, kept = faults(), {}
+    for index, size in enumerate(sizes):
+        passing = torch.full((size // 2,), 7, dtype=torch.uint8)
+        kept[index] = torch.full((size,), (index + step) % 251, dtype=torch.uint8), [0] * 1000
+        most_alive = max(most_alive, sum(tensor.nbytes for tensor, _ in kept.values()) + passing.nbytes)
+        del passing
+        highest = max(highest, resident_bytes() - before)
+    for index in order:
+        tensor, _ = kept.pop(index)
+        assert tensor.min() == tensor.max() == (index + step) % 251, "another tensor wrote there"
+        gradient = torch.full((tensor.numel() // 3,), 9, dtype=torch.uint8)
+        highest = max(highest, resident_bytes() - before)
+        del tensor, gradient
+print(highest, most_alive, faults() - started)
+"""
+
+THREADS = """
+import threading
+import torch
+from lean_ft.memory import pool_host_memory
+
+pool_host_memory()
+wrong = []
+
+
+def work(number):
+    generator, kept = torch.Generator().manual_seed(number), []
+    for turn in range(400):
+        size = int(torch.randint(2**19, 2**23, (1,), generator=generator))
+        kept.append((torch.full((size,), number * 50 + turn % 50, dtype=torch.uint8), number * 50 + turn % 50))
+        if len(kept) > 6:
+            tensor, value = kept.pop(int(torch.randint(0, 6, (1,), generator=generator)))
+            if not tensor.min() == tensor.max() == value:
+                wrong.append((number, turn))
+
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+grown = torch.arange(2**20)
+grown.resize_(2**21)  # what numpy and a resize hold is theirs
+shared = torch.arange(2**20).numpy()
+assert not wrong and grown[2**20 - 1] == 2**20 - 1 and shared[-1] == 2**20 - 1, wrong
+"""
+
+
+def python(source: str, *args: str, **env: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source, *args], capture_output=True, text=True, env=os.environ | env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> None:
+    peak, most_alive, faults = map(int, python(STEPS, "pooled").split())
+    unpooled_peak, _, unpooled_faults = map(int, python(STEPS).split())
+    assert peak < most_alive + 32 * MEBIBYTE
+    assert peak < unpooled_peak + 32 * MEBIBYTE
+    assert faults < unpooled_faults / 5
+
+
+def test_four_threads_never_get_each_others_memory() -> None:
+    python(THREADS)
+
+
+def run_recipe(folder: Path, *settings: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lean_ft", "run", "full_finetune_single_device", "--config", "tiny/full"]
+    command += [*settings, f"output_dir={folder}", "device=cpu"]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+
+
+def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
+    settings = ["max_steps=3", "optimizer.name=adamw_8bit", "optimizer.in_backward=true", "clip_grad_norm=null"]
+    settings += ["memory.activation_checkpointing=selective", "eval_answers=4", "memory.loss_chunk_tokens=512"]
+    losses = []
+    for pooled in ("true", "false"):
+        folder = tmp_path / pooled
+        done = run_recipe(folder, *settings, f"memory.host_pool={pooled}")
+        assert done.returncode == 0, done.stderr
+        assert ("(memory.host_pool)" in done.stdout + done.stderr) == (pooled == "true")
+        losses.append(re.findall(r'"(?:eval_)?loss": [\d.]+', (folder / "metrics.jsonl").read_text()))
+    assert losses[0] == losses[1] and len(losses[0]) >= 3
+
+
+def test_without_a_compiler_it_is_refused_with_the_reason(tmp_path: Path) -> None:
+    done = run_recipe(
+        tmp_path, "memory.host_pool=true", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path / "built")
+    )
+    assert done.returncode == 2
+    message = " ".join(done.stderr.split())
+    assert "memory.host_pool=true cannot be had: the C++ compiler no-such-compiler does not start" in message
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_where_nothing_is_said_it_goes_with_the_compiler() -> None:
+    assert wants_host_pool(MemoryConfig(), compile=True)
+    assert not wants_host_pool(MemoryConfig(), compile=False)
+    assert not wants_host_pool(MemoryConfig(host_pool=False), compile=True)
+    assert wants_host_pool(MemoryConfig(host_pool=True), compile=False)
