@@ -30,11 +30,11 @@ SMALLEST_BYTES = 2**20  # smaller tensors stay with malloc
 _SOURCE = Path(__file__).with_name("host_pool.cpp")
 
 
-def wants_host_pool(memory: MemoryConfig | None, *, compile: bool) -> bool:
+def wants_host_pool(memory: MemoryConfig, *, compile: bool) -> bool:
     """Whether a run on a CPU pools its memory: as `memory.host_pool` says, and where that is null, as `compile` does."""
-    if memory is None or platform.system() != "Linux":
-        return memory is not None and memory.host_pool is True
-    return compile if memory.host_pool is None else memory.host_pool
+    if memory.host_pool is None:
+        return compile and platform.system() == "Linux"
+    return memory.host_pool
 
 
 @cache

@@ -77,7 +77,8 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     config.json, and for a recipe that takes no step.
     """
     started = time.perf_counter()
-    trace = Trace(device, wants_host_pool(getattr(cfg, "memory", None), compile=cfg.compile))
+    memory = getattr(cfg, "memory", None)
+    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory, compile=cfg.compile))
     stage = _Stage(cfg, trace)
     loss_module._compiled_softmax_gradient.cache_clear()
     torch._dynamo.reset()

@@ -59,7 +59,7 @@ def _settle_host_memory(cfg: RecipeConfig) -> list[str]:
     """Decides where a CPU's freed memory goes, and says so."""
     returned = host_memory.return_freed_memory()
     memory = getattr(cfg, "memory", None)
-    if wants_host_pool(memory, compile=cfg.compile):
+    if memory is not None and wants_host_pool(memory, compile=cfg.compile):
         try:
             pool_host_memory()
             return ["freed tensors make room for the next ones (memory.host_pool)"]
