@@ -77,6 +77,7 @@ INSTEAD: dict[str, tuple[str, Rung]] = {
         ("adamw_8bit", Rung("adafactor", "Adafactor", {"optimizer.name": "adafactor"})),
         ("adamw_8bit", Rung("muon", "Muon", {"optimizer.name": "muon"})),
         ("adamw_8bit", Rung("apollo_mini", "APOLLO-Mini", {"optimizer.name": "apollo_mini"})),
+        ("loss_sums", Rung("returned", "freed memory given back", {"memory.host_pool": False})),
         ("adamw_8bit", Rung("paged", "states paged", {"optimizer.state": "paged"}, needs_gpu=True)),
     )
 }

@@ -26,7 +26,7 @@ void give_back(uintptr_t start, size_t bytes) { munmap(reinterpret_cast<void*>(s
 
 class Pool final : public c10::Allocator {
  public:
-  explicit Pool(size_t smallest) : smallest_(smallest) {}
+  Pool(size_t smallest, bool huge_pages) : smallest_(smallest), huge_pages_(huge_pages) {}
 
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes < smallest_) return c10::GetDefaultCPUAllocator()->allocate(bytes);
@@ -82,7 +82,7 @@ class Pool final : public c10::Allocator {
     const uintptr_t start = up(begin, kHugePage);
     if (start > begin) give_back(begin, start - begin);
     if (begin + mapped > start + bytes) give_back(start + bytes, begin + mapped - start - bytes);
-    madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
+    if (huge_pages_) madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
     return start;
   }
 
@@ -135,6 +135,7 @@ class Pool final : public c10::Allocator {
   }
 
   const size_t smallest_;
+  const bool huge_pages_;
   const size_t page_ = sysconf(_SC_PAGESIZE);
   std::mutex mutex_;
   std::unordered_map<uintptr_t, size_t> alive_;
@@ -156,8 +157,8 @@ void Pool::free(void* data) {
 }  // namespace
 
 // From now on torch's CPU tensors of `smallest_bytes` or more come from a pool, for good.
-extern "C" void lean_ft_host_pool_install(size_t smallest_bytes) {
+extern "C" void lean_ft_host_pool_install(size_t smallest_bytes, bool huge_pages) {
   if (pool != nullptr) return;
-  pool = new Pool(smallest_bytes);
+  pool = new Pool(smallest_bytes, huge_pages);
   c10::SetCPUAllocator(pool, 255);
 }

@@ -63,7 +63,9 @@ def pool_host_memory() -> None:
                 part.replace(library)  # at once, for who builds it at the same time
             except OSError:  # no such place to keep it: it is built again the next time
                 library = built
-        ctypes.CDLL(str(library)).lean_ft_host_pool_install(ctypes.c_size_t(SMALLEST_BYTES))
+        huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch's own variable for its own allocator
+        install = ctypes.CDLL(str(library)).lean_ft_host_pool_install
+        install(ctypes.c_size_t(SMALLEST_BYTES), ctypes.c_bool(huge_pages))
 
 
 def _build(compiler: str, library: Path) -> None:
