@@ -130,5 +130,6 @@ def command_to_continue(cfg: Any) -> str:
     program, *arguments = sys.argv
     if getattr(cfg, "resume", "auto") != "auto":  # a recipe that does not train has nothing to resume
         arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
-    is_leanft = Path(program).name == "leanft" or "lean_ft" in Path(program).parts
+    # `python -m lean_ft` too; a script of the user's may well lie in a checkout that is called lean_ft.
+    is_leanft = Path(program).name == "leanft" or Path(program).parts[-2:] == ("lean_ft", "__main__.py")
     return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)
