@@ -50,8 +50,8 @@ def parameters(shape: str, device: Any) -> Any:
     """The shape's parameters in bfloat16 with random values and gradients, as a ParameterList."""
     import torch
 
+    from lean_ft.models.config_json import decoder_config
     from lean_ft.models.decoder import Decoder
-    from lean_ft.models.families import decoder_config
 
     with torch.device("meta"):
         sizes = [parameter.shape for parameter in Decoder(decoder_config(shape_of(shape))).parameters()]

@@ -2,8 +2,8 @@
 
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Block, Decoder
-from lean_ft.models.families import decoder_config
 from lean_ft.models.generation import generate, generate_steps
 from lean_ft.models.hf_format import build_decoder, empty_model, load_model, save_model, tensors_on_disk
 from lean_ft.models.layers import MLP, RMSNorm

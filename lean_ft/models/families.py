@@ -1,25 +1,16 @@
-"""Reads Hugging Face's config.json: one row of differences a family, one decoder for all of them.
+"""The families: one row of differences each, for one decoder.
 
-A field that changes the mathematics and that the decoder does not compute is refused by name: a model that trains
-with a wrong formula shows a plausible loss and is worth nothing. What a family's row reads is handled; whatever else
-of `_NEUTRAL_VALUES` the file sets must have the value at which it changes nothing. Both spellings of the rotary
-settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+A row is data: facts of the decoder, each a value or what reads it from config.json, and what an absent field means.
+`lean_ft.models.config_json` reads a config.json by its family's row.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.config_fields import Fields
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
-from lean_ft.spelling import did_you_mean
-
-MAX_LAYERS = 1024
 
 Reader = Callable[[Fields], Any]
 
@@ -69,7 +60,7 @@ def _router_aux_loss_coef(fields: Fields) -> float:
 # Which layers have a window, where config.json does not list it: a function of the fields and the layer's number.
 
 
-def _no_layer(fields: Fields, layer: int) -> bool:
+def no_layer(fields: Fields, layer: int) -> bool:
     return False
 
 
@@ -160,7 +151,7 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     # What a field means where config.json leaves it out; None for num_key_value_heads: as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_window: Callable[[Fields, int], bool] = _no_layer
+    has_window: Callable[[Fields, int], bool] = no_layer
     rope: Callable[[Fields, int, bool], RopeConfig | None] = _one_rope
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
@@ -425,257 +416,3 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-
-_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-}
-
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-# Fields that change the mathematics, with the values at which they change nothing. Absent and null are always such.
-# Biases are not among them: a bias that is not expected shows in the weights.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (),
-    "sliding_window_pattern": (),
-    "use_sliding_window": (False,),
-    "use_bidirectional_attention": (False,),
-    "attention_chunk_size": (),
-    "partial_rotary_factor": (1.0,),
-    "rope_local_base_freq": (),
-    "use_mrope": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "no_rope_layers": (),
-    "no_rope_layer_interval": (),
-    "rope_interleave": (False,),
-    "num_local_experts": (0, 1),
-    "num_experts": (0, 1),
-    "mlp_only_layers": ([],),
-    "decoder_sparse_step": (1,),
-    "shared_expert_intermediate_size": (0,),
-    "router_jitter_noise": (0.0,),
-    "swiglu_alpha": (),
-    "swiglu_limit": (),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-}
-
-# Models that read images too, whose language model is a family here and is what is trained.
-_LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
-
-_REMEDIES_FOR_QUANTIZED = {
-    "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
-    "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
-    "bfloat16.",
-}
-
-
-def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """Returns the config.json of the language model inside a model that reads images too; any other as it is."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _LANGUAGE_MODEL_OF:
-        return config
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
-    family, architecture = _LANGUAGE_MODEL_OF[model_type]
-    shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
-    return {**shared, **text, "model_type": family, "architectures": [architecture]}
-
-
-def name_in_language_model(name: str) -> str | None:
-    """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    name = (
-        name.removeprefix("model.")
-        if name.startswith(("model.language_model.", "model.vision", "model.multi"))
-        else name
-    )
-    if name.startswith(_OF_IMAGES):
-        return None
-    inner = name.removeprefix("language_model.")
-    # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
-    return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
-
-
-def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """Returns the decoder that a config.json describes.
-
-    Raises ValueError where the family is unknown, a field is missing or makes no sense, or asks for mathematics that
-    the decoder does not compute; `where` names the file in the message.
-    """
-    family_name = config.get("model_type")
-    family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
-    if family is None:
-        raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}. "
-            f"Other families are not supported yet.{did_you_mean(str(family_name), FAMILIES)}"
-        )
-    _refuse_other_models(config, where)
-    fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
-
-    hidden_size = fields.count("hidden_size")
-    num_heads = fields.count("num_attention_heads")
-    num_kv_heads = num_heads
-    if fields.get("num_key_value_heads") is not None:
-        num_kv_heads = fields.count("num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
-            "expected the first to be a multiple of the second."
-        )
-    read = DecoderConfig(
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim_of(fields),
-        layers=_layers(fields, family),
-        max_positions=fields.count("max_position_embeddings"),
-        initializer_range=fields.positive("initializer_range"),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        norm_eps=fields.positive("rms_norm_eps"),
-        activation=_activation(fields, family),
-        **_facts(family.facts, fields),
-    )
-    _refuse_other_mathematics(config, fields.read, where)
-    return read
-
-
-def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
-    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
-    part = next((part for part in family.on_disk if part in name), None)
-    if part is None:
-        yield name, parameter
-        return
-    places = [name.replace(part, place) for place in family.on_disk[part]]
-    stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
-    for index, tensor in stack:
-        for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
-            yield place.replace("*", str(index)), piece
-
-
-def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    return {name: fact(fields) if callable(fact) else fact for name, fact in facts.items()}
-
-
-def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
-    if not family.mixture:
-        return None
-    mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
-    if mixture.experts_per_token > mixture.num_experts:
-        raise ValueError(
-            f"{fields.where}: num_experts_per_tok is {mixture.experts_per_token}, of {mixture.num_experts} experts; "
-            "expected at most all of them."
-        )
-    if mixture.gate_scale != 1.0 and mixture.activation != "silu":
-        raise ValueError(
-            f"{fields.where}: {family.activation_field} is {fields.values[family.activation_field]!r}; expected "
-            "'silu', the only activation of this family's experts."
-        )
-    return mixture
-
-
-def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
-    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
-    windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
-    if fields.get("layer_types") is not None:
-        kinds = fields.of_each_layer("layer_types")
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            raise ValueError(
-                f"{fields.where}: layer_types has {', '.join(sorted(set(map(str, kinds))))}; expected full_attention "
-                "or sliding_attention."
-            )
-        listed = [kind == "sliding_attention" for kind in kinds]
-        if listed != windowed and not family.reads_layer_types:
-            raise ValueError(
-                f"{fields.where}: layer_types has {', '.join(sorted(set(kinds)))}; in this family "
-                f"{'every' if any(windowed) else 'no'} layer has a sliding window, and the field does not change that."
-            )
-        windowed = listed
-    if family.has_window is not _no_layer:
-        fields.get("sliding_window")  # the family knows it, even where no layer uses it
-    window = fields.count("sliding_window") if any(windowed) else None
-    mixture = _mixture(fields, family)
-    return tuple(
-        LayerConfig(
-            family.rope(fields, layer, is_windowed),
-            window if is_windowed else None,
-            mixture if mixture is not None and family.has_mixture(fields, layer) else None,
-        )
-        for layer, is_windowed in enumerate(windowed)
-    )
-
-
-def _activation(fields: Fields, family: Family) -> Any:
-    def meant(name: str) -> str:
-        value = fields.values.get(name)
-        known = family.activation_meant.get(str(value), str(value))
-        if known not in _ACTIVATIONS:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(_ACTIVATIONS)}.")
-        return _ACTIVATIONS[known]
-
-    own = family.activation_field
-    other = "hidden_activation" if own == "hidden_act" else "hidden_act"
-    if fields.config.get(other) is not None and meant(other) != meant(own):
-        raise ValueError(
-            f"{fields.where}: {own} is {fields.values[own]!r} and {other} is {fields.config[other]!r}; expected one "
-            f"activation. Remove {other}, which this family does not read."
-        )
-    return meant(own)
-
-
-def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(
-        isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
-    ):
-        raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model, a name that ends "
-            "in ForCausalLM. Bare, classification and multimodal models have other weights."
-        )
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        remedy = _REMEDIES_FOR_QUANTIZED.get(method, "Train from the unquantized model that this one was made from.")
-        raise ValueError(
-            f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
-            f"bfloat16 weights. {remedy}"
-        )
-
-
-def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:
-    for name, neutral in _NEUTRAL_VALUES.items():
-        value = config.get(name)
-        if value is not None and value not in list(neutral) and name not in handled:  # a list: values may have no hash
-            allowed = " or ".join(["absent", *map(repr, neutral)])
-            raise ValueError(
-                f"{where}: {name} is {value!r}, which changes the mathematics in a way that is not supported; "
-                f"expected {allowed}."
-            )
-    for name, value in config.items():
-        if re.search(r"(?<!classifier_)(dropout|pdrop)$", name) and value not in (None, 0):
-            raise ValueError(
-                f"{where}: {name} is {value!r}; dropout is not supported. Set it to 0.0 in config.json to train "
-                "without it."
-            )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from shapes import SHAPES, num_parameters, shape_of, write_documents, write_model_folder, write_text_rows
 
+from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
-from lean_ft.models.families import decoder_config
 from lean_ft.tokenizers import load_tokenizer
 
 # As the model cards and the safetensors headers on the hub count them.
