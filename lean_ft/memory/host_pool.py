@@ -6,7 +6,7 @@ between them leaves holes that nothing fits into. The pool keeps whole ranges of
 as much as would take alive and free together beyond the most that was ever alive: its peak is the peak of what is alive,
 and from the second step on hardly a page is new.
 
-The allocator is a page of C++, `host_pool.cpp`, built once with the compiler that torch.compile needs too, and
+The allocator is one file of C++, `host_pool.cpp`, built once with the compiler that torch.compile needs too, and
 kept where torch keeps such (`TORCH_EXTENSIONS_DIR`).
 
 Source: PyTorch's caching allocator for GPUs, whose place this takes on a CPU; the bound is our own.
@@ -38,8 +38,8 @@ def wants_host_pool(memory: MemoryConfig, *, compile: bool) -> bool:
 
 
 @cache
-def pool_host_memory() -> None:
-    """From now on has CPU tensors of a MiB or more come from the pool; for the whole process and for good.
+def pool_host_memory(smallest_bytes: int = SMALLEST_BYTES) -> None:
+    """From now on has CPU tensors of `smallest_bytes` or more come from the pool; for the whole process and for good.
 
     Raises RuntimeError, telling why, where the pool cannot be built; nothing has changed then.
     """
@@ -65,7 +65,7 @@ def pool_host_memory() -> None:
                 library = built
         huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch's own variable for its own allocator
         install = ctypes.CDLL(str(library)).lean_ft_host_pool_install
-        install(ctypes.c_size_t(SMALLEST_BYTES), ctypes.c_bool(huge_pages))
+        install(ctypes.c_size_t(smallest_bytes), ctypes.c_bool(huge_pages))
 
 
 def _build(compiler: str, library: Path) -> None:

@@ -45,7 +45,7 @@ def resident_bytes():
 random.seed(0)
 sizes = [random.choice([1, 3, 7, 20, 38]) * 2**20 + random.randrange(4096) for _ in range(40)]
 order = random.sample(range(40), 40)
-before, highest, alive, most_alive = resident_bytes(), 0, 0, 0
+before, highest, most_alive = resident_bytes(), 0, 0
 for step in range(4):
     started, kept = faults(), {}
     for index, size in enumerate(sizes):
@@ -109,6 +109,14 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
 
 def test_four_threads_never_get_each_others_memory() -> None:
     python(THREADS)
+
+
+def test_every_pair_of_settings_composes_with_it() -> None:
+    """The matrix of pairs once more, in a process whose every tensor of a page or more is the pool's."""
+    source = "import sys, pytest, lean_ft.memory as m; m.pool_host_memory(4096); sys.exit(pytest.main(sys.argv[1:]))"
+    pairs = str(Path(__file__).with_name("test_pairs.py"))
+    out = python(source, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pairs, "-k", "not compile")
+    assert re.search(r"\d{3} passed", out), out
 
 
 def run_recipe(folder: Path, *settings: str, **env: str) -> subprocess.CompletedProcess[str]:
