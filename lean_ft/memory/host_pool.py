@@ -26,7 +26,7 @@ import torch
 
 from lean_ft.settings import MemoryConfig
 
-SMALLEST_BYTES = 2**20  # smaller tensors stay with malloc
+SMALLEST_BYTES = 2**17  # smaller tensors stay with malloc
 _SOURCE = Path(__file__).with_name("host_pool.cpp")
 
 
