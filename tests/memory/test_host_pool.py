@@ -63,6 +63,25 @@ for step in range(4):
 print(highest, most_alive, faults() - started)
 """
 
+# Each tensor is larger than any that was freed, and what is kept between them keeps the free ranges apart.
+GROWING = """
+import torch
+from lean_ft.memory import pool_host_memory
+
+pool_host_memory()
+
+
+def peak_bytes():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+
+kept, before = [], peak_bytes()
+for mebibytes in range(8, 72, 4):
+    torch.full((mebibytes * 2**20,), 7, dtype=torch.uint8)
+    kept.append(torch.full((2**20,), 7, dtype=torch.uint8))
+print(peak_bytes() - before, mebibytes * 2**20 + sum(tensor.nbytes for tensor in kept))
+"""
+
 THREADS = """
 import threading
 import torch
@@ -105,6 +124,11 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
     assert peak < most_alive + 32 * MEBIBYTE
     assert peak < unpooled_peak + 32 * MEBIBYTE
     assert faults < unpooled_faults / 5
+
+
+def test_free_memory_that_nothing_fits_into_goes_back_before_there_is_more() -> None:
+    peak, most_alive = map(int, python(GROWING).split())
+    assert peak < most_alive + 16 * MEBIBYTE
 
 
 def test_four_threads_never_get_each_others_memory() -> None:
