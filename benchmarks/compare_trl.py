@@ -19,12 +19,14 @@ Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lo
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import product_rate
 import typer
 from measure import Budget, measure_training, recipe_command
 from memory_ladder import outcome, rung_settings
@@ -144,6 +146,7 @@ def measure_sides(
                             return ours_command(RECIPES[recipe], model, text, run, device=device, **common)
                         return trl_command(RECIPES[recipe], model, text, run, facts, **common)
 
+                    rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(
                         command,
                         steps=steps,
@@ -152,8 +155,9 @@ def measure_sides(
                         timeout_seconds=budget.timeout_seconds(),
                         environment=environment,
                     )
-                    rows.append({"side": side, "length": length, "round": turn, **row})
-                    console.print(f"length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}", markup=False)
+                    rows.append({"side": side, "length": length, "round": turn, "product_gflops": rate, **row})
+                    line = f"length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
+                    console.print(f"{line}; products at {rate} GFLOP/s before", markup=False)
             if facts.exists():
                 trl_defaults = json.loads(facts.read_text())
     return rows, trl_defaults
@@ -221,8 +225,13 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"{sides.title} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
         f"{settings['batch_size']}; lean_ft in bfloat16 with {sides.label}{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
-        f"{settings['steps']} steps each"
+        f"{settings['steps']} steps each{_told_rates(result['rows'])}"
     )
+
+
+def _told_rates(rows: list[dict[str, Any]]) -> str:
+    rates = [row["product_gflops"] for row in rows if "product_gflops" in row]
+    return f"; before each, bfloat16 products ran at {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:

@@ -1,8 +1,11 @@
 """The comparison takes turns, forms ratios within a round, and shows a side that failed as failed."""
 
 import importlib.util
+import subprocess
+import sys
 
 import compare_trl
+import product_rate
 import pytest
 from compare_trl import measure_sides, summarize, table_cells
 from measure import Budget
@@ -45,6 +48,7 @@ def test_the_sides_take_turns(monkeypatch):
         return {"status": "failed", "reason": "not run here"}
 
     monkeypatch.setattr(compare_trl, "measure_training", note)
+    monkeypatch.setattr(product_rate, "command", lambda device: [sys.executable, "-c", f"print({len(commands)} + 300)"])
     rows, defaults = measure_sides(
         ["ours", "trl"],
         shape="tiny",
@@ -58,7 +62,13 @@ def test_the_sides_take_turns(monkeypatch):
     )
     assert commands == ["ours", "trl", "trl", "ours", "ours", "trl"]
     assert [r["round"] for r in rows] == [0, 0, 1, 1, 2, 2]
+    assert [r["product_gflops"] for r in rows] == [300, 301, 302, 303, 304, 305]
     assert defaults is None
+
+
+def test_the_rate_of_products_is_told_by_a_process_of_its_own():
+    output = subprocess.check_output(product_rate.command("cpu"), text=True)
+    assert int(output) > 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
