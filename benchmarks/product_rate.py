@@ -2,16 +2,16 @@
 
     python benchmarks/product_rate.py
 
-On a CPU a training step is matrix products and little else, and what a shared machine gives to them changes from hour to
-hour; a comparison that names the rate can be told from one of another hour.
+On a CPU most of a training step is matrix products, and what a shared machine gives to them changes from hour to hour; a
+comparison that names the rate can be told from one of another hour.
 """
 
 import sys
-import time
 from typing import Annotated
 
 import torch
 import typer
+from timing import measure_calls
 
 ROWS, INPUTS, OUTPUTS = 4096, 1024, 4096
 
@@ -21,14 +21,8 @@ def product_rate(device: torch.device, *, repeats: int = 8) -> float:
     x = torch.ones(ROWS, INPUTS, dtype=torch.bfloat16, device=device)
     weight = torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16, device=device)
     out = torch.empty(ROWS, OUTPUTS, dtype=torch.bfloat16, device=device)
-    seconds = []
-    for _ in range(1 + repeats):  # the first warms up
-        started = time.perf_counter()
-        torch.mm(x, weight.t(), out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return 2 * ROWS * INPUTS * OUTPUTS / min(seconds[1:])
+    timing = measure_calls(lambda: torch.mm(x, weight.t(), out=out), device, repeats=repeats)
+    return 2 * ROWS * INPUTS * OUTPUTS / min(timing.all_seconds)
 
 
 def command(device: str) -> list[str]:
