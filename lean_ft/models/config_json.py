@@ -7,10 +7,8 @@ settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_p
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
@@ -73,7 +71,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 
 _REMEDIES_FOR_QUANTIZED = {
     "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
@@ -93,20 +90,6 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     family, architecture = _LANGUAGE_MODEL_OF[model_type]
     shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
-
-
-def name_in_language_model(name: str) -> str | None:
-    """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    name = (
-        name.removeprefix("model.")
-        if name.startswith(("model.language_model.", "model.vision", "model.multi"))
-        else name
-    )
-    if name.startswith(_OF_IMAGES):
-        return None
-    inner = name.removeprefix("language_model.")
-    # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
-    return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -152,20 +135,6 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     )
     _refuse_other_mathematics(config, fields.read, where)
     return read
-
-
-def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
-    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
-    part = next((part for part in family.on_disk if part in name), None)
-    if part is None:
-        yield name, parameter
-        return
-    places = [name.replace(part, place) for place in family.on_disk[part]]
-    stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
-    for index, tensor in stack:
-        for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
-            yield place.replace("*", str(index)), piece
 
 
 def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:

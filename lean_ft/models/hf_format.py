@@ -16,13 +16,9 @@ from torch import Tensor, nn
 
 from lean_ft.assets import resolve_model_path
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import (
-    decoder_config,
-    language_model_config,
-    name_in_language_model,
-    parameters_on_disk,
-)
+from lean_ft.models.config_json import decoder_config, language_model_config
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 
 _WEIGHTS = "model.safetensors"

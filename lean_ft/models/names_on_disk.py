@@ -1,0 +1,38 @@
+"""What a Hugging Face folder calls the decoder's parameters, and which of its tensors are none of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lean_ft.models.families import FAMILIES, Family
+
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+
+
+def name_in_language_model(name: str) -> str | None:
+    """What a tensor of a model that reads images too is called in its language model; None for one of images."""
+    name = (
+        name.removeprefix("model.")
+        if name.startswith(("model.language_model.", "model.vision", "model.multi"))
+        else name
+    )
+    if name.startswith(_OF_IMAGES):
+        return None
+    inner = name.removeprefix("language_model.")
+    # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
+    return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+
+
+def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
+    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
+    part = next((part for part in family.on_disk if part in name), None)
+    if part is None:
+        yield name, parameter
+        return
+    places = [name.replace(part, place) for place in family.on_disk[part]]
+    stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
+    for index, tensor in stack:
+        for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
+            yield place.replace("*", str(index)), piece
