@@ -5,7 +5,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
@@ -435,3 +435,13 @@ class RecipeConfig(Settings):
                 f"a multiple of eval_every."
             )
         return self
+
+
+class TrainingConfig(Protocol):
+    """What the Config of a recipe that trains has, whatever its objective: for calls that take the whole of it."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    clip_grad_norm: float | None
+    compile: bool

@@ -76,6 +76,8 @@ class TrainingOptimizer(Protocol):
     """
 
     @property
+    def scaler(self) -> Any: ...
+    @property
     def state_bytes(self) -> int: ...
     def state_dict(self) -> Mapping[str, Tensor]: ...
     def load_state_dict(self, tensors: Any) -> object: ...
@@ -100,12 +102,11 @@ class Run:
         optimizer: TrainingOptimizer,
         batches: TrainingBatches,
         tokenizer: Saveable,
-        scaler: Resumable | None = None,
     ):
         self.cfg = cfg
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._model, self._optimizer = model, optimizer
         self._batches, self._tokenizer = batches, tokenizer
 
         self.steps_per_epoch = math.ceil(batches.batches_per_epoch / cfg.gradient_accumulation_steps)
@@ -193,8 +194,8 @@ class Run:
 
         restore_optimizer(folder, self._optimizer)
         self._batches.load_state_dict(state["batches"])
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
+        if state["scaler"] is not None:
+            self._optimizer.scaler.load_state_dict(state["scaler"])
         self._random_state = read_random_state(folder)
         if same_directory:
             rows = trim_metrics(self._metrics.path, self.start_step)
@@ -372,11 +373,7 @@ class Run:
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
         for row in rows:
-            self._bad_steps.look_at(row, loss_scale=self._loss_scale)
-
-    @property
-    def _loss_scale(self) -> float:
-        return getattr(self._scaler, "value", 1.0)
+            self._bad_steps.look_at(row, loss_scale=self._optimizer.scaler.value)
 
     def _save(self, *, wait: bool) -> None:
         """Write a checkpoint, or with `save_async` start to, unless `wait`."""
@@ -398,7 +395,7 @@ class Run:
             "total_steps": self.total_steps,
             "epoch": done / self.steps_per_epoch,
             "batches": self._batches.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "scaler": self._optimizer.scaler.state_dict(),
             "data_fingerprint": self._batches.fingerprint,
             "settings": settings_of(self.cfg),
             "eval_loss": self._eval_loss[1] if self._eval_loss[0] == done else None,

@@ -17,6 +17,7 @@ from torch import nn
 
 from lean_ft.config import load_config
 from lean_ft.models import load_model
+from lean_ft.optim import LossScaler
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 from lean_ft.training import Run, start
 
@@ -74,6 +75,7 @@ class AdamW:
         self._names = [name for name, _ in model.named_parameters()]
         self._inner = torch.optim.AdamW(model.parameters(), lr=lr)
         self.state_bytes = 8 * sum(p.numel() for p in model.parameters())
+        self.scaler = LossScaler(enabled=False)
         self.zero_grad, self.step = self._inner.zero_grad, self._inner.step
 
     def state_dict(self) -> dict[str, torch.Tensor]:
