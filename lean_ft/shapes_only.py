@@ -48,8 +48,8 @@ class Stage(Protocol):
         """Tells what follows its forward pass apart."""
         ...
 
-    def watch_gradients(self, named_parameters: Iterable[tuple[str, Any]]) -> None:
-        """Tells gradients apart as they are completed."""
+    def watch_optimizer(self, named_parameters: Iterable[tuple[str, Any]], rule: Any, state_bytes: int) -> None:
+        """Tells gradients apart as they are completed, before the optimizer's own hooks come to them."""
         ...
 
     def update(self, rule: Any, states: Sequence[Any], step: Any) -> None:
@@ -62,6 +62,10 @@ class Stage(Protocol):
 
     def begin_step(self) -> None:
         """What came before is not of the step."""
+        ...
+
+    def begin_backward(self) -> None:
+        """What comes now is the backward pass."""
         ...
 
 

@@ -14,13 +14,15 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 import lean_ft
 from lean_ft.interrupts import StopSignals
 from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.shapes_only import StepTaken, stage
+from lean_ft.training.answers import say_answers
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
@@ -49,8 +51,6 @@ from lean_ft.training.run_directory import (
     settings_of,
 )
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
-
-T = TypeVar("T")
 
 
 class Resumable(Protocol):
@@ -102,8 +102,13 @@ class Run:
         optimizer: TrainingOptimizer,
         batches: TrainingBatches,
         tokenizer: Saveable,
+        held_out: Iterable[Any] | None = None,
     ):
         self.cfg = cfg
+        self._held_out = held_out
+        self.start_step, self.total_steps = 0, 1
+        if stage() is not None:
+            return
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
         self._model, self._optimizer = model, optimizer
@@ -246,6 +251,11 @@ class Run:
                 them. Found when their lines are written, so up to `log_every` steps late, but before anything is saved.
                 Or a checkpoint could not be written; with `save_async` raised after a later step.
         """
+        if (watcher := stage()) is not None:
+            watcher.begin_step()
+            yield 0
+            return
+        self._say_answers(f"at step {self.start_step}")
         if self.start_step >= self.total_steps:
             self._lock.release()
             self._say_complete()
@@ -285,6 +295,7 @@ class Run:
             report=getattr(self._batches, "report", None),
         )
         self._bad_steps.say_totals()
+        self._say_answers(f"at step {self.total_steps}")
 
     def log(
         self,
@@ -300,6 +311,8 @@ class Run:
         loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
         values for the step's line, None left out.
         """
+        if stage() is not None:
+            raise StepTaken
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
@@ -316,25 +329,28 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""
+        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last, if anything is
+        held out."""
+        if self._held_out is None:
+            return False
         done = self._done_steps + 1
         every = self.cfg.eval_every
         return done == self.total_steps or bool(every and done % every == 0)
 
-    def log_evaluation(self, loss: Tensor | float, **more: Any) -> None:
+    def log_evaluation(self, eval_loss: Tensor | float, **more: Any) -> None:
         """Write an evaluation's line: `eval_loss`, and whatever else is given, as plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._done_steps + 1, loss, more)
+        row = self._metrics.write_evaluation(self._done_steps + 1, eval_loss, more)
         self._totals.eval_loss = row["eval_loss"]
         self._eval_loss = (row["step"], row["eval_loss"])
         say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
 
-    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+    def held_out(self) -> Iterator[Any]:
+        """The held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
 
         The step has to be logged by then, so that nothing of it is missing.
         """
-        for batch in batches:
+        for batch in self._held_out or ():
             if self._logged and self._signals.received is not None:
                 say("evaluation", f"after step {self._done_steps + 1}: cut short, and not made up for")
                 self._finish_step(self._done_steps + 1, stopping=True)
@@ -433,6 +449,11 @@ class Run:
             self._writer.start(write)
         else:
             write()
+
+    def _say_answers(self, when: str) -> None:
+        """Has the model answer held-out questions, where `eval_answers` asks for them."""
+        if self.cfg.eval_answers:
+            say_answers(when, self._model, self._tokenizer, self._held_out, self.cfg.eval_answers)
 
     # Ending -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_ft.memory import loss_chunk_tokens
+from lean_ft.losses import loss_chunk_tokens
 from lean_ft.peft import NF4Linear, adapted_layers
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig
 from lean_ft.training.metrics import Row

@@ -18,8 +18,8 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from lean_ft import memory, optim
-from lean_ft.losses import linear_cross_entropy
-from lean_ft.memory import apply_memory, compiling, loss_chunk_tokens
+from lean_ft.losses import linear_cross_entropy, loss_chunk_tokens
+from lean_ft.memory import apply_memory, compiling
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.peft import apply_lora
