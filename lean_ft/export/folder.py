@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.assets import resolve_model_path
 from lean_ft.export.places import check_destination, find_source, remove, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
+from lean_ft.paths import resolve_model_path
 from lean_ft.peft import MergeReport, base_model, is_adapter, load_merged
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import load_tokenizer

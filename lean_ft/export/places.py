@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lean_ft.assets import resolve_model_path
 from lean_ft.models.hf_format import WEIGHTS_INDEX
+from lean_ft.paths import resolve_model_path
 from lean_ft.peft import is_adapter
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES
 from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, list_checkpoints

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.assets import checkpoint_hint
+from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import adapted_layers, put_adapter
@@ -283,9 +284,7 @@ def _base_model(model: Decoder) -> tuple[str | None, str | None]:
     folder = model.source_folder
     if folder is None:
         return None, None
-    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
-        return folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder.name
-    return str(folder), None
+    return cached_name(folder) or (str(folder), None)
 
 
 def _exactly(name: str) -> str:
