@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from lean_ft import hub
 from lean_ft.assets import pin_model_path, repository_name
+from lean_ft.log import say
 from lean_ft.settings import ModelConfig, RecipeConfig
 from lean_ft.training.checkpoint import list_checkpoints, read_training_state
-from lean_ft.training.progress import say
 from lean_ft.training.run_directory import Settings, read_starts
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
