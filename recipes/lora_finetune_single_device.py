@@ -15,7 +15,7 @@ from lean_ft.data import Batch, sft_batches
 from lean_ft.losses import TokenStatistics, linear_cross_entropy
 from lean_ft.memory import apply_memory, loss_chunk_tokens
 from lean_ft.models import load_model
-from lean_ft.optim import LossScaler, build_optimizer, learning_rate
+from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import apply_lora, lr_ratios, quantize_as_loaded
 from lean_ft.settings import (
     LoRAConfig,
@@ -62,16 +62,8 @@ def main(cfg: Config) -> None:
     )
     apply_lora(model, cfg.lora)
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    optimizer = build_optimizer(
-        model,
-        cfg.optimizer,
-        clip_grad_norm=cfg.clip_grad_norm,
-        uses_loss_scaling=mixed,
-        compile=cfg.compile,
-        lr_ratios=lr_ratios(cfg.lora),
-    )
-    scaler = LossScaler(enabled=mixed)
-    run = Run(cfg, model=model, optimizer=optimizer, scaler=scaler, batches=batches, tokenizer=tokenizer)
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
+    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, tokenizer=tokenizer)
 
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
 
@@ -95,26 +87,25 @@ def main(cfg: Config) -> None:
 
     say_answers(f"at step {run.start_step}", model, tokenizer, eval_batches, cfg.eval_answers)
     for step in run.steps():
-        lr = learning_rate(cfg.optimizer.lr, cfg.schedule, step, run.total_steps)
+        lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
         step_loss, step_router_loss = torch.zeros(2, device=device)
         statistics = TokenStatistics(device)
-        for batch in micro_batches:
-            optimizer.update_in_backward(batch is micro_batches[-1])
+        for i, batch in enumerate(micro_batches):
             batch = batch.to(device)
             # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
             loss = loss_of(batch, statistics, cfg.loss) / num_targets
             # A mixture of experts also balances its load; a micro-batch counts by its share of the targets. Else 0.
             router_loss = model.auxiliary_loss(batch.is_token) * (batch.num_targets / num_targets)
-            optimizer.expect_finite(loss + router_loss)  # or else this step is skipped, and its batch kept
-            scaler.scale(loss + router_loss).backward()
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss + router_loss, last=i == len(micro_batches) - 1).backward()
             step_loss += loss.detach()
             step_router_loss += router_loss.detach()
 
-        grad_norm = optimizer.finish_gradients(scaler, max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
         run.log(

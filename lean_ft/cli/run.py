@@ -85,8 +85,8 @@ def run(
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Says what the run is going to take, before it loads weights."""
+    from lean_ft.log import say
     from lean_ft.plan.beforehand import foresee
-    from lean_ft.training.progress import say
 
     try:
         outlook = foresee(recipe, cfg)

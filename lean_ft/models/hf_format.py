@@ -6,7 +6,6 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +20,7 @@ from lean_ft.models.decoder import Decoder
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
+from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -351,12 +351,8 @@ def _as_json(content: dict[str, Any]) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    try:
+    with write_whole(file) as temporary:
         temporary.write_bytes(content)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _some(names: Iterable[str]) -> str:

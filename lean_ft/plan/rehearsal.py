@@ -157,7 +157,6 @@ class _Stage:
             id(lean_ft.peft.apply_lora): self.labelled(WEIGHTS, "adapter", lean_ft.peft.apply_lora),
             id(lean_ft.losses.linear_cross_entropy): self.linear_cross_entropy,
             id(lean_ft.optim.build_optimizer): self.build_optimizer,
-            id(lean_ft.optim.LossScaler): lambda *args, **kwargs: lean_ft.optim.LossScaler(enabled=False),
         }
         stand_ins_inside = {  # of what the library calls for the recipe
             (lean_ft.memory, "open_link"): self.open_link,
@@ -248,6 +247,7 @@ class _Stage:
     def build_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         with self.trace.labelled(STATES):
             optimizer = lean_ft.optim.build_optimizer(*args, **kwargs)
+        optimizer.scaler = lean_ft.optim.LossScaler(enabled=False)
         optimizer._noise_seed = 0  # drawing one asks a tensor for its value
         optimizer._all_finite = lambda scalars: True  # and so does this
         rule = optimizer.rule.rule if isinstance(optimizer.rule, Streamed) else optimizer.rule

@@ -10,10 +10,10 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from lean_ft import hub
+from lean_ft.log import say
 from lean_ft.paths import path_at_commit, repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
 from lean_ft.training.checkpoint import list_checkpoints, read_training_state
-from lean_ft.training.progress import say
 from lean_ft.training.run_directory import Settings, read_starts
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -22,10 +22,10 @@ from lean_ft.losses import linear_cross_entropy
 from lean_ft.memory import apply_memory, compiling, loss_chunk_tokens
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
-from lean_ft.optim import LossScaler, build_optimizer
 from lean_ft.peft import apply_lora
-from lean_ft.settings import LoRAConfig, LossConfig, MemoryConfig, OptimizerConfig
+from lean_ft.settings import LoRAConfig, LossConfig, MemoryConfig
 from tests.late_link import LateLink
+from tests.optim.tiny_training import build
 
 # What leaves every number as it is.
 SILENT: dict[str, dict[str, Any]] = {
@@ -119,9 +119,8 @@ def started(settings: dict[str, Any]) -> Decoder:
 
 
 def optimizer_of(model: Decoder, settings: dict[str, Any]) -> optim.Optimizer:
-    cfg = OptimizerConfig.model_validate({"weight_decay": 0.1, **group(settings, "optimizer")})
-    clip = settings.get("clip_grad_norm")
-    optimizer = build_optimizer(model, cfg, clip_grad_norm=clip, uses_loss_scaling=False, compile=False)
+    optimizer_cfg = {"weight_decay": 0.1, **group(settings, "optimizer")}
+    optimizer = build(model, optimizer_cfg, clip_grad_norm=settings.get("clip_grad_norm"))
     optimizer.set_lr(LR)
     return optimizer
 
@@ -136,7 +135,6 @@ def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
     parts = settings.get("micro_batches", 1)
     for _ in range(STEPS):
         for i, (some_ids, some_labels) in enumerate(zip(ids.chunk(parts), labels.chunk(parts), strict=True)):
-            optimizer.update_in_backward(i == parts - 1)
             loss = linear_cross_entropy(
                 model(some_ids, return_hidden=True),
                 model.output_weight,
@@ -146,8 +144,8 @@ def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
                 label_smoothing=loss_cfg.label_smoothing,
                 z_loss=loss_cfg.z_loss,
             )
-            (loss / int((labels >= 0).sum())).backward()
-        optimizer.finish_gradients(LossScaler(False), settings.get("clip_grad_norm"))
+            optimizer.scale(loss / int((labels >= 0).sum()), last=i == parts - 1).backward()
+        optimizer.finish_gradients(settings.get("clip_grad_norm"))
         optimizer.step()
         optimizer.zero_grad()
     return model
