@@ -103,7 +103,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
         copied.append(time.perf_counter() - began)
         writer.start(lambda copy=copy, state=state: written.append(save(copy, state)))
         extra = 0.0
-        while writer._thread is not None and writer._thread.is_alive():
+        while writer.is_writing:
             extra += step() - statistics.median(plain)
         writer.wait()
         beside.append(extra)

@@ -5,7 +5,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,9 @@ class Settings(BaseModel):
     """A group of settings: unknown keys are errors, values are checked and never silently converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+GroupT = TypeVar("GroupT", bound=Settings)
 
 
 class ModelConfig(Settings):
@@ -438,6 +441,10 @@ class RecipeConfig(Settings):
                 f"a multiple of eval_every."
             )
         return self
+
+    def group(self, kind: type[GroupT]) -> GroupT | None:
+        """The recipe's group of settings of this kind, the first of several; None where it has none."""
+        return next((value for _, value in self if isinstance(value, kind)), None)
 
 
 class TrainingConfig(Protocol):

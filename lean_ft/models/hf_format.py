@@ -6,7 +6,6 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config, language_model_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
+from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -248,9 +249,7 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
     if not file.is_file():
         raise ValueError(f"{source} names the weight file {name!r}, which is missing from {folder}.")
     target, home = file.resolve(), folder.resolve()
-    # In the hub's own cache a snapshot's files are links into the blobs of the same repository.
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+    if not target.is_relative_to(home) and not target.is_relative_to(home_of_links(home)):
         raise ValueError(
             f"the weight file {name!r} of {folder} is a link to {target}, outside the folder. Copy the file into it."
         )
@@ -363,12 +362,8 @@ def _as_json(content: dict[str, Any]) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    try:
+    with write_whole(file) as temporary:
         temporary.write_bytes(content)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _some(names: Iterable[str]) -> str:

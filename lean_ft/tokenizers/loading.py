@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.paths import resolve_model_path
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
