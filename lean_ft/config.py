@@ -118,17 +118,25 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
-    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it."""
+    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it. A group that is off by
+    default stands in comments."""
     lines: list[str] = []
+    off: Place | None = None
     for place, part in _parts(_schema(config_class)):
-        indent, name = "  " * (len(place) - 1), place[-1]
+        if off is not None and place[: len(off)] != off:
+            off = None
+        if not isinstance(part, Setting) and part["is_off"]:
+            off = place
+        indent, name = ("# " if off else "") + "  " * (len(place) - 1), place[-1]
         meaning = part.description if isinstance(part, Setting) else part.get("description", "").partition("\n")[0]
         lines += [""] if len(place) == 1 and lines else []
         lines += textwrap.wrap(
             meaning, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
         )
         if not isinstance(part, Setting):
-            lines.append(f"{indent}{name}:")
+            lines.append(
+                f"{indent}{name}:{'  # off by default: any of its settings, or {}, turns it on' * part['is_off']}"
+            )
         elif part.required:
             lines.append(f"{indent}{name}:  # required: {part.type}")
         else:
@@ -164,7 +172,7 @@ def _parts(group: Schema, default: Any = None, above: Place = ()) -> Iterator[tu
             key, is_required = ".".join(place), "default" not in own
             yield place, Setting(key, _type_text(schema), is_required, own.get("default"), own.get("description", ""))
         else:
-            yield place, inner
+            yield place, {**inner, "is_off": own.get("default", {}) is None}
             yield from _parts(inner, own.get("default"), place)
 
 
