@@ -369,7 +369,7 @@ def _override_value(text: str, schema: Schema) -> Any:
     if _takes_only_text(schema) and not is_quoted and not is_container:
         return Plain(text)
     if is_container:
-        text = _WILDCARDS.sub(lambda item: to_yaml(item[1].rstrip(), flow=True) if item[1] else item[0], text)
+        text = _WILDCARDS.sub(lambda item: to_yaml([item[1].rstrip()], flow=True)[1:-1] if item[1] else item[0], text)
     value, _ = parse_yaml(text)
     return Plain() if value is None else value
 
