@@ -112,6 +112,11 @@ class Setting:
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it is a group that is null by default."""
+        return self.group is not None and not self.required and self.default is None
+
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Every setting of a recipe, in the order they are declared."""
@@ -119,16 +124,21 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
-    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it."""
+    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it. A group that is off by
+    default stands in comments."""
     lines: list[str] = []
+    off = ""  # the group that the settings are in, if it is off
     for setting in _settings(config_class).values():
         *groups, name = setting.key.split(".")
         if lines and not groups:
             lines.append("")
-        indent = "  " * len(groups)
-        comment = {"initial_indent": f"{indent}# ", "subsequent_indent": f"{indent}# ", "break_on_hyphens": False}
-        lines += textwrap.wrap(setting.description, width, **comment)
-        if setting.group:
+        off = off if off and setting.key.startswith(f"{off}.") else setting.key if setting.is_off else ""
+        indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
+        comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in comment]
+        if setting.is_off:
+            lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
+        elif setting.group:
             lines.append(f"{indent}{name}:")
         elif setting.required:
             lines.append(f"{indent}{name}:  # required: {setting.type}")

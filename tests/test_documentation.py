@@ -17,7 +17,7 @@ PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}
 def settings_in(text: str) -> list[str]:
     """`a=b|c` is a=b and a=c; `a=N` a number."""
     found = re.findall(
-        r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
+        r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )
     pairs = [(key, choice) for key, value in found for choice in value.strip('"').split("|")]
     return sorted({f"{key}={PLACEHOLDERS.get(value, value)}" for key, value in pairs} - NO_SETTING)

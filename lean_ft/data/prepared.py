@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from lean_ft.assets import resolve_data_path
 from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.cache import FORMAT, Entry, EntryWriter, read_entry, unkept_entry, write_entry
 from lean_ft.data.content import content_digest
@@ -28,6 +27,7 @@ from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import list_sources, source_files
 from lean_ft.data.truncation import longest
+from lean_ft.paths import resolve_data_path
 from lean_ft.settings import SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer
 

@@ -8,7 +8,6 @@ The format is eight bytes of length, a JSON header, and the tensors' bytes
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lean_ft.whole_files import write_whole
 
 _DTYPES = {
     "F64": torch.float64,
@@ -117,7 +118,7 @@ def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors, one at a time, under a temporary name that becomes `file` once it is whole."""
+    """Writes tensors, one at a time; `file` is whole or as it was."""
     # The library's order: wide dtypes first, so that each tensor's bytes are aligned; then by name.
     names = sorted(tensors, key=lambda name: (_order(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -131,15 +132,10 @@ def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         }
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in names:
-                stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with write_whole(file) as temporary, temporary.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
 
 
 def _order(dtype: torch.dtype) -> int:

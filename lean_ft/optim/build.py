@@ -18,7 +18,8 @@ from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
-from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig
+from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
+from lean_ft.shapes_only import counted_as, device_type
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
@@ -26,21 +27,17 @@ MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
 
 
+@counted_as("optimizer state")
 def build_optimizer(
-    model: nn.Module,
-    cfg: OptimizerConfig,
-    *,
-    clip_grad_norm: float | None,
-    uses_loss_scaling: bool,
-    compile: bool,
-    lr_ratios: Mapping[str, float] = MappingProxyType({}),
+    model: nn.Module, recipe_cfg: TrainingConfig, *, lr_ratios: Mapping[str, float] = MappingProxyType({})
 ) -> Optimizer:
-    """The optimizer that `cfg` asks for, over the parameters of `model` that require gradients.
+    """The optimizer that a recipe's settings ask for, over the parameters of `model` that require gradients.
 
-    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names.
-    Raises ValueError for settings that contradict each other or the model.
+    `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that
+    contradict each other or the model.
     """
-    _refuse_contradictions(cfg, clip_grad_norm=clip_grad_norm, uses_loss_scaling=uses_loss_scaling)
+    cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
+    _refuse_contradictions(cfg, clip_grad_norm=recipe_cfg.clip_grad_norm, loss_scaling=loss_scaling)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if cfg.stochastic_rounding:
         for name, param in trainable:
@@ -49,7 +46,7 @@ def build_optimizer(
                     f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is {param.dtype}, which "
                     "loses no update that matters. Set optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
-    devices = {param.device.type for _, param in trainable}
+    devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg)
     if cfg.state == "paged" and devices and devices != {"cuda"}:
@@ -57,10 +54,10 @@ def build_optimizer(
             "optimizer.state=paged keeps state in CUDA's managed memory, which the driver moves between the GPU and the "
             f"host, but the model is on {min(devices - {'cuda'})}. Set optimizer.state=device."
         )
-    rule = _rule(cfg, model, compile)
+    rule = _rule(cfg, model, recipe_cfg.compile)
     if cfg.state == "streamed" and trainable:
         rule = stream_state(rule, trainable[0][1].device)
-    return Optimizer(trainable, rule, in_backward=cfg.in_backward, lr_ratios=lr_ratios)
+    return Optimizer(trainable, rule, in_backward=cfg.in_backward, lr_ratios=lr_ratios, loss_scaling=loss_scaling)
 
 
 def _rule(cfg: OptimizerConfig, model: nn.Module, compile: bool) -> Rule:
@@ -115,7 +112,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             ) from error
 
 
-def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:
+def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, loss_scaling: bool) -> None:
     can_clip = cfg.name in CLIPPING_RULES
     if cfg.in_backward and clip_grad_norm is not None:
         instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if can_clip else ""
@@ -124,7 +121,7 @@ def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None
             "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "
             f"Set clip_grad_norm=null{instead}, or set optimizer.in_backward=false."
         )
-    if cfg.in_backward and uses_loss_scaling:
+    if cfg.in_backward and loss_scaling:
         raise ValueError(
             "model.dtype=float16 scales the loss, and whether the scaled gradients overflowed is known only "
             "when all are there, but optimizer.in_backward=true updates before that. "

@@ -8,11 +8,9 @@ give bitwise the same weights.
 The loop is the same for both:
 
     optimizer.set_lr(lr)                                    # before backward: the hooks read it
-    for batch in micro_batches:
-        optimizer.update_in_backward(batch is last)
-        optimizer.expect_finite(loss)                       # or else the step is skipped
-        loss.backward()
-    grad_norm = optimizer.finish_gradients(scaler, max_norm)
+    for i, batch in enumerate(micro_batches):
+        optimizer.scale(loss, last=i == len(micro_batches) - 1).backward()
+    grad_norm = optimizer.finish_gradients(max_norm)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.shapes_only import stage
 
 
 class Optimizer:
@@ -40,7 +39,8 @@ class Optimizer:
 
     Parameters that need no gradient are left out, and a tied parameter is one parameter. Learning rates are
     set by `set_lr` before each step; `lr_ratios` says by what a parameter's is multiplied, by the end of its name.
-    `notes` says what was adjusted for the device.
+    `loss_scaling` is for float16; `scaler` is then at work, and idle otherwise. `notes` says what was adjusted for the
+    device.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class Optimizer:
         *,
         in_backward: bool,
         lr_ratios: Mapping[str, float] = MappingProxyType({}),
+        loss_scaling: bool = False,
     ) -> None:
+        assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
@@ -59,6 +61,7 @@ class Optimizer:
             raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
         self.rule = rule
         self.in_backward = in_backward
+        self.scaler = LossScaler(enabled=loss_scaling)
         self.lr = 0.0
         self.step_count = 0  # updates made, the same for all parameters
         self.skipped_steps = 0  # steps not made because a loss or gradients were not finite
@@ -73,9 +76,10 @@ class Optimizer:
         self._updates_now = False  # whether hooks update in the coming backward
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
         self._skips = False  # whether the step under way is skipped
-        self._all_finite = all_finite
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
+        if (watcher := stage()) is not None:
+            watcher.watch_optimizer(((state.name, state.param) for state in self._states), rule, self.state_bytes)
         if in_backward:
             for state in self._states:
                 state.param.register_post_accumulate_grad_hook(self._hook_of(state))
@@ -84,25 +88,23 @@ class Optimizer:
         """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
         self.lr = lr
 
-    def update_in_backward(self, enabled: bool) -> None:
-        """Whether the coming backward completes the step's gradients: True for the last micro-batch.
+    def scale(self, loss: Tensor, *, last: bool) -> Tensor:
+        """The loss to call backward on next; float16's is multiplied, all others come back as they are.
 
-        Until then gradients add up as usual. Without in-backward stepping this does nothing.
-        """
-        self._updates_now = enabled and self.in_backward
-
-    def expect_finite(self, loss: Tensor) -> None:
-        """Skip the step if `loss`, on which backward is called next, is not finite; the module says what that means.
-
-        In backward the host waits for it before a step's last micro-batch, elsewhere for all of them in
-        `finish_gradients`.
+        `last` says that this backward completes the step's gradients: in backward it updates, and until then gradients
+        add up. A step with a loss that is not finite is skipped; the host learns of it before the last backward where
+        that updates, elsewhere in `finish_gradients`.
         """
         self._losses.append(loss.detach())
+        self._updates_now = last and self.in_backward
         if self._updates_now:
-            self._skips = not self._all_finite(self._losses)
+            self._skips = not all_finite(self._losses)
+        if (watcher := stage()) is not None:
+            watcher.begin_backward()
+        return self.scaler.scale(loss)
 
     @torch.no_grad()
-    def finish_gradients(self, scaler: LossScaler, max_norm: float | None) -> Tensor:
+    def finish_gradients(self, max_norm: float | None = None) -> Tensor:
         """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
 
         The norm is a float32 scalar on the device, for which the host waits, to skip the step if it is not finite.
@@ -110,7 +112,6 @@ class Optimizer:
         """
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
-            assert not scaler.enabled, "the overflow check needs every gradient before any update"
             self._update_leftovers()
             if self._skips:
                 return self._zero() * torch.nan
@@ -119,16 +120,16 @@ class Optimizer:
         grads = [state.param.grad for state in self._states if state.param.grad is not None]
         if not grads:
             return self._zero()
-        norm = global_norm([gradient_norm(grad) for grad in grads]) / scaler.value
-        self._skips = not self._all_finite([norm, *self._losses])
+        norm = global_norm([gradient_norm(grad) for grad in grads]) / self.scaler.value
+        self._skips = not all_finite([norm, *self._losses])
         if self._skips:
-            scaler.update(overflowed=True)
+            self.scaler.update(overflowed=True)
             return norm
         if max_norm is not None:
-            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scaler.value)
-        elif scaler.enabled:
-            scale_gradients(grads, 1.0 / scaler.value)
-        scaler.update(overflowed=False)
+            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scaler.value)
+        elif self.scaler.enabled:
+            scale_gradients(grads, 1.0 / self.scaler.value)
+        self.scaler.update(overflowed=False)
         return norm
 
     @torch.no_grad()
@@ -143,7 +144,7 @@ class Optimizer:
         if not self.in_backward:
             for ratio in dict.fromkeys(self._lr_ratios):
                 states = [state for state in self._states if self._lr_ratios[state.index] == ratio]
-                self.rule.update([state for state in states if state.param.grad is not None], self._step_info(ratio))
+                self._update([state for state in states if state.param.grad is not None], self._step_info(ratio))
         self.step_count += 1
         self._close_step()
 
@@ -216,14 +217,22 @@ class Optimizer:
         )
         self._norms[state.index] = norm = gradient_norm(state.grad)
         assert state.param.grad is not None
-        zero_unless_finite(state.param.grad, norm, self._all_finite)
-        self.rule.update([state], self._step_info(self._lr_ratios[state.index]))
+        zero_unless_finite(state.param.grad, norm)
+        self._update([state], self._step_info(self._lr_ratios[state.index]))
         state.param.grad = None
+
+    def _update(self, states: list[ParameterState], step: StepInfo) -> None:
+        if (watcher := stage()) is not None:
+            watcher.update(self.rule, states, step)
+        else:
+            self.rule.update(states, step)
 
     def _update_leftovers(self) -> None:
         """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
         leftovers = [state for state in self._states if state.param.grad is not None]
-        assert self._updates_now or not leftovers, "update_in_backward(True) goes before a step's last backward"
+        assert self._updates_now or not leftovers, (
+            "a step's last backward is called on optimizer.scale(loss, last=True)"
+        )
         for state in leftovers:
             self._update_and_free(state)
 
