@@ -1,31 +1,34 @@
-"""Strict settings: a YAML preset and `key=value` overrides become one validated pydantic model.
+"""Settings as text: a YAML preset and `key=value` overrides become one validated pydantic model, and back.
 
-A value is read with the type of its setting in hand. Where only text fits, the text stays as it was written, so
-`data.source=007` names a file; elsewhere `optimizer.lr=1e-5` is a number (see `lean_ft.strict_yaml`). Nothing is
-converted after that: neither `"4"` nor `2.0` is a whole number. Everything that is wrong with one config is told
-in one message, each with where it came from.
+What a recipe's settings are is read from the JSON schema that pydantic makes of its `Config`. A value is read with
+its setting's schema in hand. Where only text fits, the text stays as it was written, so `data.source=007` names a
+file; elsewhere `optimizer.lr=1e-5` is a number (see `lean_ft.strict_yaml`). Nothing is converted after that: neither
+`"4"` nor `2.0` is a whole number. Everything that is wrong with one config is told in one message, each with where
+it came from.
 
 Left out on purpose: includes, interpolation, environment variables. A preset states what differs from the
 defaults, and what it states is what one reads.
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic.json_schema import GenerateJsonSchema
 
 from lean_ft.spelling import did_you_mean
-from lean_ft.strict_yaml import kind, parse_yaml, plain_scalar, read_yaml_file, scalar_value, to_yaml
+from lean_ft.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
+Place = tuple[str, ...]  # the names that lead to a setting
 
 COMMAND_LINE = "command line"
 
@@ -62,22 +65,15 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
 def preset_values(preset: Path) -> dict[str, str]:
     """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
 
-    def one_line(node: yaml.Node) -> str:
-        if isinstance(node, yaml.SequenceNode):
-            return f"[{', '.join(map(one_line, node.value))}]"
-        if isinstance(node, yaml.MappingNode):  # an empty one: the others are keys of their own
-            return "{}"
-        return to_yaml(node.value, flow=True) if getattr(node, "style", None) else node.value
-
-    def flatten(node: yaml.Node, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        if isinstance(node, yaml.MappingNode) and node.value:
-            for key, value in node.value:
-                yield from flatten(value, (*path, key.value))
+    def flatten(value: Any, place: Place) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from flatten(inner, (*place, name))
         else:
-            yield ".".join(path), one_line(node)
+            yield ".".join(place), value if isinstance(value, Plain) else to_yaml(value, flow=True)
 
-    node = read_yaml_file(preset)
-    return dict(flatten(node, ())) if isinstance(node, yaml.MappingNode) else {}
+    values, _ = read_yaml_file(preset)
+    return dict(flatten(values, ())) if isinstance(values, dict) else {}
 
 
 def dump(config: BaseModel) -> str:
@@ -85,23 +81,24 @@ def dump(config: BaseModel) -> str:
     return to_yaml(config.model_dump(mode="json"))
 
 
-def config_schema(config_class: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema of a recipe's presets, for editors. Nothing in it is required: the command line may give it."""
-
-    def without_required(part: Any) -> Any:
-        if isinstance(part, list):
-            return [without_required(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        # A setting may be called `required` too; the keyword is the one that holds a list.
-        kept = {k: v for k, v in part.items() if not (k == "required" and isinstance(v, list))}
-        return {k: without_required(v) for k, v in kept.items()}
-
-    schema = without_required(config_class.model_json_schema())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
 # What the settings are ---------------------------------------------------------------------------------------
+
+
+class _PresetSchema(GenerateJsonSchema):
+    """Requires nothing, since the command line may give it; knows the default that a factory makes."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> Schema:
+        factory = schema.get("default_factory")
+        return super().default_schema(schema | {"default": factory()} if factory else schema)
+
+
+def config_schema(config_class: type[BaseModel]) -> Schema:
+    """JSON schema of a recipe's presets, for editors. Nothing in it is required: the command line may give it."""
+    schema = config_class.model_json_schema(schema_generator=_PresetSchema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 @dataclass(frozen=True)
@@ -117,150 +114,126 @@ class Setting:
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Every setting of a recipe, in the order they are declared."""
-
-    def leaves(model: type[BaseModel], prefix: str, instance: BaseModel | None) -> Iterator[Setting]:
-        for name, field in model.model_fields.items():
-            default = _default(field) if instance is None else getattr(instance, name)
-            group = _group(field.annotation)
-            if group is not None:
-                yield from leaves(group, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
-                continue
-            required = default is PydanticUndefined
-            yield Setting(
-                key=f"{prefix}{name}",
-                type=_type_text(field.annotation, field.metadata),
-                required=required,
-                default=None if required else _plain(default),
-                description=field.description or "",
-            )
-
-    return list(leaves(config_class, "", None))
+    return [part for _, part in _parts(_schema(config_class)) if isinstance(part, Setting)]
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
     """Every setting as YAML to cut a preset from: its meaning above it, its type behind it."""
-    settings = {setting.key: setting for setting in describe(config_class)}
-
-    def comment(text: str, indent: str) -> list[str]:
-        return textwrap.wrap(
-            text, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+    lines: list[str] = []
+    for place, part in _parts(_schema(config_class)):
+        indent, name = "  " * (len(place) - 1), place[-1]
+        meaning = part.description if isinstance(part, Setting) else part.get("description", "").partition("\n")[0]
+        lines += [""] if len(place) == 1 and lines else []
+        lines += textwrap.wrap(
+            meaning, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
         )
-
-    def lines(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
-        indent = "  " * len(path)
-        for name, field in model.model_fields.items():
-            if not path:
-                yield ""
-            group = _group(field.annotation)
-            if group is not None:
-                yield from comment((group.__doc__ or "").strip().partition("\n")[0], indent)
-                yield f"{indent}{name}:"
-                yield from lines(group, (*path, name))
-                continue
-            setting = settings[".".join((*path, name))]
-            yield from comment(setting.description, indent)
-            if setting.required:
-                yield f"{indent}{name}:  # required: {setting.type}"
-            else:
-                yield f"{indent}{name}: {to_yaml(setting.default, flow=True)}  # {setting.type}"
-
-    return "\n".join(lines(config_class, ())).strip("\n") + "\n"
+        if not isinstance(part, Setting):
+            lines.append(f"{indent}{name}:")
+        elif part.required:
+            lines.append(f"{indent}{name}:  # required: {part.type}")
+        else:
+            lines.append(f"{indent}{name}: {to_yaml(part.default, flow=True)}  # {part.type}")
+    return "\n".join(lines) + "\n"
 
 
-def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True, validated_data={})
+@cache
+def _schema(config_class: type[BaseModel]) -> Schema:
+    """The schema of all settings, with what each `$ref` refers to in its place."""
+    schema = config_schema(config_class)
+    definitions = schema.get("$defs", {})
+
+    def follow(part: Any) -> None:
+        for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+            follow(inner)
+        if isinstance(part, dict) and "$ref" in part:
+            part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
+
+    follow(schema)
+    return schema
 
 
-def _plain(value: Any) -> Any:
-    """A default as YAML holds it."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def _parts(group: Schema, default: Any = None, above: Place = ()) -> Iterator[tuple[Place, Setting | Schema]]:
+    """The settings of a group, whose default instance may be `default`, and the schemas of groups before theirs."""
+    for name, schema in group["properties"].items():
+        place, inner, own = (
+            (*above, name),
+            _group(schema),
+            {**schema, **({"default": default[name]} if default else {})},
+        )
+        if inner is None:
+            key, is_required = ".".join(place), "default" not in own
+            yield place, Setting(key, _type_text(schema), is_required, own.get("default"), own.get("description", ""))
+        else:
+            yield place, inner
+            yield from _parts(inner, own.get("default"), place)
 
 
-def _members(annotation: Any) -> list[Any]:
-    """The alternatives of a union, without their bounds; a type that is no union is its only one."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _members(args[0])
-    if origin in (Union, UnionType):
-        return [member for arg in args for member in _members(arg)]
-    return [annotation]
+def _alternatives(schema: Schema) -> list[Schema]:
+    """The members of a union; a type that is no union is its only one."""
+    members = schema.get("anyOf") or schema.get("oneOf")
+    return [each for member in members for each in _alternatives(member)] if members else [schema]
 
 
-def _group(annotation: Any) -> type[BaseModel] | None:
-    """The settings class of a group (`OptimizerConfig`, or `| None`); None for a single setting."""
-    classes = [m for m in _members(annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
-    return classes[0] if classes else None
+def _group(schema: Schema) -> Schema | None:
+    """The schema of a group (`OptimizerConfig`, or `| None`); None for a single setting."""
+    return next((member for member in _alternatives(schema) if "properties" in member), None)
 
 
-def _containers(annotation: Any) -> list[Any]:
-    return [m for m in _members(annotation) if (get_origin(m) or m) in (list, tuple, set, frozenset, dict)]
+def _takes(schema: Schema, *types: str) -> Schema | None:
+    return next((member for member in _alternatives(schema) if member.get("type") in types), None)
 
 
-def _takes_only_text(annotation: Any) -> bool:
+def _entry(mapping: Schema) -> Schema:
+    """The schema of a mapping's values; one that takes anything where it does not tell."""
+    values = mapping.get("additionalProperties")
+    return values if isinstance(values, dict) else {}
+
+
+def _takes_only_text(schema: Schema) -> bool:
     """Whether every single value that fits is text: a string, a path, or one of some words."""
-
-    def is_text(member: Any) -> bool:
-        if get_origin(member) is Literal:
-            return all(isinstance(word, str) for word in get_args(member))
-        return isinstance(member, type) and issubclass(member, str | Path)
-
-    mappings_and_lists = [*_containers(annotation), _group(annotation)]
-    scalars = [m for m in _members(annotation) if m is not NoneType and m not in mappings_and_lists]
-    return bool(scalars) and all(is_text(member) for member in scalars)
+    types = {member.get("type") for member in _alternatives(schema)} - {"array", "object", "null"}
+    return types == {"string"}
 
 
 _WORDS = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    Path: "path",
-    NoneType: "null",
+    "boolean": "true or false",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "path": "path",
+    "null": "null",
 }
-_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
+_BOUNDS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+    "multipleOf": "a multiple of",
+}
 
 
-def _type_text(annotation: Any, constraints: Sequence[Any] = ()) -> str:
+def _type_text(schema: Schema) -> str:
     """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        nested = [c for extra in args[1:] for c in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
-        return _type_text(args[0], [*nested, *constraints])
-    if origin is Literal:
-        text = " | ".join(str(word) for word in args)
-    elif origin in (Union, UnionType):
-        text = " or ".join(_type_text(arg) for arg in args)
-    elif origin is tuple and Ellipsis not in args:
-        kinds = list(dict.fromkeys(_type_text(arg) for arg in args))
-        text = f"list of {len(args)}, each {kinds[0]}" if len(kinds) == 1 else f"list of: {', '.join(kinds)}"
-    elif origin in (list, tuple, set, frozenset):
-        text = f"list of {_type_text(args[0])}"
-    elif origin is dict:
-        text = f"mapping of {_type_text(args[0])} to {_type_text(args[1])}"
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):  # an element of a list
-        text = f"{{{', '.join(annotation.model_fields)}}}"
-    else:
-        text = _WORDS.get(annotation) or getattr(annotation, "__name__", str(annotation))
-    bounds = [
-        f"{sign} {getattr(constraint, name):g}"
-        for constraint in constraints
-        for name, sign in _BOUNDS.items()
-        if getattr(constraint, name, None) is not None
-    ]
+    alternatives = _alternatives(schema)
+    if len(alternatives) > 1:
+        return " or ".join(map(_type_text, alternatives))
+    if words := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " | ".join(map(str, words))
+    if items := schema.get("prefixItems"):
+        kinds = list(dict.fromkeys(map(_type_text, items)))
+        return f"list of {len(items)}, each {kinds[0]}" if len(kinds) == 1 else f"list of: {', '.join(kinds)}"
+    if schema.get("type") == "array":
+        return f"list of {_type_text(schema['items'])}"
+    if "properties" in schema:  # an element of a list
+        return f"{{{', '.join(schema['properties'])}}}"
+    if schema.get("type") == "object":
+        return f"mapping of text to {_type_text(_entry(schema))}"
+    text = _WORDS.get(schema.get("format", "")) or _WORDS.get(schema.get("type", ""), "any value")
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
     return f"{text} {' and '.join(bounds)}" if bounds else text
 
 
 # How they are read -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A value that somebody gave, and where."""
-
-    value: Any
-    where: str
 
 
 class _Reader:
@@ -268,93 +241,83 @@ class _Reader:
 
     def __init__(self, config_class: type[BaseModel]) -> None:
         self.config_class = config_class
+        self.schema = _schema(config_class)
         self.settings = {setting.key: setting for setting in describe(config_class)}
-        self.given: dict[tuple[str, ...], _Given] = {}
+        self.values = _group_defaults(self.schema)
+        self.where: dict[str, str] = {}  # key -> where its value came from
         self.problems: list[str] = []
 
     def read_preset(self, preset: Path) -> None:
-        node = read_yaml_file(preset)
-        if node is None:  # nothing differs from the defaults
+        values, lines = read_yaml_file(preset)
+        if values is None:  # nothing differs from the defaults
             return
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(values, dict):
             raise ValueError(
-                f"{preset}: expected settings as `key: value`, came {kind(node)}. "
+                f"{preset}: expected settings as `key: value`, came {kind(values)}. "
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
-        self._take_mapping((), self.config_class, node, lambda part: f"{preset}, line {part.start_mark.line + 1}")
+        self._take((), self.schema, values, lambda place: f"{preset}, line {lines[place]}")
 
     def read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
-        path = tuple(key.split("."))
-        if not equals or not all(path):
+        place = tuple(key.split("."))
+        if not equals or not all(place):
             hint = did_you_mean(key, self.settings)
             self.problems.append(f"'{override}': expected key=value, such as batch_size=4.{hint}")
             return
-        model = self.config_class
-        for depth, name in enumerate(path):
-            field = model.model_fields.get(name)
-            if field is None:
-                self._unknown(path, COMMAND_LINE)
-                return
-            group, inner = _group(field.annotation), path[depth + 1 :]
-            if group is None or not inner:
-                try:
-                    self._take_override(path[: depth + 1], field, inner, text)
-                except ValueError as error:  # not valid YAML
-                    self.problems.append(f"{override} ({COMMAND_LINE}): {error}")
-                return
-            model = group
-
-    def _take_override(self, path: tuple[str, ...], field: FieldInfo, inner: tuple[str, ...], text: str) -> None:
-        if not inner:
-            self._take(path, field, _override_node(text, field.annotation), lambda _: COMMAND_LINE)
-            return
-        mapping = next((m for m in _containers(field.annotation) if get_origin(m) is dict), None)
-        if mapping is None:
-            self._unknown((*path, *inner), COMMAND_LINE)
-            return
-        # One entry of a mapping is set; its other entries stay.
-        entry_type = get_args(mapping)[1]
-        before = self.given[path].value if path in self.given else _plain(_default(field))
-        entry = {".".join(inner): _read(_override_node(text, entry_type), entry_type)}
-        self._give(path, {**(before if isinstance(before, dict) else {}), **entry}, COMMAND_LINE)
-
-    def _give(self, path: tuple[str, ...], value: Any, where: str) -> None:
-        self.given.pop(path, None)  # so that what is given last comes last
-        self.given[path] = _Given(value, where)
-
-    def _take_mapping(
-        self,
-        path: tuple[str, ...],
-        model: type[BaseModel],
-        node: yaml.MappingNode,
-        where: Callable[[yaml.Node], str],
-    ) -> None:
-        for key, value in node.value:
-            field = model.model_fields.get(key.value)
-            if field is None:
-                self._unknown((*path, key.value), where(key))
+        schema, inside = self.schema, place
+        while inside and (group := _group(schema)):
+            schema, inside = group["properties"].get(inside[0]), inside[1:]
+            if schema is None:
+                return self._unknown(place, COMMAND_LINE)
+        mapping = _takes(schema, "object")
+        if inside and mapping is None:
+            return self._unknown(place, COMMAND_LINE)
+        try:
+            if inside and mapping:  # one entry is set; the others stay
+                place, entry = place[: -len(inside)], _entry(mapping)
+                before = self._given(place) or schema.get("default")
+                value = _read(_override_value(text, entry), entry)
+                self._put(place, {**(before or {}), ".".join(inside): value}, COMMAND_LINE)
             else:
-                self._take((*path, key.value), field, value, where)
+                self._take(place, schema, _override_value(text, schema), lambda _: COMMAND_LINE)
+        except ValueError as error:  # not valid YAML
+            self.problems.append(f"{override} ({COMMAND_LINE}): {error}")
 
-    def _take(
-        self, path: tuple[str, ...], field: FieldInfo, node: yaml.Node, where: Callable[[yaml.Node], str]
-    ) -> None:
-        group = _group(field.annotation)
-        is_null = isinstance(node, yaml.ScalarNode) and scalar_value(node) is None
-        if group is not None and isinstance(node, yaml.MappingNode):
-            self._give(path, {}, where(node))  # the group is there, whatever it held before
-            self._take_mapping(path, group, node, where)
-        elif group is None or (is_null and NoneType in _members(field.annotation)):
-            self._give(path, _read(node, field.annotation), where(node))
+    def _take(self, place: Place, schema: Schema, value: Any, where: Callable[[Place], str]) -> None:
+        group, is_null = _group(schema), isinstance(value, Plain) and value.value() is None
+        if group and isinstance(value, dict):
+            if place:  # the group is there, whatever it held before
+                self._put(place, self._given(place) or {}, where(place))
+            for name, inner in value.items():
+                if name in group["properties"]:
+                    self._take((*place, name), group["properties"][name], inner, where)
+                else:
+                    self._unknown((*place, name), where((*place, name)))
+        elif group is None or (is_null and _takes(schema, "null")):
+            self._put(place, _read(value, schema), where(place))
         elif not is_null:  # a group with nothing under it sets nothing
-            key, example = ".".join(path), next(iter(group.model_fields))
+            key, example = ".".join(place), next(iter(group["properties"]))
             self.problems.append(
-                f"{key} ({where(node)}): expected its settings one by one, such as {key}.{example}, came {kind(node)}"
+                f"{key} ({where(place)}): expected its settings one by one, such as {key}.{example}, came {kind(value)}"
             )
 
-    def _unknown(self, path: tuple[str, ...], where: str) -> None:
-        key = ".".join(path)
+    def _given(self, place: Place) -> Any:
+        part: Any = self.values
+        for name in place:
+            part = part.get(name) if isinstance(part, dict) else None
+        return part
+
+    def _put(self, place: Place, value: Any, where: str) -> None:
+        part = self.values
+        for name in place[:-1]:
+            part[name] = part[name] if isinstance(part.get(name), dict) else {}
+            part = part[name]
+        part[place[-1]] = value
+        self.where[".".join(place)] = where
+
+    def _unknown(self, place: Place, where: str) -> None:
+        key = ".".join(place)
         hint = did_you_mean(key, self.settings) or " `leanft cat RECIPE` lists them."
         self.problems.append(f"{key} ({where}): no such setting.{hint}")
 
@@ -378,17 +341,9 @@ class _Reader:
 
     def validate(self) -> tuple[BaseModel | None, list[Setting]]:
         """The config, if the values given fit; adds what does not fit to `problems` and returns what is missing."""
-        tree = _group_defaults(self.config_class)
-        for path, given in self.given.items():
-            part = tree
-            for name in path[:-1]:
-                part[name] = part[name] if isinstance(part.get(name), dict) else {}
-                part = part[name]
-            is_group = ".".join(path) not in self.settings and given.value is not None
-            part[path[-1]] = part.get(path[-1]) or {} if is_group else given.value
         try:
             # Through JSON, because pydantic's strict mode then still takes text for a path and a list for a tuple.
-            return self.config_class.model_validate_json(json.dumps(tree), strict=True), []
+            return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
             return None, self._translate(error)
 
@@ -396,22 +351,21 @@ class _Reader:
         """Puts pydantic's errors into `problems`, one a setting; returns the settings that are missing."""
         first_details: dict[str, Any] = {}
         for detail in error.errors(include_url=False):
-            path = [str(part) for part in detail["loc"]]
-            while path and not any(f"{key}.".startswith(".".join(path) + ".") for key in self.settings):
-                path.pop()  # an alternative of a union, or an element of a list
-            first_details.setdefault(".".join(path), detail)
+            names = [str(part) for part in detail["loc"]]
+            while names and not any(f"{key}.".startswith(".".join(names) + ".") for key in self.settings):
+                names.pop()  # an alternative of a union, or an element of a list
+            first_details.setdefault(".".join(names), detail)
         missing = []
         for key, detail in first_details.items():
-            given = self.given.get(tuple(key.split(".")))
-            where = f" ({given.where})" if given else ""
+            where = f" ({self.where[key]})" if key in self.where else ""
             reason = detail.get("ctx", {}).get("error")
-            if detail["type"] == "missing" and given is None:
+            if detail["type"] == "missing" and not where:
                 missing.append(self.settings[key])
             elif key not in self.settings or reason is not None:  # a validator of the recipe's own
                 self.problems.append(f"{key}{where}: {reason or detail['msg']}".removeprefix(": "))
             else:
                 setting = self.settings[key]
-                came = given.value if given else setting.default
+                came = self._given(tuple(key.split("."))) if where else setting.default
                 is_choice = isinstance(came, str) and " | " in setting.type
                 hint = did_you_mean(came, setting.type.split(" | ")) if is_choice else ""
                 self.problems.append(
@@ -420,39 +374,51 @@ class _Reader:
         return missing
 
 
-def _group_defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """What the default instances of groups set beyond their classes' defaults, to lay the given values on."""
-    tree: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        group, default = _group(field.annotation), _default(field)
-        if isinstance(default, BaseModel):
-            tree[name] = default.model_dump(mode="json", exclude_unset=True)
-        elif group is not None and default is PydanticUndefined:
-            tree[name] = _group_defaults(group)  # so that what is missing is named setting by setting
-    return tree
+def _group_defaults(group: Schema) -> Schema:
+    """The default instances of groups, to lay the given values on."""
+    groups = {name: schema for name, schema in group["properties"].items() if _group(schema)}
+    return {
+        # A group that has none is there, so that what is missing is named setting by setting.
+        name: deepcopy(schema["default"]) if "default" in schema else _group_defaults(_group(schema) or {})
+        for name, schema in groups.items()
+    }
 
 
-def _override_node(text: str, expected: Any) -> yaml.Node:
+# In a list on the command line, an item that begins with a wildcard or holds brackets, in pairs: as text, where YAML
+# sees an alias or another list. What has quotes is passed over.
+_TEXT = r"(?:(?!:\s)[^\[\]{},])*"
+_WILDCARDS = re.compile(
+    rf"""(?<=[\[,{{:\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')"""
+    rf"""|(?:(?<=[\[,])|(?<=[\[,]\s))(\*{_TEXT}|[^\s\[\]{{}},'"]{_TEXT}(?:\[[^\[\]]*\]{_TEXT})+)"""
+)
+
+
+def _override_value(text: str, schema: Schema) -> Any:
     """The value of an override; where only text fits it is taken as it stands, unless quoted or a [list]."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_container = text[:1] in ("[", "{") and bool(_containers(expected))
-    if _takes_only_text(expected) and not is_quoted and not is_container:
-        return plain_scalar(text)
-    return parse_yaml(text) or plain_scalar("")
+    is_container = text[:1] in ("[", "{") and _takes(schema, "array", "object")
+    if _takes_only_text(schema) and not is_quoted and not is_container:
+        return Plain(text)
+    if is_container:
+        text = _WILDCARDS.sub(lambda item: to_yaml(item[1].rstrip(), flow=True) if item[1] else item[0], text)
+    value, _ = parse_yaml(text)
+    return Plain() if value is None else value
 
 
-def _read(node: yaml.Node, expected: Any) -> Any:
-    """The JSON value of a node; scalars stay text where only text fits `expected`, a type annotation."""
-    containers = _containers(expected)
-    if isinstance(node, yaml.SequenceNode):
-        kinds = next((get_args(m) for m in containers if get_origin(m) not in (dict, None)), ())
-        kinds = [k for k in kinds if k is not Ellipsis] or [Any]
-        return [_read(item, kinds[min(index, len(kinds) - 1)]) for index, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        kind_of_value = next((get_args(m)[1] for m in containers if get_origin(m) is dict), Any)
-        return {key.value: _read(value, kind_of_value) for key, value in node.value}
-    value = scalar_value(node)
-    return node.value if value is not None and _takes_only_text(expected) else value
+def _read(value: Any, schema: Schema) -> Any:
+    """The JSON value of a parsed one; scalars stay text where only text fits `schema`."""
+    if isinstance(value, list):
+        array = _takes(schema, "array") or {}
+        kinds = array.get("prefixItems") or [array.get("items", {})]
+        return [_read(item, kinds[min(index, len(kinds) - 1)]) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        mapping = _takes(schema, "object") or {}
+        return {
+            name: _read(inner, mapping.get("properties", {}).get(name, _entry(mapping)))
+            for name, inner in value.items()
+        }
+    stands_for = value.value() if isinstance(value, Plain) else value
+    return str(value) if stands_for is not None and _takes_only_text(schema) else stands_for
 
 
 def _shown(value: Any) -> str:

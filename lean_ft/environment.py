@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+from lean_ft.shapes_only import stage
 from lean_ft.units import gibibytes
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ def _memory() -> str:
 def memory_bytes(device: "torch.device") -> int | None:
     """Memory that a process can have on `device` when nothing else is there: a GPU's own, or the host's less what its
     container may not use; None where the system does not tell."""
+    if (watcher := stage()) is not None:
+        return watcher.memory_bytes
     if device.type == "cuda":
         import torch
 

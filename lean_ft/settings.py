@@ -381,6 +381,9 @@ class RecipeConfig(Settings):
     eval_every: NonNegativeInt = Field(
         0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
     )
+    eval_answers: NonNegativeInt = Field(
+        0, description="Held-out questions that the model answers before and after training; 0 asks none."
+    )
     save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
     save_async: bool = Field(
         False,
@@ -450,5 +453,7 @@ class TrainingConfig(Protocol):
     model: ModelConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
+    loss: LossConfig
+    memory: MemoryConfig
     clip_grad_norm: float | None
     compile: bool

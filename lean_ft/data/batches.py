@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lean_ft.data.grouping import Plan, plan_by_count, plan_by_tokens
 from lean_ft.data.report import DataReport
+from lean_ft.settings import SFTDataConfig
 
 IGNORED = -100  # the label of positions that are not trained
 PADDED_TO_MULTIPLE_OF = 8
@@ -241,6 +242,20 @@ class Batches:
 
     def _draw(self, epoch: int) -> Plan:
         return self._rows.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
+
+
+def longest_batch(config: SFTDataConfig, batch_size: int) -> Batch:
+    """The largest batch that the settings allow, zeros all of it: every row is `max_length` tokens and each a target."""
+    columns = config.max_length
+    rows = batch_size if config.batch_tokens is None else config.batch_tokens // columns
+    return Batch(
+        input_ids=torch.zeros(rows, columns, dtype=torch.int64),
+        labels=torch.zeros(rows, columns, dtype=torch.int64),
+        positions=torch.zeros(rows, columns, dtype=torch.int64),
+        cu_seqlens=None if config.packing == "none" else torch.zeros(rows + 1, dtype=torch.int32),
+        num_targets=rows * columns,
+        num_tokens=rows * columns,
+    )
 
 
 class EvalBatches:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lean_ft.data.batches import Batches, EvalBatches, Rows
+from lean_ft.data.batches import Batches, EvalBatches, Rows, longest_batch
 from lean_ft.data.cache import cache_folder, limit_size
 from lean_ft.data.documents import count
 from lean_ft.data.layout import Layout
@@ -13,6 +13,7 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.sources import list_sources
 from lean_ft.data.weights import weigh
 from lean_ft.settings import SFTDataConfig
+from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 # Where rows come from counts by its content, and how they are prepared and kept changes nothing in them.
@@ -28,6 +29,8 @@ def sft_batches(
     `seed` before packing. Weights repeat or thin out what is trained on, never what is held out. Documents and
     packings are kept in the cache for the next start. Raises ValueError for unreadable files and rows, with their place.
     """
+    if (watcher := stage()) is not None:
+        return watcher.batches(lambda: longest_batch(config, batch_size)), None
     folder = cache_folder(config.cache_dir)
     layout = Layout(config, batch_size, tokenizer.pad_id, folder)
     prepared = load_documents(config, tokenizer, config.source, folder)

@@ -21,6 +21,8 @@ from lean_ft.models.decoder import Decoder
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
+from lean_ft.settings import ModelConfig
+from lean_ft.shapes_only import counted_as, outside, stage
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -33,8 +35,9 @@ _FINGERPRINT_PAGES = 8192
 AfterModule = Callable[[Decoder, str], None]
 
 
+@counted_as("weights")
 def load_model(
-    path: str | Path,
+    path: str | Path | ModelConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
@@ -42,7 +45,8 @@ def load_model(
     after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
-    every parameter in `dtype`.
+    every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
+    precision, with parameters in float32.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
@@ -51,8 +55,13 @@ def load_model(
     where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
+    if isinstance(path, ModelConfig):
+        dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
+        random_init, router_aux_loss_coef, path = path.random_init, path.router_aux_loss_coef, path.path
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
+    watcher = stage()
+    random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
     hf_config, config, part_of = _described(folder, router_aux_loss_coef)
     if random_init:
@@ -77,6 +86,8 @@ def load_model(
         model.router_aux_loss_coef = router_aux_loss_coef
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    if watcher is not None:
+        watcher.watch(model)
     return model
 
 
@@ -206,7 +217,7 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
     try:
-        with torch.device("meta"):
+        with outside(), torch.device("meta"):
             return Decoder(config).to(dtype)
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
         raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None

@@ -36,6 +36,7 @@ from lean_ft.optim.slices import (
     slices,
     store,
 )
+from lean_ft.shapes_only import device_type, stage
 
 BLOCK = 256  # elements that share a scale
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
@@ -59,7 +60,7 @@ class AdamW8bit(BlockwiseAdamW):
         self._tables: dict[torch.device, tuple[TableCode, TableCode]] = {}
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        if self.paged and not param.is_cuda:
+        if self.paged and device_type(param.device) != "cuda":
             self.notes = (PAGED_WITHOUT_CUDA,)
         return super().init_state(param)
 
@@ -82,12 +83,14 @@ class AdamW8bit(BlockwiseAdamW):
         return torch.full(param.shape, zero, dtype=torch.uint8, device=param.device)
 
     def update_own(self, state: ParameterState, step: StepInfo) -> None:
-        if state.param.is_cuda and not (self.update_clipping or self.draws_noise):
+        if device_type(state.param.device) == "cuda" and not (self.update_clipping or self.draws_noise):
             self._update_by_bitsandbytes(state, step)
         else:
             self._update_in_slices(state, step)
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
+        if stage() is not None:
+            return  # one kernel, without any workspace
         import bitsandbytes.functional as bnb
 
         codes, codes_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]

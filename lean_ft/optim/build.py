@@ -19,6 +19,7 @@ from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
+from lean_ft.shapes_only import counted_as, device_type
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
@@ -26,6 +27,7 @@ MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
 
 
+@counted_as("optimizer state")
 def build_optimizer(
     model: nn.Module, recipe_cfg: TrainingConfig, *, lr_ratios: Mapping[str, float] = MappingProxyType({})
 ) -> Optimizer:
@@ -44,7 +46,7 @@ def build_optimizer(
                     f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is {param.dtype}, which "
                     "loses no update that matters. Set optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
-    devices = {param.device.type for _, param in trainable}
+    devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg)
     if cfg.state == "paged" and devices and devices != {"cuda"}:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.shapes_only import stage
 
 
 class Optimizer:
@@ -75,9 +76,10 @@ class Optimizer:
         self._updates_now = False  # whether hooks update in the coming backward
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
         self._skips = False  # whether the step under way is skipped
-        self._all_finite = all_finite
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
+        if (watcher := stage()) is not None:
+            watcher.watch_optimizer(((state.name, state.param) for state in self._states), rule, self.state_bytes)
         if in_backward:
             for state in self._states:
                 state.param.register_post_accumulate_grad_hook(self._hook_of(state))
@@ -96,7 +98,9 @@ class Optimizer:
         self._losses.append(loss.detach())
         self._updates_now = last and self.in_backward
         if self._updates_now:
-            self._skips = not self._all_finite(self._losses)
+            self._skips = not all_finite(self._losses)
+        if (watcher := stage()) is not None:
+            watcher.begin_backward()
         return self.scaler.scale(loss)
 
     @torch.no_grad()
@@ -117,7 +121,7 @@ class Optimizer:
         if not grads:
             return self._zero()
         norm = global_norm([gradient_norm(grad) for grad in grads]) / self.scaler.value
-        self._skips = not self._all_finite([norm, *self._losses])
+        self._skips = not all_finite([norm, *self._losses])
         if self._skips:
             self.scaler.update(overflowed=True)
             return norm
@@ -140,7 +144,7 @@ class Optimizer:
         if not self.in_backward:
             for ratio in dict.fromkeys(self._lr_ratios):
                 states = [state for state in self._states if self._lr_ratios[state.index] == ratio]
-                self.rule.update([state for state in states if state.param.grad is not None], self._step_info(ratio))
+                self._update([state for state in states if state.param.grad is not None], self._step_info(ratio))
         self.step_count += 1
         self._close_step()
 
@@ -213,9 +217,15 @@ class Optimizer:
         )
         self._norms[state.index] = norm = gradient_norm(state.grad)
         assert state.param.grad is not None
-        zero_unless_finite(state.param.grad, norm, self._all_finite)
-        self.rule.update([state], self._step_info(self._lr_ratios[state.index]))
+        zero_unless_finite(state.param.grad, norm)
+        self._update([state], self._step_info(self._lr_ratios[state.index]))
         state.param.grad = None
+
+    def _update(self, states: list[ParameterState], step: StepInfo) -> None:
+        if (watcher := stage()) is not None:
+            watcher.update(self.rule, states, step)
+        else:
+            self.rule.update(states, step)
 
     def _update_leftovers(self) -> None:
         """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""

@@ -11,13 +11,12 @@ that makes the mean exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, StepInfo
+from lean_ft.shapes_only import device_type, repeated
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
 GPU_SLICE = 1 << 22
@@ -80,33 +79,17 @@ def as_scalar_tensor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
-_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
-
-
 def slice_length(device: torch.device, compiled: bool) -> int:
     """Elements worked on at a time; a multiple of every block size in use."""
-    if (_planned_device.get() or device.type) == "cpu":
+    if device_type(device) == "cpu":
         return CPU_SLICE
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
 
 
-@contextmanager
-def first_slice_only(device_type: str) -> Iterator[None]:
-    """Inside, an update touches its first slice alone, of the length on such a device: for the planner, which asks what a
-    step takes at a time."""
-    token = _planned_device.set(device_type)
-    try:
-        yield
-    finally:
-        _planned_device.reset(token)
-
-
 def slices(num_elements: int, length: int) -> Iterator[slice]:
     """Cut `num_elements` into slices of `length`, the last one shorter."""
-    for start in range(0, num_elements, length):
+    for start in repeated(range(0, num_elements, length)):
         yield slice(start, min(start + length, num_elements))
-        if _planned_device.get() is not None:
-            return
 
 
 def cut(tensor: Tensor, part: slice) -> Tensor:

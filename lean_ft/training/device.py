@@ -10,6 +10,7 @@ from lean_ft.allocators import prepare_allocators
 from lean_ft.log import say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.settings import MemoryConfig, ModelConfig, RecipeConfig
+from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.units import gibibytes
@@ -27,6 +28,8 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
+    if stage() is not None:
+        return torch.device("cpu")
     prepare_allocators()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     model = cfg.group(ModelConfig)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +25,9 @@ from lean_ft.log import say
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.shapes_only import StepTaken, stage
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.answers import say_answers
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
@@ -62,8 +64,6 @@ from lean_ft.training.run_directory import (
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
 from lean_ft.units import duration, gibibytes, number
 
-T = TypeVar("T")
-
 
 class Run:
     """One run of a recipe, new or gone on with; the module says what it promises.
@@ -77,9 +77,20 @@ class Run:
     """
 
     def __init__(
-        self, cfg: RecipeConfig, *, model: nn.Module, optimizer: Optimizer, batches: Batches, tokenizer: Tokenizer
+        self,
+        cfg: RecipeConfig,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Batches,
+        tokenizer: Tokenizer,
+        held_out: Iterable[Batch] | None = None,
     ):
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
+        self._held_out = held_out
+        self.start_step, self.total_steps = 0, 1
+        if stage() is not None:
+            return
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
 
@@ -196,6 +207,11 @@ class Run:
                 `log_every` steps late. Or the weights are not finite, and so are not saved. Or a checkpoint could not be
                 written; with `save_async` raised after a later step.
         """
+        if (watcher := stage()) is not None:
+            watcher.begin_step()
+            yield 0
+            return
+        self._say_answers(f"at step {self.start_step}")
         if self.start_step >= self.total_steps:
             self._lock.release()
             self._say_complete()
@@ -227,6 +243,7 @@ class Run:
         seconds = time.perf_counter() - started
         say_end(self, self._totals, seconds=seconds, steps=self._done_steps - self.start_step)
         self._bad_steps.say_totals()
+        self._say_answers(f"at step {self.total_steps}")
 
     def log(
         self,
@@ -242,6 +259,8 @@ class Run:
         loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
         values for the step's line, None left out.
         """
+        if stage() is not None:
+            raise StepTaken
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
@@ -256,25 +275,28 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""
+        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last, if anything is
+        held out."""
+        if self._held_out is None:
+            return False
         done = self._done_steps + 1
         every = self.cfg.eval_every
         return done == self.total_steps or bool(every and done % every == 0)
 
-    def log_evaluation(self, loss: Tensor | float, **more: Any) -> None:
+    def log_evaluation(self, eval_loss: Tensor | float, **more: Any) -> None:
         """Write an evaluation's line: `eval_loss`, and whatever else is given, as plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._done_steps + 1, loss, more)
+        row = self._metrics.write_evaluation(self._done_steps + 1, eval_loss, more)
         self._totals.eval_loss = row["eval_loss"]
         self._eval_loss = (row["step"], row["eval_loss"])
         say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
 
-    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+    def held_out(self) -> Iterator[Batch]:
+        """The held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
 
         The step has to be logged by then, so that nothing of it is missing.
         """
-        for batch in batches:
+        for batch in self._held_out or ():
             if self._logged and self._signals.received is not None:
                 say("evaluation", f"after step {self._done_steps + 1}: cut short, and not made up for")
                 self._finish_step(self._done_steps + 1, stopping=True)
@@ -369,6 +391,11 @@ class Run:
             self._writer.start(write)
         else:
             write()
+
+    def _say_answers(self, when: str) -> None:
+        """Has the model answer held-out questions, where `eval_answers` asks for them."""
+        if self.cfg.eval_answers:
+            say_answers(when, self.model, self.tokenizer, self._held_out, self.cfg.eval_answers)
 
     # Ending -------------------------------------------------------------------------------------------------------
 

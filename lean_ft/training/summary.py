@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lean_ft.log import say
-from lean_ft.memory import loss_chunk_tokens
+from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.peft import NF4Linear, adapted_layers
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig

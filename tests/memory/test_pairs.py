@@ -18,8 +18,8 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from lean_ft import memory, optim
-from lean_ft.losses import linear_cross_entropy
-from lean_ft.memory import apply_memory, compiling, loss_chunk_tokens
+from lean_ft.losses import linear_cross_entropy, loss_chunk_tokens
+from lean_ft.memory import apply_memory, compiling
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.peft import apply_lora
@@ -79,6 +79,9 @@ REFUSED = {
     frozenset(("rounding", "lora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
     frozenset(("rounding", "dora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
 }
+# How far two orders of the same sums may come apart: bfloat16 weights step by as much as the update moves them, and a
+# millionth of a gradient turns Muon's direction, five products in bfloat16, by up to 1.3 % a step.
+ROUNDING = {"rounding": 0.4, "muon": 0.05}
 LR, STEPS = 3e-3, 2
 
 
@@ -184,9 +187,10 @@ def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
         if not param.requires_grad:
             assert torch.equal(param, before), name
             continue
-        moved = (expected.double() - before.double()).norm()
+        # Sums of magnitudes: a gradient within rounding of zero turns AdamW's first step of that one element around.
+        moved = (expected.double() - before.double()).abs().sum()
         assert moved > 0, name
-        assert (param.double() - expected.double()).norm() <= bound * moved, name
+        assert (param.double() - expected.double()).abs().sum() <= bound * moved, name
 
 
 @pytest.fixture
@@ -220,8 +224,7 @@ def test_two_settings_compose_or_are_refused(pair: tuple[str, str], late_links: 
         with pytest.raises(ValueError, match=reason):
             recipe_steps({**first, **second})
         return
-    rounds = "rounding" in pair  # bfloat16 weights: its steps are as large as the update's
-    check(pair, recipe_steps({**first, **second}), 0.4 if rounds else 0.02)
+    check(pair, recipe_steps({**first, **second}), max(ROUNDING.get(name, 0.02) for name in pair))
 
 
 @pytest.mark.parametrize("names", COMPILED, ids=" + ".join)
