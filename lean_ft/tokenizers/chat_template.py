@@ -27,6 +27,7 @@ GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 LITERAL_START, LITERAL_END = "\ufdd2", "\ufdd3"
 TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}  # behind GENERATION_START: whose it is
 MARKERS = re.compile("[\ufdd0-\ufdef]")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, which mean the same
 _MAX_DATE_FORMAT = 200  # characters
 _ASSISTANT = "(assistant)"  # a name that no template can spell: which of the objects is whose message
 
@@ -161,8 +162,7 @@ def _parsed(arguments: str) -> Any:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its reasoning under the names that templates read; as transformers does it, to the keys' order."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[name] for name in names if name in message), None)
+    reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

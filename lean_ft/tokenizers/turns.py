@@ -14,10 +14,11 @@ where it does.
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START
+from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, REASONING
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -51,13 +52,7 @@ class Turns:
 
     def span(self, i: int) -> Span:
         """Span in `full` of the assistant's message `i`. Raises ValueError where it cannot be told."""
-        try:
-            prompt = self.render(self.messages[:i], True)
-        except ValueError as error:
-            raise ValueError(
-                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
-                f"failed ({error}). {REMEDY}"
-            ) from None
+        prompt = self._prompt(i)
         is_whole = i == len(self.messages) - 1 and not self.ends_with_prompt
         start = self._start(self.full, i, prompt)
         as_last = self.full if is_whole else self.render(self.messages[: i + 1], False)
@@ -78,6 +73,24 @@ class Turns:
                 f"once other messages follow. {REMEDY}"
             )
         return start, end
+
+    def _prompt(self, i: int) -> str:
+        """What comes before turn i, the generation prompt included."""
+        try:
+            prompt = self.render(self.messages[:i], True)
+        except ValueError as error:
+            raise ValueError(
+                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
+                f"failed ({error}). {REMEDY}"
+            ) from None
+        if not self.full.startswith(prompt):
+            # gpt-oss forgets the thoughts before its tool calls once there is an answer, also what it said with them.
+            forgetful = [{k: v for k, v in message.items() if k not in REASONING} for message in self.messages[:i]]
+            forgetful = [{**message, "content": ""} if message.get("tool_calls") else message for message in forgetful]
+            with suppress(ValueError):
+                if forgetful != self.messages[:i] and self.full.startswith(shorter := self.render(forgetful, True)):
+                    return shorter
+        return prompt
 
     def _end_as_history(self, i: int, prompt: str, start: int, as_last: str) -> int | None:
         """Where turn i ends that starts at `start` and reads `as_last` as the last message; None if it ends otherwise."""
