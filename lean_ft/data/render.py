@@ -44,7 +44,8 @@ class Renderer:
         read: list[tuple[Row, Passage | Document]] = []
         for row in rows:
             try:
-                read.append((row, self.reader.passage(row)))
+                read.append((row, passage := self.reader.passage(row)))
+                report.rewritten_answers += passage.num_rewritten if isinstance(passage, Passage) else 0
             except ValueError as error:
                 self._skip_or_raise(error, report)
         texts = [(row, passage) for row, passage in read if isinstance(passage, Passage)]
