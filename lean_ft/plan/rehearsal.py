@@ -38,9 +38,8 @@ from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, open_link
 from lean_ft.memory import wants_host_pool
 from lean_ft.models import empty_model
 from lean_ft.optim.adamw_8bit import AdamW8bit
-from lean_ft.optim.rule import ParameterState, StepInfo
+from lean_ft.optim.rule import ParameterState
 from lean_ft.optim.slices import first_slice_only
-from lean_ft.optim.streamed import Streamed
 from lean_ft.peft import quantize_as_loaded
 from lean_ft.plan.devices import Device
 from lean_ft.plan.fusion import fusing_backend
@@ -250,15 +249,15 @@ class _Stage:
         optimizer.scaler = lean_ft.optim.LossScaler(enabled=False)
         optimizer._noise_seed = 0  # drawing one asks a tensor for its value
         optimizer._all_finite = lambda scalars: True  # and so does this
-        rule = optimizer.rule.rule if isinstance(optimizer.rule, Streamed) else optimizer.rule
-        is_one_kernel = isinstance(rule, AdamW8bit) and not (rule.update_clipping or rule.draws_noise)
-        if is_one_kernel and not self.trace.device.is_cpu:
-            rule.update = lambda states, step: None  # bitsandbytes' own, which has no workspace
-        if isinstance(optimizer.rule, Streamed):
+        for rule in optimizer.rules:
+            is_one_kernel = isinstance(rule, AdamW8bit) and not (rule.update_clipping or rule.draws_noise)
+            if is_one_kernel and not self.trace.device.is_cpu:
+                rule.update = lambda states, step: None  # bitsandbytes' own, which has no workspace
+        if optimizer.streamed is not None:
             with self.trace.labelled(STATES):  # one step alone fetches nothing ahead
                 in_flight = min(IN_FLIGHT_BYTES, optimizer.state_bytes)
                 self.in_flight = torch.empty(in_flight, dtype=torch.uint8)
-        optimizer.rule.update = self.update_once_a_shape(optimizer.rule.update)
+        optimizer._update = self.update_once_a_shape(optimizer._update)
         return optimizer
 
     def update_once_a_shape(self, update: Callable) -> Callable:
@@ -268,14 +267,14 @@ class _Stage:
         """
         seen: set[tuple] = set()
 
-        def call(states: Sequence[ParameterState], step: StepInfo) -> None:
+        def call(states: Sequence[ParameterState]) -> None:
             new = {(state.param.shape, state.param.dtype): state for state in states}
             new = [state for kind, state in new.items() if kind not in seen]
             seen.update((state.param.shape, state.param.dtype) for state in new)
             seconds = self.trace.seconds
             if new:
                 with self.trace.labelled(WORKSPACE, f"optimizer step of {new[0].name}"):
-                    update(new, step)
+                    update(new)
             self.trace.seconds = seconds
             for state in states:
                 kept = [state.param, *state.tensors.values()]
