@@ -32,12 +32,54 @@ ELEMENT, STEP = 8, 20  # what an element of a list weighs, and what a step costs
 
 # Filters and methods that make no more than a few times what they are given, whatever their arguments say.
 MAKE_LITTLE = frozenset(
-    "attr count d default dictsort e endswith escape find first forceescape get groupby index int items keys last length "
-    "list map max min reject rejectattr removeprefix removesuffix reverse safe select selectattr sort split startswith "
-    "string title truncate unique urlencode values wordcount".split()
+    [
+        "attr",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "e",
+        "endswith",
+        "escape",
+        "find",
+        "first",
+        "forceescape",
+        "get",
+        "groupby",
+        "index",
+        "int",
+        "items",
+        "keys",
+        "last",
+        "length",
+        "list",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "removeprefix",
+        "removesuffix",
+        "reverse",
+        "safe",
+        "select",
+        "selectattr",
+        "sort",
+        "split",
+        "startswith",
+        "string",
+        "title",
+        "truncate",
+        "unique",
+        "urlencode",
+        "values",
+        "wordcount",
+    ]
 )
 # Slow, random, or of no use in a chat; no published template has them.
-NOT_THERE = frozenset("decode encode filesizeformat pprint random striptags unescape urlize wordwrap xmlattr".split())
+NOT_THERE = frozenset(
+    ["decode", "encode", "filesizeformat", "pprint", "random", "striptags", "unescape", "urlize", "wordwrap", "xmlattr"]
+)
 # A width or precision of a format that is computed, or has four digits and more: of `%`, and of braces.
 WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\*|\d{4})|\{[^{}]*:[^{}]*(\{|\d{4})")
 
@@ -188,11 +230,11 @@ class _Counting(NodeTransformer):
             node.test = node.test and _filter("(made)", node.test)
         elif isinstance(node, nodes.Concat):
             return _filter("join", nodes.List(node.nodes, lineno=node.lineno))
-        elif isinstance(node, nodes.List | nodes.Dict | nodes.Compare):
-            return _filter("(made)", node)
-        elif isinstance(node, nodes.Tuple) and node.ctx == "load":
-            return _filter("(made)", node)
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        elif (
+            isinstance(node, nodes.List | nodes.Dict | nodes.Compare)
+            or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+            or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
+        ):
             return _filter("(made)", node)
         return node
 

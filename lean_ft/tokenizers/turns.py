@@ -108,7 +108,9 @@ class Turns:
                 break
             end, num_closed = len(self.full) - len(behind) + len(token), num_closed + 1
         if num_closed < len(closing) and self._closing_before_prompt(i, prompt, num_closed) != closing[:num_closed]:
-            return None  # the token that is not there did not end the whole chat, as Phi-3's last one does, but the turn
+            return (
+                None  # the token that is not there did not end the whole chat, as Phi-3's last one does, but the turn
+            )
         there = iter(self._names(as_last))
         here = [name for name in self._names(self.full[start:end]) if name in self.control]
         # In this order (`in` advances the iterator): it does not run on into another turn.

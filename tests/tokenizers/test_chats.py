@@ -263,7 +263,9 @@ class TestMask:
         )
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
 
-    def test_a_turn_that_another_token_ends_once_it_is_history_is_trained_as_the_last_message_alone(self, tokenizer_with):
+    def test_a_turn_that_another_token_ends_once_it_is_history_is_trained_as_the_last_message_alone(
+        self, tokenizer_with
+    ):
         # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}"
