@@ -32,7 +32,7 @@ import lean_ft.optim.streamed
 import lean_ft.peft
 import lean_ft.tokenizers
 import lean_ft.training
-from lean_ft.data import Batch
+from lean_ft.data import Batch, longest_batch
 from lean_ft.environment import memory_bytes
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, open_link
 from lean_ft.memory import wants_host_pool
@@ -153,6 +153,7 @@ class _Stage:
             id(lean_ft.training.say_answers): lambda *args, **kwargs: None,
             id(lean_ft.tokenizers.load_tokenizer): lambda *args, **kwargs: None,
             id(lean_ft.data.sft_batches): lambda *args, **kwargs: (self, None),
+            id(lean_ft.data.preference_batches): lambda *args, **kwargs: (self, None),
             id(lean_ft.models.load_model): self.load_model,
             id(lean_ft.peft.apply_lora): self.labelled(WEIGHTS, "adapter", lean_ft.peft.apply_lora),
             id(lean_ft.losses.linear_cross_entropy): self.linear_cross_entropy,
@@ -297,24 +298,10 @@ class _Stage:
 
     def take(self, n: int) -> list[Batch]:
         """The step's micro-batches: two stand for more, for the second finds the gradients of the first."""
-        cfg = self.cfg
-        columns = cfg.data.max_length
-        rows = cfg.batch_size if cfg.data.batch_tokens is None else cfg.data.batch_tokens // columns
-        packed = cfg.data.packing != "none"
-        self.trace.longest_document = columns
+        self.trace.longest_document = self.cfg.data.max_length
         with self.trace.labelled(BATCH):
-            batches = [
-                Batch(
-                    input_ids=torch.zeros(rows, columns, dtype=torch.int64),
-                    labels=torch.zeros(rows, columns, dtype=torch.int64),
-                    positions=torch.zeros(rows, columns, dtype=torch.int64),
-                    cu_seqlens=torch.zeros(rows + 1, dtype=torch.int32) if packed else None,
-                    num_targets=rows * columns,
-                    num_tokens=rows * columns,
-                )
-                for _ in range(min(n, 2))
-            ]
-        self.num_tokens = n * rows * columns
+            batches = [longest_batch(self.cfg.data, self.cfg.batch_size) for _ in range(min(n, 2))]
+        self.num_tokens = n * batches[0].num_tokens
         return batches
 
     # The run ----------------------------------------------------------------------------------------------------------
