@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from lean_ft.settings import DataConfig
+
 NUM_BAD_ROWS_SHOWN = 3
 
 
@@ -14,6 +16,8 @@ class DataReport:
     format: str
     detected: bool = False
     """Whether the format was told from the rows' fields."""
+    unit: str = "sequences"
+    """What a row that is kept becomes."""
     rows: int = 0
     kept: int = 0
     kept_by_source: list[int] = field(default_factory=list)
@@ -53,7 +57,7 @@ class DataReport:
             ended = "messages follow them, and the chat template then ends them otherwise"
             parts.append(f"{self.rewritten_answers:,} answers not trained ({ended})")
         share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
         if self.packing == "wrapped":
@@ -72,8 +76,22 @@ class DataReport:
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def takes_overlong(self, length: int, config: DataConfig, place: str) -> bool:
+        """Whether a sequence of `length` tokens, more than max_length, is to be cut; else it is counted as dropped.
+
+        Raises ValueError, with `place`, under `overflow=raise`.
+        """
+        if config.overflow == "raise":
+            raise ValueError(
+                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise "
+                "it, or set data.overflow=truncate or data.overflow=drop."
+            )
+        if config.overflow == "drop":
+            self.drop("longer than max_length")
+        return config.overflow == "truncate"
+
     def keep(self, tokens: int, targets: int, source: int) -> None:
-        """Counts a sequence that is trained on."""
+        """Counts a row that is trained on."""
         self.kept += 1
         self.tokens += tokens
         self.target_tokens += targets
