@@ -48,7 +48,9 @@ def plan(
 
     device = choose_device(device_name, cfg.device)
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
-    rehearsal = rehearse(module, cfg, device)
+    console = stdout()
+    with console.status("rehearsing a step on shapes"):
+        rehearsal = rehearse(module, cfg, device)
     _print_rehearsal(rehearsal, device)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
@@ -59,7 +61,6 @@ def plan(
         return
     reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
     typer.echo("")
-    console = stdout()
     with console.status("rehearsing other settings") as status:
         found = search(
             module,
@@ -67,6 +68,7 @@ def plan(
             device,
             budget_bytes - reserved,
             lambda settings: status.update(f"rehearsing {settings}"),
+            own=rehearsal,
         )
     _print_search(found, rehearsal, budget_bytes, reserved)
 
