@@ -54,7 +54,7 @@ def recipes() -> dict[str, Path]:
 def aliases() -> dict[str, Alias]:
     """Other names for those recipes."""
     files = recipes()
-    return {name: Alias(name, files[recipe], group) for name, (recipe, group) in _ALIASES.items()}
+    return {name: Alias(name, files[recipe], group) for name, (recipe, group) in _ALIASES.items() if recipe in files}
 
 
 def without_alias(recipe_name: str) -> str:

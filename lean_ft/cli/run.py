@@ -9,13 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft.allocators import prepare_allocators
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import is_out_of_memory
-from lean_ft.config import load_config
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
+
+_TORCHRUN_FLAGS = (
+    *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--standalone"),
+    *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
+)
 
 
 def _refuse_torchrun(value: str | None) -> None:
@@ -30,30 +34,7 @@ def run(
     recipe: Recipe,
     overrides: Overrides = None,
     config: Preset = None,
-    torchrun: Annotated[
-        str | None,
-        typer.Option(
-            *(
-                "--nproc-per-node",
-                "--nproc_per_node",
-                "--nnodes",
-                "--node-rank",
-                "--node_rank",
-                "--standalone",
-            ),
-            *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
-            *(
-                "--rdzv-backend",
-                "--rdzv_backend",
-                "--rdzv-endpoint",
-                "--rdzv_endpoint",
-                "--rdzv-id",
-                "--rdzv_id",
-            ),
-            hidden=True,
-            callback=_refuse_torchrun,
-        ),
-    ] = None,
+    torchrun: Annotated[str | None, typer.Option(*_TORCHRUN_FLAGS, hidden=True, callback=_refuse_torchrun)] = None,
     debug: Debug = False,
 ) -> None:
     """Run a recipe.
@@ -62,11 +43,8 @@ def run(
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
-        recipe_file = find_recipe(recipe)
-        preset_file = find_preset(config) if config is not None else None
         prepare_allocators()
-        module = load_recipe(recipe_file)
-        cfg = load_config(module.Config, preset_file, overrides or [])
+        module, cfg = load_run(recipe, config, overrides)
         if names_repository(cfg):
             from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
