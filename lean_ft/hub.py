@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from lean_ft.hub_errors import OTHER_DISK, DownloadFailed, HubUnreachable, explained
+from lean_ft.whole_files import write_whole
 
 # huggingface_hub is imported where it is used: `leanft --help` must not wait for it.
 
@@ -265,9 +266,8 @@ def _record_revision(name: RepositoryName, commit: str) -> None:
     repository = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repo, repo_type="model")
     ref = repository / "refs" / (name.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
-    temporary = ref.with_name(ref.name + ".tmp")
-    temporary.write_text(commit, encoding="utf-8")
-    temporary.replace(ref)
+    with write_whole(ref) as temporary:
+        temporary.write_text(commit, encoding="utf-8")
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -8,7 +8,7 @@ The format is eight bytes of length, a JSON header, and the tensors' bytes
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
 _STAGING_BYTES = 2**20
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,19 @@ class StoredTensor:
                 part = flat[start : start + step]
                 _read_exactly(file, staging[: part.numel()], self.file)
                 part.copy_(staging[: part.numel()])
+
+    def sampled(self, num_pages: int) -> Iterator[bytes]:
+        """Yields pages of the tensor's bytes, evenly spread from the first to the last; all of it where it has no more."""
+        assert self.dtype is not None
+        size = math.prod(self.shape) * self.dtype.itemsize
+        with open(self.file, "rb", buffering=0) as file:
+            if size <= num_pages * _PAGE_BYTES:
+                file.seek(self.offset)
+                yield file.read(size)
+                return
+            for page in range(num_pages):
+                file.seek(self.offset + page * (size - _PAGE_BYTES) // (num_pages - 1))
+                yield file.read(_PAGE_BYTES)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

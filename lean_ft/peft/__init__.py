@@ -4,7 +4,15 @@ from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 from lean_ft.peft.lora import adapted_layers, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.peft_format import adapter_bytes, base_model, is_adapter, load_adapter, restore_adapter, save_adapter
+from lean_ft.peft.peft_format import (
+    adapter_bytes,
+    base_fingerprint,
+    base_model,
+    is_adapter,
+    load_adapter,
+    restore_adapter,
+    save_adapter,
+)
 
 __all__ = [
     "AdaptedLayer",
@@ -14,6 +22,7 @@ __all__ = [
     "adapted_layers",
     "adapter_bytes",
     "apply_lora",
+    "base_fingerprint",
     "base_model",
     "is_adapter",
     "load_adapter",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
+from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import checkpoint_hint
@@ -105,6 +106,14 @@ def save_adapter(model: Decoder, path: str | Path) -> None:
 def adapter_bytes(model: nn.Module) -> int:
     """Room that the tensors of `save_adapter` take on the disk."""
     return sum(tensor.nbytes for layer in adapted_layers(model).values() for tensor in _tensors(layer).values())
+
+
+def base_fingerprint(model: nn.Module) -> str | None:
+    """Tells the weights beside the model's adapter from others; None without an adapter or without stored weights."""
+    if not adapted_layers(model):
+        return None
+    folder = model.source_folder
+    return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()

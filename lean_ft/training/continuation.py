@@ -149,6 +149,17 @@ def compare_data(cfg: RecipeConfig, fingerprint: str, state: dict[str, Any], fol
     raise ValueError(_refusal(f"{folder} was trained on other data", changes))
 
 
+def compare_base(fingerprint: str | None, state: dict[str, Any], folder: Path) -> None:
+    """Refuse other weights beside an adapter than those it was trained beside, wherever they lie.
+
+    A checkpoint of a version that did not look tells of none, nor does a model with random weights.
+    """
+    before = state.get("base_fingerprint")
+    if before is not None and fingerprint is not None and before != fingerprint:
+        change = _change("fingerprint of the weights of model.path", before, fingerprint)
+        raise ValueError(_refusal(f"{folder} holds an adapter of another model", [change]))
+
+
 def _change(key: str, old: Any, new: Any) -> str:
     return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
 

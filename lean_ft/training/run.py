@@ -23,6 +23,7 @@ from lean_ft.data import Batch, Batches
 from lean_ft.interrupts import StopSignals
 from lean_ft.log import say
 from lean_ft.optim import Optimizer
+from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig, ScheduleConfig
 from lean_ft.shapes_only import StepTaken, stage
 from lean_ft.tokenizers import Tokenizer
@@ -38,7 +39,14 @@ from lean_ft.training.checkpoint import (
     restore_weights,
     write_checkpoint,
 )
-from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint, is_own
+from lean_ft.training.continuation import (
+    check_output_dir,
+    compare_base,
+    compare_data,
+    compare_settings,
+    find_checkpoint,
+    is_own,
+)
 from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar
@@ -119,6 +127,7 @@ class Run:
         """Go on from a checkpoint or begin, and record the start."""
         remove_half_written(self.directory)
         folder = find_checkpoint(self.cfg)
+        self._base_fingerprint = base_fingerprint(self.model)
         if folder is not None:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
@@ -144,6 +153,7 @@ class Run:
         state = read_training_state(folder)
         changes = compare_settings(self.cfg, state, folder)
         compare_data(self.cfg, self.batches.fingerprint, state, folder)
+        compare_base(self._base_fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
         self._bad_steps.count = int(state.get("bad_steps", 0))
@@ -347,6 +357,7 @@ class Run:
             "settings": settings_of(self.cfg),
             "eval_loss": self._eval_loss[1] if self._eval_loss[0] == done else None,
             "bad_steps": self._bad_steps.count,
+            "base_fingerprint": self._base_fingerprint,
         }
         model, optimizer_state = self.model, self.optimizer.state_dict()
         random_state = capture_random_state(self.device)
