@@ -37,7 +37,8 @@ def load_config(config_class: type[ConfigT], preset: Path | None, overrides: Seq
     """Reads a preset (a YAML file, or None), applies `key=value` overrides in order, and validates the result.
 
     Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). Of two values for one key the last
-    wins. A group's default instance holds for the keys of it that nobody gives.
+    wins. A group's default instance holds for the keys of it that nobody gives. An item of a list in an override may
+    begin with `*` and hold brackets, in pairs: `lora.targets=[model.layers.[0-3].*]`.
 
     Raises ValueError with every problem in one message: unknown keys with the nearest valid one, values of the
     wrong type with what was expected, and the required settings that are missing. A preset that cannot be opened
@@ -120,11 +121,6 @@ class Setting:
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
 
-    @property
-    def is_off(self) -> bool:
-        """Whether it is a group that is null by default."""
-        return self.group is not None and not self.required and self.default is None
-
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Every setting of a recipe, in the order they are declared."""
@@ -140,11 +136,12 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
         *groups, name = setting.key.split(".")
         if lines and not groups:
             lines.append("")
-        off = off if off and setting.key.startswith(f"{off}.") else setting.key if setting.is_off else ""
+        is_off = setting.group is not None and setting.default is None and not setting.required
+        off = off if off and setting.key.startswith(f"{off}.") else setting.key if is_off else ""
         indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
         comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
-        if setting.is_off:
+        if is_off:
             lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
         elif setting.group:
             lines.append(f"{indent}{name}:")

@@ -9,36 +9,30 @@ import typer
 from lean_ft import catalog
 from lean_ft.config import load_config, preset_fits, preset_recipe
 
-Recipe = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A recipe's name, or the path of a .py file; without one the preset names it.",
-        show_default=False,
-    ),
+RECIPE: Any = typer.Argument(
+    metavar="RECIPE", help="A recipe's name, or the path of a .py file; a preset may name it.", show_default=False
+)
+Recipe = Annotated[str | None, RECIPE]
+RecipeOrPreset = Annotated[
+    str, typer.Argument(metavar="RECIPE|CONFIG", help="A name from `leanft ls`, or a path.", show_default=False)
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--config",
-        "-c",
-        metavar="NAME|PATH",
-        help="A preset's name (tiny/full), or the path of a .yaml file.",
+        "--config", "-c", metavar="NAME|PATH", help="A preset's name (tiny/full), or the path of a .yaml file."
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings that overrule the preset: optimizer.lr=1e-5",
-        show_default=False,
+        metavar="KEY=VALUE", help="Settings that overrule the preset: optimizer.lr=1e-5", show_default=False
     ),
 ]
 # `run_command_line` looks for it itself, since errors reach it from before a verb has its arguments.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def recipe_and_settings(
+def load_run(
     recipe: str | None, config: str | None, overrides: list[str] | None, *, writes: bool = True
 ) -> tuple[ModuleType, Any]:
     """The recipe that a command names, itself or by its preset, and its settings. A command that writes nothing need

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import stdout
 from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
@@ -126,7 +126,7 @@ def preview(
 
 def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
     """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
-    module, cfg = recipe_and_settings(recipe, config, overrides, writes=False)
+    module, cfg = load_run(recipe, config, overrides, writes=False)
     if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
         raise ValueError(
             f"the recipe {recipe or config} has no rows to look at: its settings have no `data`, or no `model`."

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import stdout
 from lean_ft.units import gibibytes, parse_bytes
 
@@ -39,7 +39,7 @@ def plan(
     One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
     model's config.json. The batch is the longest that the settings allow.
     """
-    module, cfg = recipe_and_settings(recipe, config, overrides, writes=False)
+    module, cfg = load_run(recipe, config, overrides, writes=False)
 
     # Here, because it brings torch, which the other verbs must not wait for.
     from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device

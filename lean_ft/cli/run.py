@@ -10,11 +10,17 @@ import typer
 
 from lean_ft.allocators import prepare_allocators
 from lean_ft.catalog import is_shipped
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
+
+_TORCHRUN_FLAGS = (
+    *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--standalone"),
+    *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
+)
 
 
 def _refuse_torchrun(value: str | None) -> None:
@@ -29,30 +35,7 @@ def run(
     recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    torchrun: Annotated[
-        str | None,
-        typer.Option(
-            *(
-                "--nproc-per-node",
-                "--nproc_per_node",
-                "--nnodes",
-                "--node-rank",
-                "--node_rank",
-                "--standalone",
-            ),
-            *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
-            *(
-                "--rdzv-backend",
-                "--rdzv_backend",
-                "--rdzv-endpoint",
-                "--rdzv_endpoint",
-                "--rdzv-id",
-                "--rdzv_id",
-            ),
-            hidden=True,
-            callback=_refuse_torchrun,
-        ),
-    ] = None,
+    torchrun: Annotated[str | None, typer.Option(*_TORCHRUN_FLAGS, hidden=True, callback=_refuse_torchrun)] = None,
     debug: Debug = False,
 ) -> None:
     """Run a recipe.
@@ -62,7 +45,7 @@ def run(
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_allocators()
-        module, cfg = recipe_and_settings(recipe, config, overrides)
+        module, cfg = load_run(recipe, config, overrides)
         if names_repository(cfg):
             from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
