@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,6 @@ from lean_ft.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
-Place = tuple[str, ...]  # the names that lead to a setting
 
 COMMAND_LINE = "command line"
 
@@ -65,15 +64,15 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
 def preset_values(preset: Path) -> dict[str, str]:
     """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
 
-    def flatten(value: Any, place: Place) -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                yield from flatten(inner, (*place, name))
-        else:
-            yield ".".join(place), value if isinstance(value, Plain) else to_yaml(value, flow=True)
+    def flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for name, value in values.items():
+            if isinstance(value, dict) and value:
+                yield from flatten(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value if isinstance(value, Plain) else to_yaml(value, flow=True)
 
     values, _ = read_yaml_file(preset)
-    return dict(flatten(values, ())) if isinstance(values, dict) else {}
+    return dict(flatten(values, "")) if isinstance(values, dict) else {}
 
 
 def dump(config: BaseModel) -> str:
@@ -103,106 +102,97 @@ def config_schema(config_class: type[BaseModel]) -> Schema:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a recipe, for people to read."""
+    """One setting of a recipe, or a group of them, for people to read."""
 
     key: str  # dotted
     type: str  # in words: `whole number > 0 or null`
     required: bool
     default: Any  # as YAML holds it; None where required
     description: str  # unit and meaning
+    schema: Schema = field(repr=False)
+    group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is a group that is null by default."""
+        return self.group is not None and not self.required and self.default is None
 
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Every setting of a recipe, in the order they are declared."""
-    return [part for _, part in _parts(_schema(config_class)) if isinstance(part, Setting)]
+    return [setting for setting in _settings(config_class).values() if setting.group is None]
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
-    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it."""
+    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it. A group that is off by
+    default stands in comments."""
     lines: list[str] = []
-    for place, part in _parts(_schema(config_class)):
-        indent, name = "  " * (len(place) - 1), place[-1]
-        meaning = part.description if isinstance(part, Setting) else part.get("description", "").partition("\n")[0]
-        lines += [""] if len(place) == 1 and lines else []
-        lines += textwrap.wrap(
-            meaning, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
-        )
-        if not isinstance(part, Setting):
+    off = ""  # the group that the settings are in, if it is off
+    for setting in _settings(config_class).values():
+        *groups, name = setting.key.split(".")
+        if lines and not groups:
+            lines.append("")
+        off = off if off and setting.key.startswith(f"{off}.") else setting.key if setting.is_off else ""
+        indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
+        comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in comment]
+        if setting.is_off:
+            lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
+        elif setting.group:
             lines.append(f"{indent}{name}:")
-        elif part.required:
-            lines.append(f"{indent}{name}:  # required: {part.type}")
+        elif setting.required:
+            lines.append(f"{indent}{name}:  # required: {setting.type}")
         else:
-            lines.append(f"{indent}{name}: {to_yaml(part.default, flow=True)}  # {part.type}")
+            lines.append(f"{indent}{name}: {to_yaml(setting.default, flow=True)}  # {setting.type}")
     return "\n".join(lines) + "\n"
 
 
 @cache
-def _schema(config_class: type[BaseModel]) -> Schema:
-    """The schema of all settings, with what each `$ref` refers to in its place."""
+def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
+    """Every setting and every group by its key, a group before what is in it."""
     schema = config_schema(config_class)
-    definitions = schema.get("$defs", {})
+    definitions, settings = schema.get("$defs", {}), {}
 
-    def follow(part: Any) -> None:
+    def follow(part: Any) -> None:  # puts what a `$ref` refers to in its place
         for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
             follow(inner)
         if isinstance(part, dict) and "$ref" in part:
             part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
 
+    def add(above: Schema, prefix: str, instance: Schema, is_required: bool) -> None:
+        for name, schema in above["properties"].items():
+            key, group = f"{prefix}{name}", next((m for m in _members(schema) if "properties" in m), None)
+            default = instance.get(name, schema.get("default"))
+            required = name not in instance and "default" not in schema and (is_required or group is None)
+            meaning = group.get("description", "").partition("\n")[0] if group else schema.get("description", "")
+            words = "" if group else _type_text(schema)
+            settings[key] = Setting(key, words, required, default, meaning, schema, group)
+            if group:
+                add(group, f"{key}.", default or {}, required)
+
     follow(schema)
-    return schema
+    add(schema, "", {}, is_required=True)
+    return settings
 
 
-def _parts(group: Schema, default: Any = None, above: Place = ()) -> Iterator[tuple[Place, Setting | Schema]]:
-    """The settings of a group, whose default instance may be `default`, and the schemas of groups before theirs."""
-    for name, schema in group["properties"].items():
-        place, inner, own = (
-            (*above, name),
-            _group(schema),
-            {**schema, **({"default": default[name]} if default else {})},
-        )
-        if inner is None:
-            key, is_required = ".".join(place), "default" not in own
-            yield place, Setting(key, _type_text(schema), is_required, own.get("default"), own.get("description", ""))
-        else:
-            yield place, inner
-            yield from _parts(inner, own.get("default"), place)
-
-
-def _alternatives(schema: Schema) -> list[Schema]:
-    """The members of a union; a type that is no union is its only one."""
+def _members(schema: Schema) -> list[Schema]:
+    """The alternatives of a union; a type that is no union is its only one."""
     members = schema.get("anyOf") or schema.get("oneOf")
-    return [each for member in members for each in _alternatives(member)] if members else [schema]
+    return [inner for member in members for inner in _members(member)] if members else [schema]
 
 
-def _group(schema: Schema) -> Schema | None:
-    """The schema of a group (`OptimizerConfig`, or `| None`); None for a single setting."""
-    return next((member for member in _alternatives(schema) if "properties" in member), None)
-
-
-def _takes(schema: Schema, *types: str) -> Schema | None:
-    return next((member for member in _alternatives(schema) if member.get("type") in types), None)
+def _member(schema: Schema, *types: str) -> Schema | None:
+    """The first alternative that is of one of these types."""
+    return next((member for member in _members(schema) if member.get("type") in types), None)
 
 
 def _entry(mapping: Schema) -> Schema:
-    """The schema of a mapping's values; one that takes anything where it does not tell."""
+    """What the values of a mapping are; anything where it does not tell."""
     values = mapping.get("additionalProperties")
     return values if isinstance(values, dict) else {}
 
 
-def _takes_only_text(schema: Schema) -> bool:
-    """Whether every single value that fits is text: a string, a path, or one of some words."""
-    types = {member.get("type") for member in _alternatives(schema)} - {"array", "object", "null"}
-    return types == {"string"}
-
-
-_WORDS = {
-    "boolean": "true or false",
-    "integer": "whole number",
-    "number": "number",
-    "string": "text",
-    "path": "path",
-    "null": "null",
-}
+_WORDS = {"boolean": "true or false", "integer": "whole number", "string": "text"}
 _BOUNDS = {
     "exclusiveMinimum": ">",
     "minimum": ">=",
@@ -214,23 +204,23 @@ _BOUNDS = {
 
 def _type_text(schema: Schema) -> str:
     """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
-    alternatives = _alternatives(schema)
-    if len(alternatives) > 1:
-        return " or ".join(map(_type_text, alternatives))
-    if words := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return " | ".join(map(str, words))
-    if items := schema.get("prefixItems"):
-        kinds = list(dict.fromkeys(map(_type_text, items)))
-        return f"list of {len(items)}, each {kinds[0]}" if len(kinds) == 1 else f"list of: {', '.join(kinds)}"
-    if schema.get("type") == "array":
-        return f"list of {_type_text(schema['items'])}"
+    members, kind_of = _members(schema), schema.get("type", "any value")
+    if len(members) > 1:
+        return " or ".join(map(_type_text, members))
+    if "const" in schema or "enum" in schema:
+        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
+    if "prefixItems" in schema:
+        items = list(map(_type_text, schema["prefixItems"]))
+        return f"list of {len(items)}, each {items[0]}" if len(set(items)) == 1 else f"list of: {', '.join(items)}"
+    if kind_of == "array":
+        return f"list of {_type_text(schema.get('items', {}))}"
     if "properties" in schema:  # an element of a list
         return f"{{{', '.join(schema['properties'])}}}"
-    if schema.get("type") == "object":
+    if kind_of == "object":
         return f"mapping of text to {_type_text(_entry(schema))}"
-    text = _WORDS.get(schema.get("format", "")) or _WORDS.get(schema.get("type", ""), "any value")
+    text = "path" if schema.get("format") == "path" else _WORDS.get(kind_of, kind_of)
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
-    return f"{text} {' and '.join(bounds)}" if bounds else text
+    return f"{text} {' and '.join(bounds)}".rstrip()
 
 
 # How they are read -------------------------------------------------------------------------------------------
@@ -241,11 +231,13 @@ class _Reader:
 
     def __init__(self, config_class: type[BaseModel]) -> None:
         self.config_class = config_class
-        self.schema = _schema(config_class)
-        self.settings = {setting.key: setting for setting in describe(config_class)}
-        self.values = _group_defaults(self.schema)
-        self.where: dict[str, str] = {}  # key -> where its value came from
+        self.settings = _settings(config_class)
+        self.values: dict[str, Any] = {}
+        self.given: dict[str, tuple[Any, str]] = {}  # key -> a value and where it came from
         self.problems: list[str] = []
+        for setting in self.settings.values():
+            if setting.group and setting.required:
+                self._inside(setting.key)  # so that what is missing is named setting by setting
 
     def read_preset(self, preset: Path) -> None:
         values, lines = read_yaml_file(preset)
@@ -256,70 +248,70 @@ class _Reader:
                 f"{preset}: expected settings as `key: value`, came {kind(values)}. "
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
-        self._take((), self.schema, values, lambda place: f"{preset}, line {lines[place]}")
+        for name, value in values.items():
+            self._take(name, value, lambda key: f"{preset}, line {lines[key]}")
 
     def read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
-        place = tuple(key.split("."))
-        if not equals or not all(place):
-            hint = did_you_mean(key, self.settings)
-            self.problems.append(f"'{override}': expected key=value, such as batch_size=4.{hint}")
+        names = key.split(".")
+        if not equals or not all(names):
+            self.problems.append(f"'{override}': expected key=value, such as batch_size=4.{self._nearest(key)}")
             return
-        schema, inside = self.schema, place
-        while inside and (group := _group(schema)):
-            schema, inside = group["properties"].get(inside[0]), inside[1:]
-            if schema is None:
-                return self._unknown(place, COMMAND_LINE)
-        mapping = _takes(schema, "object")
-        if inside and mapping is None:
-            return self._unknown(place, COMMAND_LINE)
+        owner = self._owner(names)
+        setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
+        mapping = _member(setting.schema, "object") if setting and not setting.group else None
         try:
-            if inside and mapping:  # one entry is set; the others stay
-                place, entry = place[: -len(inside)], _entry(mapping)
-                before = self._given(place) or schema.get("default")
-                value = _read(_override_value(text, entry), entry)
-                self._put(place, {**(before or {}), ".".join(inside): value}, COMMAND_LINE)
+            if setting and mapping and entry:  # one entry is set, the others stay
+                before, _ = self.given.get(owner, (setting.default, ""))
+                value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
+                self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, COMMAND_LINE)
             else:
-                self._take(place, schema, _override_value(text, schema), lambda _: COMMAND_LINE)
+                value = _override_value(text, setting.schema) if setting and not entry else None
+                self._take(key, value, lambda _: COMMAND_LINE)
         except ValueError as error:  # not valid YAML
             self.problems.append(f"{override} ({COMMAND_LINE}): {error}")
 
-    def _take(self, place: Place, schema: Schema, value: Any, where: Callable[[Place], str]) -> None:
-        group, is_null = _group(schema), isinstance(value, Plain) and value.value() is None
-        if group and isinstance(value, dict):
-            if place:  # the group is there, whatever it held before
-                self._put(place, self._given(place) or {}, where(place))
+    def _take(self, key: str, value: Any, where: Callable[[str], str]) -> None:
+        setting = self.settings.get(key)
+        is_null = isinstance(value, Plain) and value.value() is None
+        if setting is None:
+            hint = self._nearest(key) or " `leanft cat RECIPE` lists them."
+            self.problems.append(f"{key} ({where(key)}): no such setting.{hint}")
+        elif setting.group is None or (is_null and _member(setting.schema, "null")):
+            self._give(key, _read(value, setting.schema), where(key))
+        elif isinstance(value, dict):
+            self._inside(key)  # the group is there, whatever it held before
+            self.given[key] = value, where(key)
             for name, inner in value.items():
-                if name in group["properties"]:
-                    self._take((*place, name), group["properties"][name], inner, where)
-                else:
-                    self._unknown((*place, name), where((*place, name)))
-        elif group is None or (is_null and _takes(schema, "null")):
-            self._put(place, _read(value, schema), where(place))
+                self._take(f"{key}.{name}", inner, where)
         elif not is_null:  # a group with nothing under it sets nothing
-            key, example = ".".join(place), next(iter(group["properties"]))
+            example = f"{key}.{next(iter(setting.group['properties']))}"
             self.problems.append(
-                f"{key} ({where(place)}): expected its settings one by one, such as {key}.{example}, came {kind(value)}"
+                f"{key} ({where(key)}): expected its settings one by one, such as {example}, came {kind(value)}"
             )
 
-    def _given(self, place: Place) -> Any:
-        part: Any = self.values
-        for name in place:
-            part = part.get(name) if isinstance(part, dict) else None
-        return part
+    def _give(self, key: str, value: Any, where: str) -> None:
+        group, _, name = key.rpartition(".")
+        self._inside(group)[name] = value
+        self.given[key] = value, where
 
-    def _put(self, place: Place, value: Any, where: str) -> None:
-        part = self.values
-        for name in place[:-1]:
-            part[name] = part[name] if isinstance(part.get(name), dict) else {}
-            part = part[name]
-        part[place[-1]] = value
-        self.where[".".join(place)] = where
+    def _inside(self, group: str) -> dict[str, Any]:
+        """The values of a group, which is there from now on. They begin as those of its default instance."""
+        if not group:
+            return self.values
+        above, _, name = group.rpartition(".")
+        values = self._inside(above)
+        if not isinstance(values.get(name), dict):
+            values[name] = deepcopy(self.settings[group].default or {})
+        return values[name]
 
-    def _unknown(self, place: Place, where: str) -> None:
-        key = ".".join(place)
-        hint = did_you_mean(key, self.settings) or " `leanft cat RECIPE` lists them."
-        self.problems.append(f"{key} ({where}): no such setting.{hint}")
+    def _owner(self, names: list[str]) -> str:
+        """The key of the setting or group that names lead to or into: `data.columns` for data.columns.prompt."""
+        keys = (".".join(names[:count]) for count in range(len(names), 0, -1))
+        return next((key for key in keys if key in self.settings), "")
+
+    def _nearest(self, key: str) -> str:
+        return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
 
     def config(self) -> Any:
         """The validated config; raises ValueError with all problems."""
@@ -345,43 +337,25 @@ class _Reader:
             # Through JSON, because pydantic's strict mode then still takes text for a path and a list for a tuple.
             return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
-            return None, self._translate(error)
-
-    def _translate(self, error: ValidationError) -> list[Setting]:
-        """Puts pydantic's errors into `problems`, one a setting; returns the settings that are missing."""
-        first_details: dict[str, Any] = {}
-        for detail in error.errors(include_url=False):
-            names = [str(part) for part in detail["loc"]]
-            while names and not any(f"{key}.".startswith(".".join(names) + ".") for key in self.settings):
-                names.pop()  # an alternative of a union, or an element of a list
-            first_details.setdefault(".".join(names), detail)
+            first_details: dict[str, Any] = {}
+            for detail in error.errors(include_url=False):  # one for each alternative of a union
+                first_details.setdefault(self._owner([str(part) for part in detail["loc"]]), detail)
         missing = []
         for key, detail in first_details.items():
-            where = f" ({self.where[key]})" if key in self.where else ""
-            reason = detail.get("ctx", {}).get("error")
-            if detail["type"] == "missing" and not where:
-                missing.append(self.settings[key])
-            elif key not in self.settings or reason is not None:  # a validator of the recipe's own
-                self.problems.append(f"{key}{where}: {reason or detail['msg']}".removeprefix(": "))
+            setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
+            came, where = self.given.get(key, (setting and setting.default, ""))
+            place = f"{key} ({where})" if where else key
+            if setting and detail["type"] == "missing" and not where:
+                missing.append(setting)
+            elif setting is None or setting.group or reason is not None:  # a validator of the recipe's own
+                self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                setting = self.settings[key]
-                came = self._given(tuple(key.split("."))) if where else setting.default
                 is_choice = isinstance(came, str) and " | " in setting.type
                 hint = did_you_mean(came, setting.type.split(" | ")) if is_choice else ""
                 self.problems.append(
-                    f"{key}{where}: expected {setting.type}, came {_shown(came)}.{hint}\n  {setting.description}"
+                    f"{place}: expected {setting.type}, came {_shown(came)}.{hint}\n  {setting.description}"
                 )
-        return missing
-
-
-def _group_defaults(group: Schema) -> Schema:
-    """The default instances of groups, to lay the given values on."""
-    groups = {name: schema for name, schema in group["properties"].items() if _group(schema)}
-    return {
-        # A group that has none is there, so that what is missing is named setting by setting.
-        name: deepcopy(schema["default"]) if "default" in schema else _group_defaults(_group(schema) or {})
-        for name, schema in groups.items()
-    }
+        return None, missing
 
 
 # In a list on the command line, an item that begins with a wildcard or holds brackets, in pairs: as text, where YAML
@@ -393,14 +367,19 @@ _WILDCARDS = re.compile(
 )
 
 
+def _takes_only_text(schema: Schema) -> bool:
+    """Whether every single value that fits is text: a string, a path, or one of some words."""
+    return {member.get("type") for member in _members(schema)} - {"array", "object", "null"} == {"string"}
+
+
 def _override_value(text: str, schema: Schema) -> Any:
     """The value of an override; where only text fits it is taken as it stands, unless quoted or a [list]."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_container = text[:1] in ("[", "{") and _takes(schema, "array", "object")
+    is_container = text[:1] in ("[", "{") and _member(schema, "array", "object")
     if _takes_only_text(schema) and not is_quoted and not is_container:
         return Plain(text)
     if is_container:
-        text = _WILDCARDS.sub(lambda item: to_yaml(item[1].rstrip(), flow=True) if item[1] else item[0], text)
+        text = _WILDCARDS.sub(lambda item: to_yaml([item[1].rstrip()], flow=True)[1:-1] if item[1] else item[0], text)
     value, _ = parse_yaml(text)
     return Plain() if value is None else value
 
@@ -408,15 +387,13 @@ def _override_value(text: str, schema: Schema) -> Any:
 def _read(value: Any, schema: Schema) -> Any:
     """The JSON value of a parsed one; scalars stay text where only text fits `schema`."""
     if isinstance(value, list):
-        array = _takes(schema, "array") or {}
+        array = _member(schema, "array") or {}
         kinds = array.get("prefixItems") or [array.get("items", {})]
         return [_read(item, kinds[min(index, len(kinds) - 1)]) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        mapping = _takes(schema, "object") or {}
-        return {
-            name: _read(inner, mapping.get("properties", {}).get(name, _entry(mapping)))
-            for name, inner in value.items()
-        }
+        mapping = _member(schema, "object") or {}
+        kinds, other = mapping.get("properties", {}), _entry(mapping)
+        return {name: _read(inner, kinds.get(name, other)) for name, inner in value.items()}
     stands_for = value.value() if isinstance(value, Plain) else value
     return str(value) if stands_for is not None and _takes_only_text(schema) else stands_for
 

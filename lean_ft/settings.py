@@ -5,7 +5,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -78,8 +78,15 @@ class Source(Settings):
 Sources = str | list[str | Source]
 
 
-class RowsConfig(Settings):
-    """Where rows come from, and how each is read."""
+class DataConfig(Settings):
+    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
+
+    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
+    PreferenceDataConfig, or a recipe's own subclass of one of them.
+    """
+
+    sides: ClassVar[tuple[str, ...]] = ("",)
+    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
 
     source: Sources = Field(
         description="A JSONL, JSON, CSV, TSV or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
@@ -113,24 +120,6 @@ class RowsConfig(Settings):
         description="Share of the source's rows held out for evaluation when there is no validation_source.",
     )
 
-    @field_validator("validation_source")
-    @classmethod
-    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
-            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
-        return sources
-
-
-class SFTDataConfig(RowsConfig):
-    """What is trained on, and how it becomes batches."""
-
-    train_on: Literal["completion", "assistant", "last", "all"] = Field(
-        "assistant",
-        description="Which tokens of a chat carry a label: every assistant message (`assistant`), only those behind the "
-        "prompt of a prompt/completion row (`completion`; in other rows the same as `assistant`), only the last one "
-        "(`last`), or all tokens. Each includes the token that ends its turn. A message with `train: false` or "
-        "`weight: 0` never does. Rows of `text` are trained whole; `tokens` follow their labels.",
-    )
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
         "truncate", description="What happens to a row longer than max_length."
@@ -162,9 +151,26 @@ class SFTDataConfig(RowsConfig):
         50.0, description="Size, in GiB, above which the data that was not used for longest is deleted from cache_dir."
     )
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of one length are filled with documents."""
+        return self.packing not in ("none", "padding_free")
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that one sequence may have; None where packing takes any length."""
+        return self.max_length if self.packing in ("none", "bfd") else None
+
+    @field_validator("validation_source")
+    @classmethod
+    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
+        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
+        return sources
+
     @model_validator(mode="after")
-    def _check_packing(self) -> "SFTDataConfig":
-        if self.packing not in ("none", "bfd") and self.overflow != "truncate":
+    def _check_packing(self) -> "DataConfig":
+        if self.longest is None and self.overflow != "truncate":
             raise ValueError(
                 f"overflow={self.overflow} cannot be with packing={self.packing}, to which no row is too long. Leave it "
                 "out, or set packing=bfd or packing=none."
@@ -174,16 +180,31 @@ class SFTDataConfig(RowsConfig):
                 f"batch_tokens={self.batch_tokens} cannot be with packing={self.packing}: it is for rows that are not "
                 "packed. Set packing=none, or leave it out and set batch_size."
             )
-        if self.batch_tokens is not None and self.batch_tokens < self.max_length:
+        if self.batch_tokens is not None and self.batch_tokens < self.max_length * len(self.sides):
+            times = f" for each of {len(self.sides)} answers" if len(self.sides) > 1 else ""
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so the longest row would "
+                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}{times}, so the longest row would "
                 "fit into no batch. Raise the one or lower the other."
             )
         return self
 
 
-class PreferenceDataConfig(RowsConfig):
-    """Pairs of a chosen and a rejected answer."""
+class SFTDataConfig(DataConfig):
+    """Single answers to learn from."""
+
+    train_on: Literal["completion", "assistant", "last", "all"] = Field(
+        "assistant",
+        description="Which tokens of a chat carry a label: every assistant message (`assistant`), only those behind the "
+        "prompt of a prompt/completion row (`completion`; in other rows the same as `assistant`), only the last one "
+        "(`last`), or all tokens. Each includes the token that ends its turn. A message with `train: false` or "
+        "`weight: 0` never does. Rows of `text` are trained whole; `tokens` follow their labels.",
+    )
+
+
+class PreferenceDataConfig(DataConfig):
+    """Pairs of a chosen and a rejected answer to learn from."""
+
+    sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
     max_prompt_length: PositiveInt | None = Field(
         None, description="Tokens of a prompt, of which the last ones are kept; null keeps all."
@@ -191,14 +212,24 @@ class PreferenceDataConfig(RowsConfig):
     max_completion_length: PositiveInt | None = Field(
         None, description="Tokens of a chosen or rejected answer, of which the first ones are kept; null keeps all."
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(
-        2048, description="Longest sequence, in tokens: prompt and answer together, after the two limits above."
-    )
     truncation_side: Literal["right", "left"] = Field(
         "right",
-        description="What max_length cuts: the end of the longer answer (`right`), or the beginning of the prompt "
-        "(`left`), which both answers share.",
+        description="What `overflow=truncate` cuts of prompt and answer together, after the two limits above: the end of "
+        "the longer answer (`right`), or the beginning of the prompt (`left`), which both answers share.",
     )
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_length
+
+    @model_validator(mode="after")
+    def _keeps_pairs_whole(self) -> "PreferenceDataConfig":
+        if self.packing in ("bfd_split", "wrapped"):
+            raise ValueError(
+                f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
+                "packing=padding_free or packing=none."
+            )
+        return self
 
 
 class OptimizerConfig(Settings):

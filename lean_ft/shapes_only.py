@@ -48,12 +48,12 @@ class Stage(Protocol):
         """Tells what follows its forward pass apart."""
         ...
 
-    def watch_optimizer(self, named_parameters: Iterable[tuple[str, Any]], rule: Any, state_bytes: int) -> None:
+    def watch_optimizer(self, named_parameters: Iterable[tuple[str, Any]], state_bytes: int, *, streamed: bool) -> None:
         """Tells gradients apart as they are completed, before the optimizer's own hooks come to them."""
         ...
 
-    def update(self, rule: Any, states: Sequence[Any], step: Any) -> None:
-        """In place of the rule's own update."""
+    def update(self, states: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
+        """In place of `update(states)`."""
         ...
 
     def open_link(self) -> Any:

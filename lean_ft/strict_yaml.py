@@ -61,7 +61,7 @@ def to_yaml(value: Any, flow: bool = False) -> str:
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
-def read_yaml_file(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
+def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
     """The values of a YAML file and the lines of its keys, as `parse_yaml` does.
 
     Raises ValueError, or OSError where it cannot be read.
@@ -79,19 +79,19 @@ def read_yaml_file(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
         raise ValueError(f"{path}: {reason}") from None
 
 
-def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The values of one YAML document, and key -> line, each key as the names that lead to it.
+def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]]:
+    """The values of one YAML document, and dotted key -> line.
 
     A value is a dict, a list, text that had quotes (`str`), or `Plain`; None where the document is empty. `path` is
     named in errors. Raises ValueError.
     """
-    lines: dict[tuple[str, ...], int] = {}
+    lines: dict[str, int] = {}
 
     def refuse(mark: Any, reason: str) -> NoReturn:
         where = f"{path}, line {mark.line + 1}: " if path and mark else f"{path}: " if path else ""
         raise ValueError(where + reason)
 
-    def value(event: Any, above: tuple[str, ...]) -> Any:
+    def value(event: Any, place: str, depth: int) -> Any:
         mark = event.start_mark
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             refuse(mark, "anchors and aliases (& and *) are not used in settings; write the value out.")
@@ -99,30 +99,29 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[tuple[str
             refuse(mark, f"tags ({event.tag}) are not used in settings; write the plain value.")
         if isinstance(event, yaml.ScalarEvent):
             return event.value if event.style else Plain(event.value)
-        if len(above) == MAX_DEPTH:
+        if depth == MAX_DEPTH:
             refuse(mark, f"nested more than {MAX_DEPTH} deep, as no setting is.")
         if isinstance(event, yaml.SequenceStartEvent):
             items = []
             while not isinstance(event := next(events), yaml.SequenceEndEvent):
-                items.append(value(event, (*above, "")))
+                items.append(value(event, f"{place}[{len(items)}].", depth + 1))
             return items
         values = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):
-            key, mark = value(event, above), event.start_mark
+            key, mark = value(event, place, depth), event.start_mark
             if not isinstance(key, str):
                 refuse(mark, f"expected a name before the colon, came {kind(key)}.")
-            place = (*above, str(key))
-            if key in values:
-                first = f" (first in line {lines[place]})" if path else ""
+            if place + key in lines:
+                first = f" (first in line {lines[place + key]})" if path else ""
                 refuse(mark, f"'{key}' is given twice{first}; keep one of them.")
-            lines[place] = mark.line + 1
-            values[str(key)] = value(next(events), place)
+            lines[place + key] = mark.line + 1
+            values[str(key)] = value(next(events), f"{place}{key}.", depth + 1)
         return values
 
     events = yaml.parse(text, Loader=yaml.BaseLoader)
     documents = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
     try:
-        found = value(next(events), ()) if next(documents, None) else None
+        found = value(next(events), "", 0) if next(documents, None) else None
         if another := next(documents, None):
             refuse(another.start_mark, "not valid YAML: expected a single document.")
     except yaml.YAMLError as error:

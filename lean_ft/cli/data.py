@@ -14,7 +14,7 @@ from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.output import stdout
 from lean_ft.config import load_config
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -60,7 +60,8 @@ def stats(
     console.print(Text(f"at most this many tokens have: {quantiles}\n"))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
-        statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed) for length in candidates
+        statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))
+        for length in candidates
     ]
     peaks = _peaks(module, cfg, candidates) if peak else {}
     column = ("peak",) if peak else ()
@@ -86,9 +87,7 @@ def stats(
     if peak:
         console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
     if png is not None:
-        from lean_ft.data.statistics_figure import save_figure
-
-        save_figure(found, cfg.data.max_length, png)
+        statistics.save_figure(found, cfg.data.max_length, png)
         console.print(Text(f"wrote {png}"))
 
 
@@ -109,7 +108,7 @@ def preview(
     """
     _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
-    from lean_ft.data.preview_html import preview_page
+    from lean_ft.data.preview import preview_page
     from lean_ft.tokenizers import load_tokenizer
 
     found = look(cfg.data, load_tokenizer(cfg.model.path), num_rows=rows, batch_size=cfg.batch_size)
@@ -136,8 +135,8 @@ def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> t
     # Nothing is written, so nobody has to say where to.
     unused = ["output_dir=unused"] if "output_dir" in config_class.model_fields else []
     cfg = load_config(config_class, preset_file, [*unused, *(overrides or [])])
-    if not isinstance(getattr(cfg, "data", None), SFTDataConfig) or not hasattr(cfg, "model"):
-        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no SFT `data`, or no `model`.")
+    if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
+        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no `data`, or no `model`.")
     return module, cfg
 
 
@@ -150,7 +149,7 @@ def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str
     peaks = dict.fromkeys(candidates, "-")
     with stdout().status("rehearsing a step") as status:
         for length in candidates:
-            if cfg.data.batch_tokens is None or length <= cfg.data.batch_tokens:
+            if cfg.data.batch_tokens is None or length * len(cfg.data.sides) <= cfg.data.batch_tokens:
                 status.update(f"rehearsing a step with rows of {length:,} tokens")
                 data = cfg.data.model_copy(update={"max_length": length})
                 peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
@@ -172,12 +171,10 @@ def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) 
 
 
 def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None:
-    from lean_ft.data.visible import visible
+    from lean_ft.data.preview import visible
 
     for document in row.documents:
-        goes_on = ", goes on from another row" if document.begins_before else ""
-        counts = f"{document.num_tokens:,} tokens, {document.num_trained:,} trained{goes_on}"
-        console.print(Text(f"── row {number}: {document.place}: {counts}", style="bold"))
+        console.print(Text(f"── row {number}: {document.heading}", style="bold"))
         text = Text()
         for trained, stretches in groupby(document.stretches, key=lambda stretch: stretch.trained):
             # Without colour, what is trained stands between marks.

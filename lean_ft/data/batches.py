@@ -1,10 +1,14 @@
-"""Rows of documents to batches of tensors: shuffled for training, in order for evaluation.
+"""Documents to batches of tensors: shuffled for training, in order for evaluation.
 
 Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by
 position, and no document's first token is ever a label (but in `wrapped` rows, which are one text). Padding carries
 no label because of where it is; its id plays no part.
 
-Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of.
+A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget groups rows of one width, so little is
+padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
+is drawn anew in each epoch, but where batches begin in the sorted widths is not, so all epochs have the same number.
+
+Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of, R rows in all.
 """
 
 from collections.abc import Iterator
@@ -15,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data.grouping import Plan, plan_by_count, plan_by_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.rows import IGNORED
+from lean_ft.settings import DataConfig
 
-IGNORED = -100  # the label of positions that are not trained
 PADDED_TO_MULTIPLE_OF = 8
+KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
+BYTES_A_POSITION = 25  # of a Batch: ids, labels and positions of 8, and whether it is a token
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,63 @@ class Batch:
         )
 
 
+def longest_batch(config: DataConfig, batch_size: int) -> Batch:
+    """The batch that takes most, without contents: every row `max_length` tokens, and every token a target."""
+    num_rows = (
+        batch_size * len(config.sides) if config.batch_tokens is None else config.batch_tokens // config.max_length
+    )
+    shape = (num_rows, config.max_length)
+    return Batch(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        labels=torch.zeros(shape, dtype=torch.int64),
+        positions=torch.zeros(shape, dtype=torch.int64),
+        cu_seqlens=None if config.packing == "none" else torch.zeros(num_rows + 1, dtype=torch.int32),
+        num_targets=num_rows * config.max_length,
+        num_tokens=num_rows * config.max_length,
+    )
+
+
 @dataclass(frozen=True)
-class Rows:
-    """The rows that batches are made of, and how these are laid out."""
+class Plan:
+    """One epoch: which rows each of its K batches holds."""
+
+    rows: np.ndarray  # (R,) batch after batch
+    offsets: np.ndarray  # (K + 1,) into `rows`
+    sequence: np.ndarray  # (K,) the order in which the batches come
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The rows of the i-th batch."""
+        batch = self.sequence[i]
+        return self.rows[self.offsets[batch] : self.offsets[batch + 1]]
+
+    def with_first(self, batch: int) -> "Plan":
+        """The same with `batch` and the first to come exchanged."""
+        sequence = self.sequence.copy()
+        sequence[self.sequence == batch], sequence[0] = sequence[0], batch
+        return replace(self, sequence=sequence)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which documents, or pieces of them, stand in which row of a batch.
+
+    Rows that are padded hold one document, but what one row of data became stays together: such a row is a row of the
+    batch for each of its documents.
+    """
 
     tokens: np.ndarray  # (S,) int32: the documents', in memory or in a file
     trained: np.ndarray  # (S,) bool
     starts: np.ndarray  # (P,) the pieces in `tokens`: whole documents, or what packing cut of them
     lengths: np.ndarray  # (P,)
     order: np.ndarray  # (P,) indices of pieces, row after row
-    offsets: np.ndarray  # (rows + 1,) into `order`
-    layout: Literal["padded", "packed", "flat"]
-    """Rows of one document each, padded to the longest; rows of max_length; or a batch of documents as one row."""
-    max_length: int
+    offsets: np.ndarray  # (R + 1,) into `order`
+    kind: Literal["padded", "packed", "flat"]
+    """Rows padded to the longest; rows of `row_tokens`; or a batch of documents as one row."""
+    row_tokens: int
+    """Positions of a packed row, and the most of a padded one."""
     batch_size: int
     pad_id: int
     batch_tokens: int | None = None
@@ -85,43 +134,42 @@ class Rows:
         return len(self.offsets) - 1
 
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> Plan:
-        """Which rows come in which batch; in fixed order where there is no `generator`."""
-        if self.batch_tokens is None:
-            plan = plan_by_count(len(self), self.batch_size, generator)
-        else:
-            widths = np.minimum(_rounded_up(self.lengths[self.order]), self.max_length)
+        """Which rows come in which batch, in fixed order where there is no `generator`; `largest_first` puts one of the
+        most positions at the beginning."""
+        lengths = self.lengths[self.order]
+        longest = np.maximum.reduceat(lengths, self.offsets[:-1])  # (R,)
+        if self.batch_tokens is not None:
+            documents = np.diff(self.offsets)
+            widths = np.minimum(_rounded_up(longest), self.row_tokens) * documents
             plan = plan_by_tokens(widths, self.batch_tokens, generator)
-        return self._with_largest_first(plan) if largest_first else plan
-
-    def _with_largest_first(self, plan: Plan) -> Plan:
-        """The plan with a batch of the most positions at its beginning."""
-        lengths, starts = self.lengths[self.order][plan.rows], plan.offsets[:-1]
-        if self.layout == "packed":
-            return plan  # all have as many
-        if self.layout == "flat":
-            return plan.with_first(int(np.add.reduceat(lengths, starts).argmax()))
-        if (
-            self.batch_tokens is None
-        ):  # the longest row makes it so, whatever the number of rows: for any batch_size the
-            return plan.with_first_row(int(lengths.argmax()))  # same rows make a step
-        return plan.with_first(int((np.maximum.reduceat(lengths, starts) * np.diff(plan.offsets)).argmax()))
+            sizes = np.maximum.reduceat((longest * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
+        else:
+            # The longest row makes its batch the largest, whatever the number of rows: for any batch_size the same rows
+            # make a step.
+            rows = row_order(longest, generator, longest_first=largest_first and self.kind == "padded")
+            offsets = np.append(np.arange(0, len(rows), self.batch_size), len(rows))
+            plan = Plan(rows, offsets, np.arange(len(offsets) - 1))
+            if self.kind != "flat":
+                return plan
+            sizes = np.add.reduceat(np.add.reduceat(lengths, self.offsets[:-1])[rows], offsets[:-1])
+        return plan.with_first(int(sizes.argmax())) if largest_first else plan
 
     def batch(self, rows: np.ndarray) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        packed = self.layout != "padded"
-        if self.layout == "flat":
+        packed = self.kind != "padded"
+        if self.kind == "flat":
             contents = [np.concatenate(contents)]
             num_columns = int(_rounded_up(self.lengths[contents[0]].sum()))
-            num_boundaries = self.batch_size + 2  # of the documents, one stretch of padding, and the end
-        elif self.layout == "packed":
+            num_boundaries = self.batch_size * self.most_in_a_row + 2  # and one stretch of padding, and the end
+        elif self.kind == "packed":
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
-            num_columns = self.max_length
+            num_columns = self.row_tokens
             num_boundaries = self.batch_size * self.most_in_a_row + 1
         else:
-            longest = self.lengths[np.concatenate(contents)].max()
-            num_columns = min(int(_rounded_up(longest)), self.max_length)
+            contents = np.concatenate(contents)[:, None]
+            num_columns = min(int(_rounded_up(self.lengths[contents].max())), self.row_tokens)
             num_boundaries = 0
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
@@ -172,6 +220,32 @@ class Rows:
             yield ids, targets
 
 
+def row_order(lengths: np.ndarray, generator: np.random.Generator | None, *, longest_first: bool) -> np.ndarray:
+    """The rows of `lengths` (R,) as they are or shuffled, with the longest exchanged with the first if it is to be."""
+    rows = np.arange(len(lengths)) if generator is None else generator.permutation(len(lengths))
+    if longest_first:
+        place = int(lengths[rows].argmax())
+        rows[[0, place]] = rows[[place, 0]]
+    return rows
+
+
+def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.Generator | None) -> Plan:
+    """Batches of as many rows as fit: rows times the widest of `widths` (R,) is at most `batch_tokens`.
+
+    The widest come first where there is no `generator`. No row may be wider than `batch_tokens`.
+    """
+    assert widths.max() <= batch_tokens
+    rows = row_order(widths, generator, longest_first=False)
+    rows = rows[np.argsort(-widths[rows], kind="stable")]
+    offsets = [0]
+    while offsets[-1] < len(rows):
+        offsets.append(offsets[-1] + batch_tokens // int(widths[rows[offsets[-1]]]))
+    offsets[-1] = len(rows)
+    num_batches = len(offsets) - 1
+    sequence = np.arange(num_batches) if generator is None else generator.permutation(num_batches)
+    return Plan(rows, np.array(offsets), sequence)
+
+
 def _rounded_up(lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF
 
@@ -182,8 +256,8 @@ class Batches:
     The first one of all is the epoch's largest: a run that has too little memory ends there, and not hours later.
     """
 
-    def __init__(self, rows: Rows, *, seed: int, report: DataReport, fingerprint: str):
-        self._rows = rows
+    def __init__(self, layout: Layout, *, seed: int, report: DataReport, fingerprint: str):
+        self._layout = layout
         self._seed = seed
         self.report = report
         self.fingerprint = fingerprint
@@ -206,7 +280,7 @@ class Batches:
             self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        return [self._rows.batch(self._plan[i]) for i in range(first, self._num_taken)]
+        return [self._layout.batch(self._plan[i]) for i in range(first, self._num_taken)]
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""
@@ -214,7 +288,7 @@ class Batches:
             "epoch": self.epoch,
             "num_taken": self._num_taken,
             "seed": self._seed,
-            "batch_size": self._rows.batch_size,
+            "batch_size": self._layout.batch_size,
             "batches_per_epoch": self.batches_per_epoch,
             "fingerprint": self.fingerprint,
         }
@@ -241,33 +315,40 @@ class Batches:
         self._plan = self._draw(self.epoch)
 
     def _draw(self, epoch: int) -> Plan:
-        return self._rows.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
-
-
-def longest_batch(config: SFTDataConfig, batch_size: int) -> Batch:
-    """The largest batch that the settings allow, zeros all of it: every row is `max_length` tokens and each a target."""
-    columns = config.max_length
-    rows = batch_size if config.batch_tokens is None else config.batch_tokens // columns
-    return Batch(
-        input_ids=torch.zeros(rows, columns, dtype=torch.int64),
-        labels=torch.zeros(rows, columns, dtype=torch.int64),
-        positions=torch.zeros(rows, columns, dtype=torch.int64),
-        cu_seqlens=None if config.packing == "none" else torch.zeros(rows + 1, dtype=torch.int32),
-        num_targets=rows * columns,
-        num_tokens=rows * columns,
-    )
+        return self._layout.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
 
 
 class EvalBatches:
-    """The held-out rows in fixed order, as often as they are iterated."""
+    """The held-out rows in fixed order, as often as they are iterated.
 
-    def __init__(self, rows: Rows, report: DataReport):
-        self._rows = rows
-        self._plan = rows.plan(None)
+    Batches are built when they are first asked for. The first 32 MiB of them (1.3 million positions) then stay built;
+    what is behind these is built anew each time.
+    """
+
+    def __init__(self, layout: Layout, report: DataReport):
+        self._layout = layout
+        self._plan = layout.plan(None)
+        self._built: list[Batch] = []
+        self._bytes_left = KEPT_BYTES
         self.report = report
+
+    @property
+    def num_targets(self) -> int:
+        """Of all batches, without building them."""
+        return self.report.target_tokens
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._rows.batch(self._plan[i]) for i in range(len(self)))
+        return map(self._batch, range(len(self)))
+
+    def _batch(self, i: int) -> Batch:
+        if i < len(self._built):
+            return self._built[i]
+        batch = self._layout.batch(self._plan[i])
+        num_bytes = batch.num_tokens * BYTES_A_POSITION
+        if i == len(self._built) and num_bytes <= self._bytes_left:
+            self._built.append(batch)
+            self._bytes_left -= num_bytes
+        return batch

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,14 +66,15 @@ class EntryWriter:
         self._files: dict[str, tuple[BinaryIO, np.dtype, int]] = {}
         self.about: dict[str, Any] = {}
 
-    def append(self, name: str, values: np.ndarray) -> None:
-        """Adds `values` (n,) to the array `name`; all parts of one are of one type."""
-        if name not in self._files:
-            self._files[name] = ((self._folder / name).open("wb"), values.dtype, 0)
-        file, dtype, length = self._files[name]
-        assert values.dtype == dtype
-        file.write(values.tobytes())
-        self._files[name] = file, dtype, length + len(values)
+    def append(self, arrays: dict[str, np.ndarray]) -> None:
+        """Adds to each array named the values (n,); all parts of one are of one type."""
+        for name, values in arrays.items():
+            if name not in self._files:
+                self._files[name] = ((self._folder / name).open("wb"), values.dtype, 0)
+            file, dtype, length = self._files[name]
+            assert values.dtype == dtype
+            file.write(values.tobytes())
+            self._files[name] = file, dtype, length + len(values)
 
     def finish(self) -> None:
         """Puts everything on the disk; the description last."""
@@ -88,6 +89,24 @@ class EntryWriter:
     def close(self) -> None:
         for file, _, _ in self._files.values():
             file.close()
+
+
+def load_entry(folder: Path, key: str | None, write: Callable[[EntryWriter], None]) -> Entry:
+    """The entry `key`, which `write` makes where there is none.
+
+    Without a key, one that no later start may use: its files are mapped and then deleted at once, so they take space for
+    as long as this process runs and no longer.
+    """
+    entry = read_entry(folder, key) if key is not None else None
+    if entry is None:
+        name = key or f"unkept-{os.getpid()}-{time.time_ns()}"
+        with write_entry(folder, name) as writer:
+            write(writer)
+        entry = read_entry(folder, name)
+        assert entry is not None
+        if key is None:
+            _remove(folder / name)
+    return entry
 
 
 def read_entry(folder: Path, key: str) -> Entry | None:
@@ -126,21 +145,6 @@ def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
     finally:
         os.close(lock)
         _remove(path)
-
-
-@contextlib.contextmanager
-def unkept_entry(folder: Path) -> Iterator[tuple[EntryWriter, list[Entry]]]:
-    """Writes an entry that no later start may use; when the block ends it stands in the list.
-
-    Its files are mapped and then deleted at once, so they take space for as long as this process runs and no longer.
-    """
-    mapped: list[Entry] = []
-    with write_entry(folder, key := f"unkept-{os.getpid()}-{time.time_ns()}") as writer:
-        yield writer, mapped
-    entry = read_entry(folder, key)
-    assert entry is not None
-    mapped.append(entry)
-    _remove(folder / key)
 
 
 def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:

@@ -1,6 +1,18 @@
 """How a row is read: its fields, whatever they are called, become a chat, a text, or ids as they are.
 
-`lean_ft.data.detection` has the table of formats.
+| format            | fields                                   | becomes                                             |
+|-------------------|------------------------------------------|-----------------------------------------------------|
+| messages          | messages; tools                          | the chat as it is                                   |
+| sharegpt          | conversations; system, tools             | the same, its roles renamed                         |
+| preference        | chosen, rejected; prompt, tools          | a pair of answers: `lean_ft.data.preference`        |
+| prompt_completion | prompt, completion; tools                | a user's and an assistant's message, or messages    |
+| alpaca            | instruction, output; input               | the same; instruction and input are one message     |
+| tokens            | input_ids; labels, attention_mask        | the ids as they are, trained where labels are ids   |
+| text              | text                                     | bos + text + eos, all of it trained                 |
+
+
+Behind the semicolon stand the fields that a row may lack. Of several formats that fit, the first of the table is
+taken.
 
 Without a chat template, prompt_completion becomes bos + prompt + completion + eos with nothing put between,
 tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
@@ -8,25 +20,141 @@ empty line. Control tokens spelled in such plain texts are control tokens, since
 rendered elsewhere; inside messages they are ordinary text.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from lean_ft.data.chats import Chat, check_text, read_chat, read_tools
-from lean_ft.data.detection import RowFormat, formats_of
-from lean_ft.data.rows import Document, Row
-from lean_ft.data.token_rows import read_token_row
-from lean_ft.settings import SFTDataConfig, Sources
-from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
+import numpy as np
+
+from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_tools
+from lean_ft.data.report import DataReport
+from lean_ft.data.rows import IGNORED, Document, Row, kind, names_of
+from lean_ft.data.sources import list_sources
+from lean_ft.settings import DataConfig, SFTDataConfig, Sources
+from lean_ft.spelling import did_you_mean
+from lean_ft.tokenizers import Passage, Tokenizer
+
+NUM_ROWS_TO_DETECT = 16
+
+
+class _Fields(NamedTuple):
+    """The names of a format's fields."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "messages": _Fields(("messages",), ("tools",)),
+    "sharegpt": _Fields(("conversations",), ("system", "tools")),
+    "preference": _Fields(("chosen", "rejected"), ("prompt", "tools")),
+    "prompt_completion": _Fields(("prompt", "completion"), ("tools",)),
+    "alpaca": _Fields(("instruction", "output"), ("input",)),
+    "tokens": _Fields(("input_ids",), ("labels", "attention_mask")),
+    "text": _Fields(("text",)),
+}
+
+
+class RowFormat(NamedTuple):
+    """How the rows of a source are read."""
+
+    name: str
+    columns: dict[str, str]
+    """Names of fields, ours to theirs, where they differ."""
+
+    def fields_of(self, row: Row) -> dict[str, Any]:
+        """The fields of `row` under our names; optional ones that are null are left out.
+
+        Raises ValueError for one that is missing.
+        """
+        required, optional = FORMATS[self.name]
+        fields = {}
+        for name in (*required, *optional):
+            theirs = self.columns.get(name, name)
+            if theirs in row.fields and (name in required or row.fields[theirs] is not None):
+                fields[name] = row.fields[theirs]
+            elif name in required:
+                renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""
+                raise ValueError(
+                    f"no field `{theirs}`{renamed}. The format {self.name} needs {', '.join(required)}; the row has "
+                    f"{names_of(row.fields)}. {RENAME}"
+                )
+        return fields
+
+
+def formats_of(config: DataConfig, first_rows: Sequence[Row], source: Sources | None = None) -> dict[int, RowFormat]:
+    """The format of every source that `first_rows` are from: the one set, or the one that their fields tell.
+
+    They are the rows of `source`, or of the source that is trained on. Raises ValueError where `columns` names no
+    field, and where no format fits.
+    """
+    formats = {}
+    for number, one in enumerate(list_sources(config.source if source is None else source, config)):
+        assert one.format is not None
+        assert one.columns is not None
+        _check_columns(one.columns)
+        rows = [row for row in first_rows if row.source == number]
+        if rows:
+            name = _detect(rows, one.columns, config.on_bad_row) if one.format == "auto" else one.format
+            formats[number] = RowFormat(name, one.columns)
+    return formats
+
+
+@contextlib.contextmanager
+def reading(row: Row) -> Iterator[None]:
+    """While entered, what is wrong with `row` is a ValueError that begins with its place."""
+    try:
+        if row.problem is not None:
+            raise ValueError(row.problem)
+        yield
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{row.place}: its objects are nested too deeply to be written as text.") from None
+
+
+RENAME = "Rename with data.columns, ours to yours: data.columns.prompt=question."
+
+
+def _check_columns(columns: dict[str, str]) -> None:
+    known = sorted({name for fields in FORMATS.values() for name in (*fields.required, *fields.optional)})
+    for ours in columns:
+        if ours not in known:
+            raise ValueError(
+                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(known)}. "
+                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, known)}"
+            )
+
+
+def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str) -> str:
+    readable = [row for row in rows if row.problem is None]
+    if not readable:
+        raise ValueError(f"{rows[0].place}: {rows[0].problem}. None of the first rows can be read.")
+
+    def fit(name: str) -> int:
+        theirs = [columns.get(field, field) for field in FORMATS[name].required]
+        return sum(all(field in row.fields for field in theirs) for row in readable)
+
+    best = max(FORMATS, key=fit)  # the first of several
+    # A row of another shape is bad; whether it may be left out is for `on_bad_row` to say.
+    if fit(best) == len(readable) or (on_bad_row == "skip" and fit(best)):
+        return best
+    odd = min(readable, key=lambda row: all(columns.get(f, f) in row.fields for f in FORMATS[best].required))
+    expected = "; ".join(f"{name}: {', '.join(fields.required)}" for name, fields in FORMATS.items())
+    raise ValueError(
+        f"{odd.place}: the format cannot be told from the fields {names_of(odd.fields)}. Expected those of one format "
+        f"({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
+    )
 
 
 @dataclass(frozen=True)
 class RowReader:
     """Turns rows into passages of text, or into the ids that they hold."""
 
+    config: SFTDataConfig
     formats: dict[int, RowFormat]
     """Of every source."""
-    train_on: TrainOn
     tokenizer: Tokenizer
 
     @classmethod
@@ -44,24 +172,45 @@ class RowReader:
                 "single answers. To train on the chosen ones: data.format=prompt_completion "
                 "data.columns.completion=chosen, or data.format=messages data.columns.messages=chosen."
             )
-        return cls(formats, config.train_on, tokenizer)
+        return cls(config, formats, tokenizer)
 
     @property
     def format(self) -> str:
         """The formats, for people to read."""
         return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
+    def passages(self, row: Row) -> list[Passage | Document]:
+        return [self.passage(row)]
+
     def passage(self, row: Row) -> Passage | Document:
         """The text of `row` and what of it is trained, or its ids. Raises ValueError with the row's place."""
-        try:
-            if row.problem is not None:
-                raise ValueError(row.problem)
+        with reading(row):
             format = self.formats[row.source]
             return self._read(format.name, format.fields_of(row))
-        except ValueError as error:
-            raise ValueError(f"{row.place}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{row.place}: its objects are nested too deeply to be written as text.") from None
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        """The document within `data.max_length`, or none if it is dropped; `report` counts what was lost.
+
+        A document without a label is dropped, before and after truncation. Raises ValueError, with `place`, for one
+        that is too long under `overflow=raise`.
+        """
+        [(ids, mask)] = documents
+        if not mask[1:].any():
+            report.drop("nothing to train on")
+            return []
+        limit, full_length = self.config.longest, len(ids)
+        if limit is None or full_length <= limit:
+            return documents
+        if not report.takes_overlong(full_length, self.config, place):
+            return []
+        kept = slice(0, limit) if self.config.truncation_side == "right" else slice(full_length - limit, None)
+        ids, mask = ids[kept], mask[kept]
+        if not mask[1:].any():
+            report.drop("nothing to train on within max_length")
+            return []
+        report.truncated += 1
+        report.lost_tokens += full_length - limit
+        return [(ids, mask)]
 
     def _read(self, format: str, fields: dict[str, Any]) -> Passage | Document:
         tools = read_tools(fields.get("tools"))
@@ -80,23 +229,23 @@ class RowReader:
         if self.tokenizer.chat_template is None and not isinstance(fields["prompt"], list):
             return self._plain(fields, between="\n\n" if format == "alpaca" else "")
         prompt, completion = as_chat(fields["prompt"], "prompt"), as_chat(fields["completion"], "completion")
-        return self._chat(join(prompt, completion, train_prompt=self.train_on != "completion"), tools)
+        return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), tools)
 
     def _chat(self, chat: Chat, tools: list[dict[str, Any]] | None) -> Passage:
-        if self.train_on == "all":
+        if self.config.train_on == "all":
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
                 raise ValueError(
                     f"message {others[0]} is the {chat.messages[others[0]]['role']}'s, and says that it is not to be "
                     "trained; data.train_on=all can leave out messages of the assistant alone."
                 )
-        return self.tokenizer.passage(chat.messages, tools, train_on=self.train_on, untrained=chat.untrained)
+        return self.tokenizer.passage(chat.messages, tools, train_on=self.config.train_on, untrained=chat.untrained)
 
     def _plain(self, fields: dict[str, Any], between: str) -> Passage:
         prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
         prompt += between
         text = prompt + completion
-        start = 0 if self.train_on == "all" else len(prompt)
+        start = 0 if self.config.train_on == "all" else len(prompt)
         return Passage(text, [(start, len(text))], add_bos=True, add_eos=True)
 
 
@@ -119,3 +268,47 @@ def join(prompt: Chat, completion: Chat, *, train_prompt: bool) -> Chat:
 def _with_system(chat: Chat, fields: dict[str, Any]) -> Chat:
     system = check_text(fields.get("system") or "", "the field `system`")
     return join(Chat([{"role": "system", "content": system}]), chat, train_prompt=True) if system else chat
+
+
+def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
+    """The ids in `input_ids`, trained where `labels` repeat them; all of them without labels.
+
+    Labels are Hugging Face's: at the position of their own token, -100 where nothing is trained. Positions at either
+    end whose `attention_mask` is 0 are padding and left out. Raises ValueError for labels that are something else.
+    """
+    ids = _integers(fields["input_ids"], "input_ids")
+    labels = _integers(fields["labels"], "labels") if "labels" in fields else ids
+    attended = _integers(fields["attention_mask"], "attention_mask") if "attention_mask" in fields else ids * 0 + 1
+    for name, values in (("labels", labels), ("attention_mask", attended)):
+        if len(values) != len(ids):
+            raise ValueError(f"`{name}` has {len(values)} values for {len(ids)} `input_ids`; expected as many.")
+    inside = np.flatnonzero(attended)
+    first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+    if len(inside) != last - first:
+        raise ValueError("`attention_mask` has zeros between ones; expected them at the ends alone, over padding.")
+    ids, labels = ids[first:last], labels[first:last]
+    unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(unknown):
+        raise ValueError(
+            f"`input_ids` has {ids[unknown[0]]} at position {first + unknown[0]}; this tokenizer's ids are 0 to "
+            f"{vocab_size - 1}. Was the row tokenised with another?"
+        )
+    trained = labels != IGNORED
+    differing = np.flatnonzero(trained & (labels != ids))
+    if len(differing):
+        i = differing[0]
+        raise ValueError(
+            f"`labels` has {labels[i]} at position {first + i}, where `input_ids` has {ids[i]}; expected the same id, "
+            "or -100 for a token that is not trained. Labels are not shifted here."
+        )
+    return ids.astype(np.int32), trained
+
+
+def _integers(value: Any, name: str) -> np.ndarray:
+    value = parse_if_json(value, name)
+    if not isinstance(value, list):
+        raise ValueError(f"`{name}` is {kind(value)}; expected a list of whole numbers.")
+    wrong = next((item for item in value if not isinstance(item, int) or abs(item) >= 1 << 31), None)
+    if wrong is not None or None in value:
+        raise ValueError(f"`{name}` holds {wrong!r}; expected whole numbers below 2**31.")
+    return np.array(value, dtype=np.int64)

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lean_ft.data.documents import Documents
+from lean_ft.settings import DataConfig
+
 MAX_STEPS_A_ROW = 500  # of the search in `fill_rows`; more gains nothing on GSM8K
 MAX_STEPS = 2_000_000  # of all its searches, a few seconds; rows after that take what fits first
 ACCEPTED_WASTE = 0.002  # share of a packing's positions for which no search is made
@@ -42,6 +45,26 @@ class Pieces:
     firsts: np.ndarray  # (P,) int64: its token where the piece begins
     lengths: np.ndarray  # (P,) int64
     goes_on: np.ndarray  # (P,) bool: the document has tokens behind the piece
+
+
+def pack_documents(documents: Documents, config: DataConfig) -> dict[str, np.ndarray]:
+    """The packing's `order` and `offsets`, and the `starts` and `lengths` of the pieces that it made, if it cut documents.
+
+    What a row of data became is packed as one, into rows that have room for `max_length` tokens of each of its `sides`.
+    """
+    sides = len(config.sides)
+    if config.packing == "bfd":
+        rows, offsets = pack(documents.lengths.reshape(-1, sides).sum(axis=1), config.max_length * sides)
+        return {"order": (rows[:, None] * sides + np.arange(sides)).ravel(), "offsets": offsets * sides}
+    assert sides == 1
+    if config.packing == "wrapped":
+        pieces, offsets = wrap(documents.lengths, config.max_length)
+        cut = {"order": np.arange(len(pieces.lengths)), "offsets": offsets}
+    else:
+        pieces = split(documents.lengths, config.max_length)
+        order, offsets = pack(pieces.lengths, config.max_length)
+        cut = {"order": order, "offsets": offsets, "goes_on": pieces.goes_on}
+    return cut | {"starts": documents.starts[pieces.documents] + pieces.firsts, "lengths": pieces.lengths}
 
 
 def split(lengths: np.ndarray, capacity: int) -> Pieces:

@@ -6,7 +6,9 @@ one list of ids: where a token straddles the end of the prompt it belongs to the
 
 Cutting goes in this order: the end of the sequence is appended (to a chat by its template, to a text as eos); the
 prompt is cut to its last `max_prompt_length` tokens; each answer to its first `max_completion_length`; then the pair to
-`max_length`. A pair of which a side has no token left is dropped and counted, as is one whose sides are the same.
+`max_length`, as `overflow` says. A pair of which a side has no token left is dropped and counted, as is one whose sides
+are the same. A pair becomes two documents, the prompt with the chosen answer and the prompt with the rejected one, of
+which the answers are trained.
 """
 
 from collections.abc import Sequence
@@ -16,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
-from lean_ft.data.detection import RowFormat, formats_of
-from lean_ft.data.formats import as_chat, join
+from lean_ft.data.formats import RowFormat, as_chat, formats_of, join, reading
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row
-from lean_ft.settings import PreferenceDataConfig
+from lean_ft.settings import PreferenceDataConfig, Sources
 from lean_ft.tokenizers import Passage, Tokenizer
 
 
@@ -32,25 +33,47 @@ class Pair:
     chosen: Document  # (C,) ids and which of them the assistant wrote
     rejected: Document  # (R,) the same
 
+    @classmethod
+    def of(cls, chosen: Document, rejected: Document) -> "Pair":
+        """The pair of two sequences: their prompt is what both share before either answer begins."""
+        most = min(int(chosen[1].argmax()), int(rejected[1].argmax()))
+        differing = np.flatnonzero(chosen[0][:most] != rejected[0][:most])
+        length = int(differing[0]) if len(differing) else most
+        answers = [(ids[length:], mask[length:]) for ids, mask in (chosen, rejected)]
+        return cls(chosen[0][:length], answers[0], answers[1])
+
+    def documents(self) -> list[Document]:
+        """The two sequences, each trained on its answer."""
+        masked = np.zeros(len(self.prompt), dtype=bool)
+        answers = (self.chosen, self.rejected)
+        return [(np.concatenate([self.prompt, ids]), np.concatenate([masked, mask])) for ids, mask in answers]
+
     @property
-    def lengths(self) -> tuple[int, int]:
-        """Tokens of prompt and answer, for each side."""
-        return len(self.prompt) + len(self.chosen[0]), len(self.prompt) + len(self.rejected[0])
+    def num_tokens(self) -> int:
+        """Of both sequences, each with the prompt."""
+        return 2 * len(self.prompt) + len(self.chosen[0]) + len(self.rejected[0])
 
 
 @dataclass(frozen=True)
-class PairRenderer:
-    """Maps rows to pairs."""
+class PairReader:
+    """Turns rows into the two texts of a pair."""
 
     config: PreferenceDataConfig
     formats: dict[int, RowFormat]
     """Of every source."""
     tokenizer: Tokenizer
+    format = "preference"
 
     @classmethod
-    def of(cls, config: PreferenceDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer) -> "PairRenderer":
-        """A renderer for `config`. Raises ValueError where the rows are no pairs."""
-        formats = formats_of(config, first_rows)
+    def of(
+        cls,
+        config: PreferenceDataConfig,
+        first_rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        source: Sources | None = None,
+    ) -> "PairReader":
+        """A reader for the rows of `source`, told by its first ones. Raises ValueError where they are no pairs."""
+        formats = formats_of(config, first_rows, source)
         if other := next((format.name for format in formats.values() if format.name != "preference"), None):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are {other}, and this recipe learns from pairs; expected the fields "
@@ -58,50 +81,21 @@ class PairRenderer:
             )
         return cls(config, formats, tokenizer)
 
-    def __call__(self, rows: Sequence[Row]) -> tuple[list[Pair], DataReport]:
-        """The pairs that can be trained on, in order, and the counts of these rows alone; `tokens` are those of both
-        sides, each with the prompt. Raises ValueError for a bad row unless `on_bad_row` skips it.
-        """
-        report = DataReport("preference", detected=self.config.format == "auto", rows=len(rows))
-        pairs = []
-        for row in rows:
-            try:
-                pair = self.pair(row)
-            except ValueError as error:
-                if self.config.on_bad_row == "raise":
-                    raise
-                report.skip_bad_row(str(error))
-                continue
-            kept = fit_pair(pair, self.config, report)
-            if kept is not None:
-                pairs.append(kept)
-                targets = int(kept.chosen[1].sum() + kept.rejected[1].sum())
-                report.keep(sum(kept.lengths), targets, row.source)
-        report.check_bad_rows(self.config.max_bad_rows)
-        return pairs, report
-
-    def pair(self, row: Row) -> Pair:
-        """The pair of `row` at its full length. Raises ValueError with the row's place."""
-        try:
-            if row.problem is not None:
-                raise ValueError(row.problem)
+    def passages(self, row: Row) -> list[Passage | Document]:
+        """Each side as one text, of which the answer is trained. Raises ValueError with the row's place."""
+        with reading(row):
             sides = self._passages(self.formats[row.source].fields_of(row))
-            (chosen, chosen_mask), (rejected, rejected_mask) = map(
-                _until_the_answer_ends, self.tokenizer.tokenize(sides)
-            )
-            length = _shared_length(chosen, rejected, int(chosen_mask.argmax()), int(rejected_mask.argmax()))
-            return Pair(
-                chosen[:length],
-                (chosen[length:], chosen_mask[length:]),
-                (rejected[length:], rejected_mask[length:]),
-            )
-        except ValueError as error:
-            raise ValueError(f"{row.place}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{row.place}: its objects are nested too deeply to be written as text.") from None
+            if not all(side.trained for side in sides):
+                raise ValueError("a side holds no answer of the assistant that is trained.")
+            return [*sides]
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        """The chosen and the rejected sequence within their lengths, or none if the pair is dropped."""
+        chosen, rejected = map(_until_the_answer_ends, documents)
+        pair = fit_pair(Pair.of(chosen, rejected), self.config, place, report)
+        return [] if pair is None else pair.documents()
 
     def _passages(self, fields: dict[str, Any]) -> list[Passage]:
-        """Each side as one text, of which the answer is trained."""
         prompt, chosen, rejected = (parse_if_json(fields.get(name), name) for name in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
             chosen, rejected = check_text(chosen, "`chosen`"), check_text(rejected, "`rejected`")
@@ -135,16 +129,21 @@ class PairRenderer:
             passages.append(
                 self.tokenizer.passage(chat.messages, tools, train_on="completion", untrained=chat.untrained)
             )
+        if any(passage.num_rewritten for passage in passages):
+            raise ValueError(
+                "a side answers more than once, and the chat template ends an answer otherwise once another message "
+                "follows. Give one answer each, and what comes before it as `prompt`."
+            )
         return passages
 
 
-def fit_pair(pair: Pair, config: PreferenceDataConfig, report: DataReport) -> Pair | None:
+def fit_pair(pair: Pair, config: PreferenceDataConfig, place: str, report: DataReport) -> Pair | None:
     """The pair within the lengths of `config`, or None if it is dropped; `report` counts what was lost.
 
     Of the pair, `truncation_side=right` cuts each sequence behind max_length, as long as a prompt allows; `left` cuts
     the beginning of the prompt until the longer answer fits, and the end of an answer only where no prompt is left.
+    Raises ValueError, with `place`, for one that is longer than max_length under `overflow=raise`.
     """
-    before = sum(pair.lengths)
     prompt, answers = pair.prompt, [pair.chosen, pair.rejected]
     if np.array_equal(pair.chosen[0], pair.rejected[0]):
         report.drop("chosen equals rejected")
@@ -153,8 +152,10 @@ def fit_pair(pair: Pair, config: PreferenceDataConfig, report: DataReport) -> Pa
         prompt = prompt[max(0, len(prompt) - config.max_prompt_length) :]
     if config.max_completion_length is not None:
         answers = [_first(answer, config.max_completion_length) for answer in answers]
+    too_many = len(prompt) + max(len(ids) for ids, _ in answers) - config.max_length
+    if too_many > 0 and not report.takes_overlong(config.max_length + too_many, config, place):
+        return None
     if config.truncation_side == "left":
-        too_many = len(prompt) + max(len(ids) for ids, _ in answers) - config.max_length
         prompt = prompt[max(0, too_many) :]
     answers = [_first(answer, config.max_length - len(prompt)) for answer in answers]
     # Without a prompt nothing predicts an answer's first token.
@@ -165,7 +166,7 @@ def fit_pair(pair: Pair, config: PreferenceDataConfig, report: DataReport) -> Pa
     if np.array_equal(kept.chosen[0], kept.rejected[0]):
         report.drop("chosen equals rejected within the lengths")
         return None
-    if lost := before - sum(kept.lengths):
+    if lost := pair.num_tokens - kept.num_tokens:
         report.truncated += 1
         report.lost_tokens += lost
     return kept
@@ -182,17 +183,8 @@ def _plain(prompt: str, answer: str) -> Passage:
 def _until_the_answer_ends(document: Document) -> Document:
     """Without what a template writes behind the answer, such as a line break."""
     ids, mask = document
-    if not mask.any():
-        raise ValueError("a side holds no answer of the assistant that is trained.")
     end = len(mask) - int(mask[::-1].argmax())
     return ids[:end], mask[:end]
-
-
-def _shared_length(chosen: np.ndarray, rejected: np.ndarray, *answers_begin: int) -> int:
-    """Tokens that both sides share before either answer begins."""
-    most = min(*answers_begin, len(chosen), len(rejected))
-    differing = np.flatnonzero(chosen[:most] != rejected[:most])
-    return int(differing[0]) if len(differing) else most
 
 
 def _shared_text(chosen: str, rejected: str) -> str:

@@ -1,24 +1,26 @@
 """Rows as the model will see them: every token with its text, and whether it carries a label.
 
-The first rows of the source are read, tokenised, cut and packed as for training; only shuffling is left out.
+The first rows of the source are read, tokenised, cut and packed as for training; only shuffling is left out. They can be
+written as one HTML page to share: no script, nothing loaded, and whatever is in the data is text.
 """
 
+import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby, pairwise
-from pathlib import Path
 
 import numpy as np
 
-from lean_ft.data.detection import NUM_ROWS_TO_DETECT
 from lean_ft.data.documents import Documents
-from lean_ft.data.formats import RowReader
-from lean_ft.data.layout import Layout
-from lean_ft.data.render import Renderer
+from lean_ft.data.packing import pack_documents
+from lean_ft.data.prepare import layout_of
+from lean_ft.data.render import renderer_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document
-from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.sources import read_rows
+from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
@@ -46,6 +48,11 @@ class ShownDocument:
     begins_before: bool
     """Whether this goes on with a document that began in another row."""
 
+    @property
+    def heading(self) -> str:
+        goes_on = ", goes on from another row" if self.begins_before else ""
+        return f"{self.place}: {self.num_tokens:,} tokens, {self.num_trained:,} trained{goes_on}"
+
 
 @dataclass(frozen=True)
 class ShownRow:
@@ -67,41 +74,34 @@ class Preview:
     """A line for each row that was read and then cut or left out."""
 
 
-def preview(config: SFTDataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_size: int) -> Preview:
+def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_size: int) -> Preview:
     """The first `num_rows` rows of `config.source`, as training would have them in batches of `batch_size`.
 
     Raises ValueError for a row that cannot be read unless `on_bad_row` skips it, and where nothing is left.
     """
-    reader = RowReader.of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), tokenizer)
-    render = Renderer(config, reader, tokenizer)
+    render = renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
     for row in read_rows(config.source, None, config):
         found, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
-        places += [row.place] * len(found)
+        places += [f"{row.place}, {side}" if side else row.place for side in config.sides] if found else []
         notes += _fate(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
             break
     if not documents:
         raise ValueError(f"nothing of {config.source} is left to look at: {report.nothing_left()}.")
-    laid_out = Documents.of(
-        np.concatenate([ids for ids, _ in documents]),
-        np.concatenate([mask for _, mask in documents]),
-        np.array([len(ids) for ids, _ in documents]),
-        np.array([mask[1:].sum() for _, mask in documents]),
-    )
-    shown = list(_rows(config, tokenizer, laid_out, places, batch_size))
+    shown = list(_rows(config, tokenizer, Documents.join(documents), places, batch_size))
     return Preview(shown[:num_rows], report, notes)
 
 
-def _enough(config: SFTDataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:
+def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:
     if config.packing == "none":
         return report.kept >= num_rows
     if config.packing == "padding_free":
         return report.kept >= num_rows * batch_size
-    return report.tokens >= ENOUGH_TO_PACK * num_rows * config.max_length
+    return report.tokens >= ENOUGH_TO_PACK * num_rows * config.max_length * len(config.sides)
 
 
 def _fate(place: str, counts: DataReport) -> list[str]:
@@ -111,27 +111,27 @@ def _fate(place: str, counts: DataReport) -> list[str]:
 
 
 def _rows(
-    config: SFTDataConfig, tokenizer: Tokenizer, documents: Documents, places: list[str], batch_size: int
+    config: DataConfig, tokenizer: Tokenizer, documents: Documents, places: list[str], batch_size: int
 ) -> Iterator[ShownRow]:
-    layout = Layout(config, batch_size, tokenizer.pad_id, Path())
-    rows = layout.rows(documents, DataReport(""), key=None)
-    offsets = rows.offsets
-    if rows.layout == "flat":
+    packed = pack_documents(documents, config) if config.packs_rows else {}
+    layout = layout_of(documents, packed, config, batch_size, tokenizer.pad_id)
+    offsets = layout.offsets
+    if layout.kind == "flat":
         offsets = np.append(offsets[:-1:batch_size], offsets[-1])
     for first, end in pairwise(offsets):
         shown, used = [], 0
-        for piece in rows.order[first:end]:
-            start, length = int(rows.starts[piece]), int(rows.lengths[piece])
+        for piece in layout.order[first:end]:
+            start, length = int(layout.starts[piece]), int(layout.lengths[piece])
             number = int(np.searchsorted(documents.starts, start, side="right")) - 1
-            ids, trained = rows.tokens[start : start + length], rows.trained[start : start + length].copy()
+            ids, trained = layout.tokens[start : start + length], layout.trained[start : start + length].copy()
             begins_before = start != documents.starts[number]
             # Nothing predicts a document's first token, unless the row is one text; nor a row's, then.
-            if (used == 0) if rows.joined else not begins_before:
+            if (used == 0) if layout.joined else not begins_before:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
             shown.append(ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before))
             used += length
-        yield ShownRow(shown, config.max_length - used if rows.layout == "packed" else None)
+        yield ShownRow(shown, layout.row_tokens - used if layout.kind == "packed" else None)
 
 
 def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> list[Stretch]:
@@ -151,3 +151,82 @@ def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> 
             stretches.append(Stretch(text[len(before.rstrip("\ufffd")) :], is_trained, False))
         before = text
     return stretches
+
+
+# For people to see ----------------------------------------------------------------------------------------------------------
+
+NEWLINE = "↵\n"
+_OTHERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """`text` with a sign at each line's end, and a picture or a code in place of control characters, of characters
+    without width and of those that reverse the direction of a line."""
+    return _OTHERS.sub(_sign, text).replace("\n", NEWLINE)
+
+
+def _sign(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    if code < 0x20:
+        return chr(0x2400 + code)  # ␛ for escape
+    if unicodedata.category(match.group()) == "Cs":
+        return "\ufffd"
+    return f"⟨U+{code:04X}⟩"
+
+
+STYLE = """
+body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+pre { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+section { border: 1px solid #ccc; border-radius: 6px; margin: 1rem 0; }
+h2 { font-size: 1rem; margin: 0; padding: .4rem .8rem; background: #eee; }
+article { padding: .4rem .8rem; border-top: 1px dashed #999; }
+small { color: #666; }
+.trained { background: #c7ecc7; }
+.masked { color: #666; }
+.control { font-weight: bold; color: #8a2a8a; }
+@media (prefers-color-scheme: dark) {
+  body { background: #1b1b1b; color: #ddd; } h2 { background: #2a2a2a; } small, .masked { color: #999; }
+  .trained { background: #1f4d26; } .control { color: #e39be3; } section { border-color: #444; }
+}
+"""
+# Even if something were not escaped, a browser would run and load nothing.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def preview_page(preview: Preview, title: str) -> str:
+    """The page. `title` is plain text, as is everything in `preview`."""
+    notes = "".join(f"<li>{_text(note)}</li>" for note in preview.notes)
+    rows = "".join(_row(row, i) for i, row in enumerate(preview.rows, start=1))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{_text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n"
+        f"<p>{_text(str(preview.report))}</p>\n"
+        '<p><span class="trained">trained</span> <span class="masked">masked</span> '
+        '<span class="control">control token</span></p>\n'
+        f"{f'<ul>{notes}</ul>' if notes else ''}\n{rows}</body>\n</html>\n"
+    )
+
+
+def _row(row: ShownRow, number: int) -> str:
+    padding = f"<article><small>{row.padding:,} positions of padding</small></article>\n" if row.padding else ""
+    return f"<section>\n<h2>Row {number}</h2>\n{''.join(map(_document, row.documents))}{padding}</section>\n"
+
+
+def _document(document: ShownDocument) -> str:
+    return (
+        f"<article>\n<small>{_text(document.heading)}</small>\n"
+        f"<pre>{''.join(map(_stretch, document.stretches))}</pre>\n</article>\n"
+    )
+
+
+def _stretch(stretch: Stretch) -> str:
+    classes = f"{'trained' if stretch.trained else 'masked'}{' control' if stretch.control else ''}"
+    return f'<span class="{classes}">{_text(stretch.text)}</span>'
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

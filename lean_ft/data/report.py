@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from lean_ft.settings import DataConfig
+
 NUM_BAD_ROWS_SHOWN = 3
 
 
@@ -14,6 +16,8 @@ class DataReport:
     format: str
     detected: bool = False
     """Whether the format was told from the rows' fields."""
+    unit: str = "sequences"
+    """What a row that is kept becomes."""
     rows: int = 0
     kept: int = 0
     kept_by_source: list[int] = field(default_factory=list)
@@ -23,6 +27,8 @@ class DataReport:
     """Tokens cut off by truncation."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
+    rewritten_answers: int = 0
+    """Answers without labels because the chat template gives them another end once they are history."""
     bad_rows: int = 0
     """Rows left out because they could not be read."""
     bad_row_examples: list[str] = field(default_factory=list)
@@ -47,8 +53,11 @@ class DataReport:
         if self.truncated:
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        if self.rewritten_answers:
+            ended = "messages follow them, and the chat template then ends them otherwise"
+            parts.append(f"{self.rewritten_answers:,} answers not trained ({ended})")
         share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} sequences, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
         if self.packing == "wrapped":
@@ -67,8 +76,22 @@ class DataReport:
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def takes_overlong(self, length: int, config: DataConfig, place: str) -> bool:
+        """Whether a sequence of `length` tokens, more than max_length, is to be cut; else it is counted as dropped.
+
+        Raises ValueError, with `place`, under `overflow=raise`.
+        """
+        if config.overflow == "raise":
+            raise ValueError(
+                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise "
+                "it, or set data.overflow=truncate or data.overflow=drop."
+            )
+        if config.overflow == "drop":
+            self.drop("longer than max_length")
+        return config.overflow == "truncate"
+
     def keep(self, tokens: int, targets: int, source: int) -> None:
-        """Counts a sequence that is trained on."""
+        """Counts a row that is trained on."""
         self.kept += 1
         self.tokens += tokens
         self.target_tokens += targets
@@ -101,6 +124,7 @@ class DataReport:
         self.kept += other.kept
         self.truncated += other.truncated
         self.lost_tokens += other.lost_tokens
+        self.rewritten_answers += other.rewritten_answers
         self.tokens += other.tokens
         self.target_tokens += other.target_tokens
         self.bad_rows += other.bad_rows

@@ -8,6 +8,8 @@ import numpy as np
 Document = tuple[np.ndarray, np.ndarray]
 """(T,) int32 ids and (T,) bool: this token is a label."""
 
+IGNORED = -100  # the label of positions that are not trained
+
 
 class Digest(Protocol):
     """A hash of `hashlib` that is being fed."""

@@ -1,24 +1,26 @@
 """How long the rows of a source are, and what each maximum length would cost: told before anything is trained.
 
-Legend: N sequences, none of them cut.
+Legend: N sequences, none of them cut to max_length. Those of one row of data (`sides` of them, as a pair's two) stand
+one behind the other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF
+from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF, row_order
 from lean_ft.data.documents import Parts
-from lean_ft.data.grouping import plan_by_count
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 CANDIDATES = [256 << i for i in range(8)]  # 256 to 32,768 tokens
 ANY_LENGTH = 1 << 40  # tokens; no row is as long
 NUM_BINS = 16
+NUM_BARS = 60  # of a picture
 
 
 @dataclass(frozen=True)
@@ -42,30 +44,30 @@ class AtLength:
     padding: float
     """Share of positions that padding takes without packing, in the first epoch's batches."""
     packed_rows: int
-    """Rows of max_length after best-fit-decreasing packing."""
+    """Rows of max_length (for each of the `sides`) after best-fit-decreasing packing."""
     packing_efficiency: float
     """Share of their positions that hold a token."""
 
 
-def gather_statistics(config: SFTDataConfig, tokenizer: Tokenizer) -> Statistics:
+def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Reads and tokenises all of `config.source`, keeping lengths alone. Raises ValueError as preparation does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     parts = Parts(uncut, tokenizer, config.source)
     counted = [(part.lengths.copy(), part.num_targets.copy()) for part in parts]
-    parts.check_any_left()
     lengths, num_targets = (np.concatenate(arrays) for arrays in zip(*counted, strict=True))
     return Statistics(parts.report, lengths, num_targets)
 
 
-def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int) -> AtLength:
-    """What `max_length` does to sequences of `lengths` (N,), in batches of `batch_size` shuffled by `seed`."""
-    cut = np.minimum(lengths, max_length)
+def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:
+    """What `max_length` does to sequences of `lengths` (N,), in batches of `batch_size` rows shuffled by `seed`."""
+    cut = np.minimum(lengths, max_length).reshape(-1, sides)
     tokens = int(cut.sum())
-    widths = np.minimum(-(-cut // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF, max_length)
-    plan = plan_by_count(len(widths), batch_size, np.random.default_rng([seed, 0]))
-    plan = plan.with_first_row(int(cut[plan.rows].argmax()))  # as a run's first epoch begins
-    positions = int((np.maximum.reduceat(widths[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)).sum())
-    _, offsets = pack(cut, max_length)
+    longest = cut.max(axis=1)
+    rows = row_order(longest, np.random.default_rng([seed, 0]), longest_first=True)  # as a run's first epoch begins
+    widths = np.minimum(-(-longest // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF, max_length)
+    firsts = np.arange(0, len(rows), batch_size)
+    positions = int((np.maximum.reduceat(widths[rows], firsts) * np.diff(firsts, append=len(rows))).sum()) * sides
+    _, offsets = pack(cut.sum(axis=1), max_length * sides)
     packed_rows = len(offsets) - 1
     return AtLength(
         max_length,
@@ -73,7 +75,7 @@ def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: in
         lost_tokens=int(lengths.sum()) - tokens,
         padding=1 - tokens / positions,
         packed_rows=packed_rows,
-        packing_efficiency=tokens / (packed_rows * max_length),
+        packing_efficiency=tokens / (packed_rows * max_length * sides),
     )
 
 
@@ -99,3 +101,29 @@ def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> list[int]:
 def _round_number(at_least: float) -> int:
     """The smallest of 1, 2, 5, 10, 20, 50 ... that is not less."""
     return next(int(step * 10**power) for power in range(12) for step in (1, 2, 5) if step * 10**power >= at_least)
+
+
+def save_figure(statistics: Statistics, max_length: int, path: Path) -> None:
+    """Draws how many sequences have which length, with their quantiles and `max_length`, into the picture `path`.
+
+    Raises ValueError where matplotlib is not installed or does not know the file's ending.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'lean-ft[plots]'.") from None
+    figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"{path}: expected a file ending in one of {', '.join(sorted(known))}.")
+    axes = figure.add_subplot()
+    axes.hist(statistics.lengths, bins=NUM_BARS, color="#4c78a8")
+    for share, length in zip((0.5, 0.95), quantiles(statistics.lengths, [0.5, 0.95]), strict=True):
+        axes.axvline(length, color="#54a24b", linestyle=":", label=f"{share:.0%} have at most {length:,} tokens")
+    if max_length < 1.5 * statistics.lengths.max():  # further off it would squeeze what there is to see
+        axes.axvline(max_length, color="#e45756", label=f"max_length {max_length:,}")
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("sequences")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

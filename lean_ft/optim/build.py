@@ -1,6 +1,6 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lean_ft.optim.adafactor import Adafactor
-from lean_ft.optim.adamw import AdamW
-from lean_ft.optim.adamw_4bit import AdamW4bit
+from lean_ft.optim.adamw import AdamW, Moment
+from lean_ft.optim.adamw_4bit import Moment4bit
 from lean_ft.optim.adamw_8bit import AdamW8bit
-from lean_ft.optim.adamw_8bit_torchao import AdamW8bitTorchao
+from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
@@ -23,6 +23,11 @@ from lean_ft.shapes_only import counted_as, device_type
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
+MIN_CODED_ELEMENTS = 4096
+PAGED_WITHOUT_CUDA = (
+    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
+    "memory, as with adamw_8bit."
+)
 MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
 
@@ -54,44 +59,78 @@ def build_optimizer(
             "optimizer.state=paged keeps state in CUDA's managed memory, which the driver moves between the GPU and the "
             f"host, but the model is on {min(devices - {'cuda'})}. Set optimizer.state=device."
         )
-    rule = _rule(cfg, model, recipe_cfg.compile)
-    if cfg.state == "streamed" and trainable:
-        rule = stream_state(rule, trainable[0][1].device)
-    return Optimizer(trainable, rule, in_backward=cfg.in_backward, lr_ratios=lr_ratios, loss_scaling=loss_scaling)
+    paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
+    on_gpu = devices == {"cuda"}
+    return Optimizer(
+        trainable,
+        _rules(cfg, model, paged=paged and on_gpu, compile=recipe_cfg.compile),
+        in_backward=cfg.in_backward,
+        lr_ratios=lr_ratios,
+        loss_scaling=loss_scaling,
+        streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
+        notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
+    )
 
 
-def _rule(cfg: OptimizerConfig, model: nn.Module, compile: bool) -> Rule:
-    every: dict[str, Any] = {"stochastic_rounding": cfg.stochastic_rounding, "compile": compile}
-    every["weight_decay"] = cfg.weight_decay
-    adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, **every}
+def _rules(
+    cfg: OptimizerConfig, model: nn.Module, *, paged: bool, compile: bool
+) -> Rule | Callable[[nn.Parameter], Rule]:
+    """The rule of all parameters; where it is for some alone, what tells each one's: the others get AdamW."""
+    every: dict[str, Any] = {"weight_decay": cfg.weight_decay, "stochastic_rounding": cfg.stochastic_rounding}
+    adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, "update_clipping": cfg.update_clipping, **every}
+    in_float32 = Moment(torch.float32), Moment(torch.float32)
     match cfg.name:
         case "sgd":
-            return SGD(momentum=cfg.momentum or 0.0, **every)
+            return SGD(momentum=cfg.momentum or 0.0, compile=compile, **every)
         case "adafactor":
-            return Adafactor(**every)
+            return Adafactor(compile=compile, **every)
         case "adamw":
-            return AdamW(update_clipping=cfg.update_clipping, **adamw)
-        case "adamw_4bit":
-            return AdamW4bit(update_clipping=cfg.update_clipping, **adamw)
+            return AdamW(compile=compile, **adamw)
         case "adamw_8bit" | "paged_adamw_8bit":
-            paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
-            return AdamW8bit(update_clipping=cfg.update_clipping, paged=paged, **adamw)
+            own, others = (
+                AdamW8bit(paged=paged, compile=compile, **adamw),
+                AdamW(moments=in_float32, compile=False, **adamw),
+            )
+            is_own = _is_large
+        case "adamw_4bit":
+            moments = Moment4bit(signed=True), Moment4bit(signed=False)
+            own, others = (
+                AdamW(moments=moments, compile=compile, **adamw),
+                AdamW(moments=in_float32, compile=False, **adamw),
+            )
+            is_own = _is_large
         case "adamw_8bit_torchao":
-            return AdamW8bitTorchao(**adamw)
+            moments = Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)
+            own, others = AdamW(moments=moments, compile=compile, **adamw), AdamW(compile=False, **adamw)
+            is_own = lambda param: _is_large(param) and param.numel() % Moment8bitTorchao.block == 0  # noqa: E731
         case "muon":
             momentum = MUON_MOMENTUM if cfg.momentum is None else cfg.momentum
-            return Muon(momentum=momentum, not_matrices=_not_matrices(model), **adamw)
+            own, others = Muon(momentum=momentum, compile=compile, **every), AdamW(compile=compile, **adamw)
+            is_own = _is_matrix_of(model)
         case "apollo_mini":
-            return ApolloMini(not_matrices=_not_matrices(model), **adamw)
+            own = ApolloMini(betas=cfg.betas, eps=cfg.eps, compile=compile, **every)
+            others = AdamW(compile=compile, **adamw)
+            is_own = _is_matrix_of(model)
+    return lambda param: own if is_own(param) else others
 
 
-def _not_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of two dimensions that no layer multiplies by: embeddings, the output layer, stacks of biases."""
+def _is_large(param: nn.Parameter) -> bool:
+    """Whether coding its moments is worth while: of norms and biases there is little to save, and much to lose."""
+    return param.numel() >= MIN_CODED_ELEMENTS
+
+
+def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
+    """Whether a layer multiplies by the parameter, of which dimensions before the last two number separate matrices.
+
+    Embeddings and the output layer do not count: their rows are tokens, and get gradients of very different sizes. Nor do
+    stacks of biases.
+    """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    weights = [param for module in embeddings for param in module.parameters()]
-    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-    output = getattr(model, "output_weight", None)
-    return [*weights, *biases, *([output] if isinstance(output, nn.Parameter) else [])]
+    others = {param for module in embeddings for param in module.parameters()}
+    others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
+    if isinstance(output := getattr(model, "output_weight", None), nn.Parameter):
+        others.add(output)
+    return lambda param: param.ndim >= 2 and param not in others
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig) -> None:

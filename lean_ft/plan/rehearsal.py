@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lean_ft.environment import memory_bytes
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.memory import wants_host_pool
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo
-from lean_ft.optim.streamed import Streamed
+from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import Device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.trace import Moment, Trace
@@ -137,10 +136,12 @@ class WatchedStage:
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
-    def watch_optimizer(self, named_parameters: Iterable[tuple[str, Tensor]], rule: Rule, state_bytes: int) -> None:
+    def watch_optimizer(
+        self, named_parameters: Iterable[tuple[str, Tensor]], state_bytes: int, *, streamed: bool
+    ) -> None:
         for name, parameter in named_parameters:
             parameter.register_post_accumulate_grad_hook(self._note_gradient(name))
-        if isinstance(rule, Streamed):  # one step alone fetches nothing ahead
+        if streamed:  # one step alone fetches nothing ahead
             self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
@@ -164,7 +165,7 @@ class WatchedStage:
     def open_link(self) -> HostLink:
         return _PlannedLink(self.trace)
 
-    def update(self, rule: Rule, states: Sequence[ParameterState], step: StepInfo) -> None:
+    def update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
         """Rehearses an update for the first parameter of each shape, and takes the time of all.
 
         Its time is that of its traffic: gradients and states are read, states and weights are read and written.
@@ -176,7 +177,7 @@ class WatchedStage:
         if new:
             first = next(iter(new.values()))
             with self.trace.labelled(WORKSPACE, f"optimizer step of {first.name}"):
-                rule.update(list(new.values()), step)
+                update(list(new.values()))
         self.trace.seconds = seconds
         for state in states:
             kept = [state.param, *state.tensors.values()]

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lean_ft.catalog import without_alias
 from lean_ft.settings import RecipeConfig
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
@@ -111,7 +112,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     """
     before, now = dict(state["settings"]), settings_of(cfg)
     if is_own(cfg, folder):
-        before["recipe"], now["recipe"] = state["recipe"], recipe_name(cfg)
+        before["recipe"], now["recipe"] = without_alias(state["recipe"]), recipe_name(cfg)
     refused, said = [], []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
@@ -127,7 +128,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
 
 def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     """Refuse a directory whose run saved nothing yet, but is plainly another one: recipe, model or data."""
-    before: Settings = {"recipe": start["recipe"], **start["settings"]}
+    before: Settings = {"recipe": without_alias(start["recipe"]), **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
     changes = [
         _change(key, before[key], now[key])

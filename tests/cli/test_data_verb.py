@@ -92,7 +92,7 @@ def test_wrong_input(leanft, run, toy_recipe, tmp_path):
         (["stats", *run, "data.max_lenght=3"], "data.max_length"),
         (["preview", *run, "data.source=missing.jsonl"], "missing.jsonl does not exist"),
         (["stats", *run, "--png", tmp_path / "x.doc"], "expected a file ending in"),
-        (["stats", toy_recipe, "model.path=tiny"], "no SFT `data`"),
+        (["stats", toy_recipe, "model.path=tiny"], "have no `data`"),
         (["preview", *run, "--rows", "0"], "--rows"),
     ):
         answer = leanft("data", *arguments)

@@ -7,7 +7,9 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.documents import Documents, Parts
+from lean_ft.data.report import DataReport
+from lean_ft.settings import DataConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 CHATML = """\
@@ -32,6 +34,13 @@ def build(folder: Path, **config: Any) -> Tokenizer:
     config = {"eos_token": "<|end|>", "pad_token": "<|end|>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return load_tokenizer(folder)
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Documents, DataReport]:
+    """All documents of the source, in memory and without the cache."""
+    parts = Parts(config, tokenizer, config.source)
+    documents = [document for part in parts for document in part]
+    return Documents.join(documents), parts.report
 
 
 @pytest.fixture(scope="session")

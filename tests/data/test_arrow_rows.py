@@ -10,7 +10,7 @@ import pytest
 
 from lean_ft.data import arrow_rows
 from lean_ft.data.arrow_rows import read_dataset
-from lean_ft.data.prepared import load_documents
+from lean_ft.data.prepare import load_documents
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
 

@@ -7,15 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data import prepare_documents
-from tests.data.conftest import CHATML, build
+from tests.data.conftest import CHATML, build, prepare
 
 Config = Callable[..., Any]
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-
-
-def prepare(config: Any, tokenizer: Any):
-    return prepare_documents(config, tokenizer, config.source)
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import cache, content, prepared, sft_batches
-from lean_ft.data.cache import cache_folder, limit_size, read_entry, unkept_entry, write_entry
+from lean_ft.data import cache, content, prepare, sft_batches
+from lean_ft.data.cache import cache_folder, limit_size, load_entry, read_entry, write_entry
 from lean_ft.data.content import content_digest
 from lean_ft.settings import SFTDataConfig
 
@@ -26,8 +26,8 @@ ROWS = [{"prompt": f"{i}", "completion": "c" * (i % 30)} for i in range(40)]
 def write_numbers(folder: Path, key: str, count: int = 10) -> None:
     with write_entry(folder, key) as writer:
         for part in np.array_split(np.arange(count, dtype=np.int32), 3):
-            writer.append("numbers", part)
-        writer.append("none", np.empty(0, dtype=bool))
+            writer.append({"numbers": part})
+        writer.append({"none": np.empty(0, dtype=bool)})
         writer.about["said"] = {"of": key}
 
 
@@ -52,7 +52,7 @@ class TestEntries:
     def test_what_fails_leaves_nothing(self, tmp_path: Path):
         def fail() -> None:
             with write_entry(tmp_path, "a") as writer:
-                writer.append("numbers", np.arange(3))
+                writer.append({"numbers": np.arange(3)})
                 raise KeyError
 
         with pytest.raises(KeyError):
@@ -63,7 +63,7 @@ class TestEntries:
         program = (
             "import os, sys, numpy; from pathlib import Path; from lean_ft.data.cache import write_entry\n"
             "with write_entry(Path(sys.argv[1]), 'a') as writer:\n"
-            "    writer.append('numbers', numpy.arange(3)); os.kill(os.getpid(), 9)"
+            "    writer.append({'numbers': numpy.arange(3)}); os.kill(os.getpid(), 9)"
         )
         killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env={**os.environ, **path_to_package()})
         assert killed.returncode == -9
@@ -80,14 +80,14 @@ class TestEntries:
             [begun] = tmp_path.iterdir()
             os.utime(begun, (0, 0))
             write_numbers(tmp_path, "b")
-            writer.append("numbers", np.arange(3))
+            writer.append({"numbers": np.arange(3)})
         assert names(tmp_path) == ["a", "b"]
 
     def test_the_first_of_two_that_write_at_once_stays(self, tmp_path: Path):
         with write_entry(tmp_path, "a") as writer:
             write_numbers(tmp_path, "a")
             first = (tmp_path / "a" / "numbers").stat().st_ino
-            writer.append("numbers", np.arange(10, dtype=np.int32))
+            writer.append({"numbers": np.arange(10, dtype=np.int32)})
         assert (tmp_path / "a" / "numbers").stat().st_ino == first
         assert names(tmp_path) == ["a"]
 
@@ -119,9 +119,8 @@ class TestEntries:
         assert entry[0]["numbers"].sum() == 499_500  # still mapped, though it was deleted
 
     def test_an_unkept_entry_takes_no_name(self, tmp_path: Path):
-        with unkept_entry(tmp_path) as (writer, mapped):
-            writer.append("numbers", np.arange(5))
-        assert mapped[0][0]["numbers"].tolist() == [0, 1, 2, 3, 4]
+        arrays, _ = load_entry(tmp_path, None, lambda writer: writer.append({"numbers": np.arange(5)}))
+        assert arrays["numbers"].tolist() == [0, 1, 2, 3, 4]
         assert names(tmp_path) == []
 
 
@@ -181,13 +180,13 @@ class TestPrepared:
     def reads(self, monkeypatch) -> list[str]:
         """A line for every source that is read for its rows."""
         read: list[str] = []
-        original = prepared.Parts.__init__
+        original = prepare.Parts.__init__
 
         def noted(self, config, tokenizer, source, *more) -> None:
             read.append(str(source))
             original(self, config, tokenizer, source, *more)
 
-        monkeypatch.setattr(prepared.Parts, "__init__", noted)
+        monkeypatch.setattr(prepare.Parts, "__init__", noted)
         return read
 
     @pytest.mark.parametrize("packing", ["none", "bfd", "bfd_split", "wrapped", "padding_free"])
@@ -231,7 +230,7 @@ class TestPrepared:
         assert start(path, packing="bfd_split", max_length=16) == 0
         write(ROWS[:-1])
         assert start(path) == 1
-        monkeypatch.setattr(prepared, "code_digest", lambda: "other code")
+        monkeypatch.setattr(prepare, "code_digest", lambda: "other code")
         assert start(path) == 1
 
     def test_two_runs_at_once_both_get_it(self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer):
@@ -259,14 +258,14 @@ class TestPrepared:
         self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer, monkeypatch
     ):
         settings = config(ROWS, cache_dir=tmp_path / "c")
-        original = prepared.Parts.__iter__
+        original = prepare.Parts.__iter__
 
         def grows(self):
             yield from original(self)
             with open(settings.source, "a") as file:
                 file.write(json.dumps(ROWS[0]) + "\n")
 
-        monkeypatch.setattr(prepared.Parts, "__iter__", grows)
+        monkeypatch.setattr(prepare.Parts, "__iter__", grows)
         with pytest.raises(ValueError, match="changed while it was read"):
             sft_batches(settings, plain_tokenizer, 2, seed=0)
         assert names(tmp_path / "c") == []

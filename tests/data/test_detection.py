@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.detection import formats_of
+from lean_ft.data.formats import formats_of
 from lean_ft.data.rows import Row
 from lean_ft.settings import SFTDataConfig
 

@@ -6,16 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data import prepare_documents
 from lean_ft.data.documents import ROWS_AT_A_TIME
-from lean_ft.data.prepared import load_documents
+from lean_ft.data.prepare import load_documents
 from lean_ft.settings import SFTDataConfig
+from tests.data.conftest import prepare
 
 Config = Callable[..., Any]
-
-
-def prepare(config: Any, tokenizer: Any):
-    return prepare_documents(config, tokenizer, config.source)
 
 
 def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):

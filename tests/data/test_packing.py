@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_ft.data.documents import Documents
-from lean_ft.data.layout import Layout
-from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack, split, wrap
+from lean_ft.data.packing import best_fit_decreasing, fill_rows, pack, pack_documents, split, wrap
+from lean_ft.data.prepare import layout_of, sft_batches, tell_packing
 from lean_ft.data.report import DataReport
-from lean_ft.data.sft import sft_batches
 from lean_ft.settings import SFTDataConfig
 
 CAPACITY = 40
@@ -104,7 +103,7 @@ def test_cutting_loses_no_token(lengths: list[int]):
 class TestPublishedExamples:
     """What TRL 1.16's `pack_dataset` documents, and returns, for these four sequences at a length of 4."""
 
-    def rows(self, packing: str, tmp_path) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    def rows(self, packing: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Ids, labels and positions of the packed rows, without padding."""
         texts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
         if packing == "bfd":
@@ -113,10 +112,10 @@ class TestPublishedExamples:
         lengths = np.array(list(map(len, texts)))
         documents = Documents.of(tokens, np.ones(len(tokens), dtype=bool), lengths, lengths - 1)
         config = SFTDataConfig(source="-", max_length=4, packing=packing)
-        layout = Layout(config, batch_size=3, pad_id=0, folder=tmp_path)
+        layout = layout_of(documents, pack_documents(documents, config), config, batch_size=3, pad_id=0)
         self.report = DataReport("tokens", tokens=len(tokens), target_tokens=int((lengths - 1).sum()))
-        rows = layout.rows(documents, self.report, None)
-        batch = rows.batch(np.arange(len(rows)))
+        tell_packing(self.report, layout, documents, config)
+        batch = layout.batch(np.arange(len(layout)))
         sizes = (batch.input_ids != 0).sum(1).tolist()
         assert all((row[size:] == 0).all() for row, size in zip(batch.input_ids, sizes, strict=True))
         assert (batch.labels[batch.input_ids == 0] == -100).all()
@@ -124,21 +123,21 @@ class TestPublishedExamples:
         columns = (batch.input_ids, batch.labels, batch.positions)
         return tuple([row[:size].tolist() for row, size in zip(c, sizes, strict=True)] for c in columns)  # pyright: ignore
 
-    def test_bfd(self, tmp_path):
-        ids, labels, positions = self.rows("bfd", tmp_path)
+    def test_bfd(self):
+        ids, labels, positions = self.rows("bfd")
         assert ids == [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]]
         assert labels == [[2, 3, 4, -100], [9, 10, -100, -100], [7, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1]]
 
-    def test_bfd_split(self, tmp_path):
-        ids, labels, positions = self.rows("bfd_split", tmp_path)
+    def test_bfd_split(self):
+        ids, labels, positions = self.rows("bfd_split")
         assert ids == [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11]]
         # The 5, cut off, is still predicted where it would have been.
         assert labels == [[2, 3, 4, 5], [9, 10, -100, -100], [7, -100, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]]
 
-    def test_wrapped(self, tmp_path):
-        ids, labels, positions = self.rows("wrapped", tmp_path)
+    def test_wrapped(self):
+        ids, labels, positions = self.rows("wrapped")
         assert ids == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
         # One text: a document's first token is predicted by the one before it, a row's first token by none.
         assert labels == [[2, 3, 4, -100], [6, 7, 8, -100], [10, 11, -100]]

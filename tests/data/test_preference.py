@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_ft.data.preference import Pair, PairRenderer, fit_pair
+from lean_ft.data.preference import Pair, PairReader, fit_pair
+from lean_ft.data.render import Renderer
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
@@ -24,7 +25,8 @@ def assistant(content: str) -> dict[str, str]:
 def render(tokenizer, *fields: dict[str, Any], **settings: Any) -> tuple[list[Pair], DataReport]:
     rows = [Row(one, f"rows.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
     config = PreferenceDataConfig(source="rows.jsonl", **settings)
-    return PairRenderer.of(config, rows, tokenizer)(rows)
+    documents, report = Renderer(config, PairReader.of(config, rows, tokenizer), tokenizer)(rows)
+    return [Pair.of(*sides) for sides in zip(documents[::2], documents[1::2], strict=True)], report
 
 
 def texts(tokenizer, pair: Pair) -> list[str]:
@@ -53,7 +55,7 @@ def test_ways_to_write_a_chat(fields: dict[str, Any], chat_tokenizer):
     (pair,), report = render(chat_tokenizer, fields)
     assert texts(chat_tokenizer, pair) == CHAT
     assert pair.chosen[1].all() and pair.rejected[1].all()
-    assert (report.kept, report.tokens) == (1, sum(pair.lengths))
+    assert (report.kept, report.tokens) == (1, pair.num_tokens)
     assert report.target_tokens == 4 + 3
 
 
@@ -117,7 +119,7 @@ def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     )
     report = DataReport("preference")
     sides = [(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)) for ids in (chosen, rejected)]
-    kept = fit_pair(Pair(np.array(prompt, dtype=np.int32), sides[0], sides[1]), config, report)
+    kept = fit_pair(Pair(np.array(prompt, dtype=np.int32), sides[0], sides[1]), config, "a place", report)
     if expected is None:
         assert kept is None
         assert sum(report.dropped.values()) == 1
@@ -125,7 +127,7 @@ def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     assert kept is not None
     assert [kept.prompt.tolist(), kept.chosen[0].tolist(), kept.rejected[0].tolist()] == list(expected)
     assert [len(kept.chosen[1]), len(kept.rejected[1])] == [len(expected[1]), len(expected[2])]
-    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(kept.lengths)
+    lost = 2 * len(prompt) + len(chosen) + len(rejected) - kept.num_tokens
     assert (report.lost_tokens, report.truncated) == (lost, int(lost > 0))
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from lean_ft.data import sft_batches
-from lean_ft.data.preview import Preview, preview
-from lean_ft.data.preview_html import preview_page
-from lean_ft.data.visible import visible
+from lean_ft.data.preview import Preview, preview, preview_page, visible
 
 Config = Callable[..., Any]
 TEXTS = [{"prompt": f"p{i} ü🦙", "completion": f"c{i} " * (i % 5 + 1)} for i in range(12)]

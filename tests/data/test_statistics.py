@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lean_ft.data import sft_batches
-from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles
-from lean_ft.data.statistics_figure import save_figure
+from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles, save_figure
 
 Config = Callable[..., Any]
 ROWS = [{"prompt": "p" * (1 + 7 * i % 40), "completion": "c" * (1 + 11 * i % 90)} for i in range(101)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.token_rows import read_token_row
+from lean_ft.data.formats import read_token_row
 
 
 def read(vocab_size: int = 10, **fields: Any) -> tuple[list[int], list[bool]]:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from lean_ft.data import sft_batches
-from lean_ft.data.weights import weigh
+from lean_ft.data.prepare import weigh
 from lean_ft.settings import SFTDataConfig
 
 

@@ -1,25 +1,32 @@
 """Work shared out to processes: the results in order, errors in their place, and nothing left running."""
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lean_ft.data import documents, prepare_documents
+from lean_ft.data import documents
 from lean_ft.data.documents import FEW_ROWS
 from lean_ft.data.workers import map_in_processes
+from tests.data.conftest import prepare
+from tests.data.multiplying_worker import work_on
+
+FOLDER = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def _the_worker_is_found(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+def answers(items, num_processes=1):
+    return map_in_processes(work_on, items, num_processes)
 
 
-def answers(items, factor=3, num_processes=1):
-    return map_in_processes("multiplying_worker", factor, items, num_processes)
+def is_running(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"  # killed, and nobody asked for its code yet
 
 
 def test_results_come_in_order_and_items_are_taken_as_needed():
@@ -28,28 +35,27 @@ def test_results_come_in_order_and_items_are_taken_as_needed():
     def items():
         for i in itertools.count():
             taken.append(i)
-            yield {"number": i}
+            yield i
 
     results = answers(items(), num_processes=2)
-    assert [answer.value for answer in itertools.islice(results, 20)] == [3 * i for i in range(20)]
+    assert list(itertools.islice(results, 20)) == [3 * i for i in range(20)]
     assert len(taken) < 30  # of an endless many
     results.close()
 
 
 def test_arrays_arrive_as_they_were_sent():
-    [(value, arrays)] = answers([[1, 2, 3]])
-    assert value is None
+    [arrays] = answers([np.array([1, 2, 3], dtype=np.int32)])
     assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.int64]
     assert [array.tolist() for array in arrays] == [[3, 6, 9], [False, True, True], []]
 
 
 def test_a_value_error_is_raised_in_its_place():
     results = answers(["1", "2", "x", "4"], num_processes=2)
-    assert [next(results).value, next(results).value] == [3, 6]
-    with pytest.raises(ValueError, match=r"invalid literal.*'x'"):
+    assert [next(results), next(results)] == [3, 6]
+    with pytest.raises(ValueError, match=r"invalid literal.*'x'") as caught:
         next(results)
-    with pytest.raises(ValueError, match="no factor"):
-        list(answers(["1"], factor=None))
+    # The command line takes it for wrong input where the frame that raised is ours.
+    assert caught.traceback[-1].frame.f_globals["__name__"] == "lean_ft.data.workers"
 
 
 def test_what_else_goes_wrong_in_a_process_is_told():
@@ -58,20 +64,94 @@ def test_what_else_goes_wrong_in_a_process_is_told():
     with pytest.raises(RuntimeError, match=r"ended with exit code 3"):
         list(answers(["exit"]))
     with pytest.raises(RuntimeError, match=r"exit code -9 \(killed: is memory full"):
-        list(answers(["die"]))
-    with pytest.raises(RuntimeError, match=r"ended with exit code 1"):
-        list(map_in_processes("no_such_module", None, [1], 1))
+        list(answers(["die", *map(str, range(9))], num_processes=2))
 
 
-def test_a_process_ends_with_the_work():
-    [(process, _)] = answers(["process"])
-    assert not Path(f"/proc/{process}").exists()
+def test_an_item_too_deep_to_be_sent_is_worked_on_here():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    assert list(answers([1, {"here": os.getpid(), "deep": deep}, 2])) == [3, "here", 6]
+
+
+@pytest.mark.parametrize("how", ["to its end", "closed", "an error in the items"])
+def test_the_processes_end_with_the_work(how: str):
+    def items():
+        yield from ["process"] * 6
+        if how == "an error in the items":
+            raise ValueError(how)
+        if how == "closed":
+            yield from ["sleep"] * 6
+
+    results = answers(items(), num_processes=2)
+    began = time.monotonic()
+    processes = list(itertools.islice(results, 2))
+    if how == "closed":
+        next(results)  # from here on they sleep
+        results.close()
+    elif how == "to its end":
+        assert len(list(results)) == 4
+    else:
+        with pytest.raises(ValueError, match=how):
+            list(results)
+    assert time.monotonic() - began < 30  # the sleepers would take a minute
+    assert not any(map(is_running, processes))
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from multiplying_worker import work_on
+from lean_ft.data.workers import map_in_processes
+print("the script runs", flush=True)
+results = map_in_processes(work_on, ["process", "modules", {last!r}], 1)
+print(next(results), *next(results), flush=True)
+list(results)
+"""
+
+
+def started(tmp_path: Path, last: str) -> subprocess.Popen:
+    """A script without `if __name__ == "__main__"`, as people write them."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(FOLDER), last=last))
+    variables = {**os.environ, "PYTHONPATH": str(Path(documents.__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def test_a_script_is_not_run_again_and_what_is_printed_goes_to_stderr(tmp_path: Path):
+    out, err = started(tmp_path, "print").communicate(timeout=60)
+    assert out.count("the script runs") == 1
+    assert err == "said by some library\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
+    process = started(tmp_path, "sleep")
+    assert process.stdout is not None
+    process.stdout.readline()
+    worker = int(process.stdout.readline().split()[0])
+    began = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal sends it
+    else:
+        process.kill()
+    _, err = process.communicate(timeout=60)
+    while is_running(worker) and time.monotonic() - began < 30:
+        time.sleep(0.05)
+    assert not is_running(worker)
+    assert time.monotonic() - began < 30
+    assert err.count("Traceback") == (number == signal.SIGINT)  # of the parent alone
+    assert err.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
 
 
 def test_the_process_that_makes_documents_never_loads_torch():
-    script = "import sys, lean_ft.data.documents_worker; print(*sorted(sys.modules), sep=chr(10))"
+    script = "import sys, lean_ft.data.documents; print(*sorted(sys.modules), sep=chr(10))"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "lean_ft.data.render" in modules
+    assert "torch" not in modules
+    [modules] = answers(["modules"])
+    assert "lean_ft.data.workers" in modules
     assert "torch" not in modules
 
 
@@ -80,8 +160,7 @@ def test_documents_are_those_of_one_process(config, tokenizer: str, request: pyt
     rows = [{"prompt": f"{i}?", "completion": "c" * (i % 90)} for i in range(FEW_ROWS + 100)]
     tokenizer = request.getfixturevalue(tokenizer)
     (alone, counts), (shared_out, same_counts) = (
-        prepare_documents(settings, tokenizer, settings.source)
-        for settings in (config(rows, num_processes=1), config(rows, num_processes=2))
+        prepare(settings, tokenizer) for settings in (config(rows, num_processes=1), config(rows, num_processes=2))
     )
     assert counts == same_counts
     assert counts.truncated > 0
@@ -94,9 +173,6 @@ def test_a_deeply_nested_row_is_bad_however_many_processes_there_are(config, cha
     deep = '{"prompt": ' + "[" * depth + "]" * depth + ', "completion": "c"}'
     settings = config('{"prompt": "?", "completion": "c"}\n' + deep, on_bad_row="skip")
     monkeypatch.setattr(documents, "FEW_ROWS", 0)
-    reports = [
-        prepare_documents(settings.model_copy(update={"num_processes": n}), chat_tokenizer, settings.source)[1]
-        for n in (1, 2)
-    ]
+    reports = [prepare(settings.model_copy(update={"num_processes": n}), chat_tokenizer)[1] for n in (1, 2)]
     assert reports[0].bad_rows == reports[1].bad_rows == 1
     assert reports[0].kept == reports[1].kept == 1

@@ -211,7 +211,7 @@ def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         optim.build,
         "stream_state",
-        lambda rule, device: optim.streamed.Streamed(rule, LateLink(), smallest_bytes=512, ahead_bytes=2**13),
+        lambda device: optim.streamed.StreamedState(LateLink(), smallest_bytes=512, ahead_bytes=2**13),
     )
 
 

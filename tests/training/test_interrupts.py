@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lean_ft.config import load_config
-from lean_ft.data.batches import Rows
+from lean_ft.data.batches import Layout
 from lean_ft.interrupts import OutsideTraining, StopSignals
 from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
 
@@ -102,7 +102,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
 ):
     settings = ["save_every=0", "eval_every=2", f"data.validation_source={inputs / 'rows.jsonl'}"]
     count = iter(range(100))
-    batch = Rows.batch
+    batch = Layout.batch
 
     def signalled(self, rows):
         if not torch.is_grad_enabled() and next(count) == 3:  # the fourth of seven
@@ -110,7 +110,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
         return batch(self, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rows, "batch", signalled)
+        patch.setattr(Layout, "batch", signalled)
         with pytest.raises(SystemExit) as stopped:
             train_real(tmp_path / "run", *settings)
     assert stopped.value.code == 128 + number

@@ -1,0 +1,287 @@
+"""Files of rows in, batches out: documents made once, held-out rows taken from them, weighed, and laid out in rows.
+
+Documents and packings are kept in the cache. What decides documents is in their key: the content of the files in order,
+the tokenizer's files, the settings that a document depends on, the code that reads, renders and tokenises, and the
+versions of the libraries that it uses. Where the files lie is not, so moved or copied data is found again. A template
+that writes today's date keeps the day of the first start, so that a run which goes on tomorrow sees the same rows.
+
+A Hugging Face dataset's content is told by the files that the `datasets` library keeps of it. One that is streamed has
+none: it is read anew at each start, and its documents lie on the disk for that run alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lean_ft.data.arrow_rows import dataset_files
+from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
+from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, limit_size, load_entry
+from lean_ft.data.content import content_digest
+from lean_ft.data.documents import ARRAYS, Documents, Parts
+from lean_ft.data.packing import pack_documents
+from lean_ft.data.report import DataReport
+from lean_ft.data.sources import list_sources, source_files
+from lean_ft.paths import resolve_data_path
+from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig, Sources
+from lean_ft.shapes_only import stage
+from lean_ft.tokenizers import Tokenizer
+
+LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
+# How rows are prepared and kept changes nothing in them, and where they come from counts by its content.
+NOT_IN_FINGERPRINT = {"source", "validation_source", "num_processes", "cache_dir", "cache_gib"}
+# What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
+NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens"}
+
+
+def sft_batches(
+    config: SFTDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+) -> tuple[Batches, EvalBatches | None]:
+    """Training batches of `config.source`, and evaluation batches of what is held out, if anything is.
+
+    Held-out rows come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by
+    `seed` before packing. Weights repeat or thin out what is trained on, never what is held out. Documents and
+    packings are kept in the cache for the next start. Raises ValueError for unreadable files and rows, with their place.
+    """
+    return prepare_batches(config, tokenizer, batch_size, seed)
+
+
+def preference_batches(
+    config: PreferenceDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+) -> tuple[Batches, EvalBatches | None]:
+    """Training and evaluation batches of `batch_size` pairs, as `sft_batches` makes them of single answers.
+
+    The documents that have labels are a chosen answer with its prompt, the rejected one with the same, and so on in turn:
+    rows 2i and 2i + 1 where nothing is packed. Labels are those of the answers.
+    """
+    return prepare_batches(config, tokenizer, batch_size, seed)
+
+
+def prepare_batches(
+    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+) -> tuple[Batches, EvalBatches | None]:
+    """What the two above do, for the settings of any objective."""
+    if (watcher := stage()) is not None:
+        return watcher.batches(lambda: longest_batch(config, batch_size)), None
+    folder = cache_folder(config.cache_dir)
+    used: set[str] = set()
+    prepared = load_documents(config, tokenizer, config.source, folder)
+    documents, report = prepared.documents, prepared.report
+    weights = [source.weight for source in list_sources(config.source)]
+    drawn_by = seed if config.validation_fraction or any(weight % 1 for weight in weights) else None
+    part = hash_of(config.validation_source is None and config.validation_fraction, weights, drawn_by)
+
+    def lay_out(some: Documents, report: DataReport, key: str | None, part: str = "all") -> Layout:
+        arrays: dict[str, np.ndarray] = {}
+        if config.packs_rows:
+            packing = f"packing-{hash_of(key, part, config.packing, config.max_length)}" if key else None
+            arrays, _ = load_entry(folder, packing, lambda writer: writer.append(pack_documents(some, config)))
+            used.update({packing} if packing else {})
+        used.update({key} if key else {})
+        layout = layout_of(some, arrays, config, batch_size, tokenizer.pad_id)
+        if arrays:
+            tell_packing(report, layout, some, config)
+        return layout
+
+    held_out: tuple[Layout, DataReport] | None = None
+    rows = np.arange(report.kept)
+    if config.validation_source is not None:
+        validation = load_documents(config, tokenizer, config.validation_source, folder)
+        held_out = lay_out(validation.documents, validation.report, validation.key), validation.report
+    elif config.validation_fraction > 0:
+        rows, held_out_rows = _split(report.kept, config.validation_fraction, seed)
+        some = select_rows(documents, held_out_rows, config)
+        held_out_report = DataReport(report.format, unit=report.unit, rows=len(held_out_rows))
+        _count(held_out_report, some, len(held_out_rows))
+        held_out = lay_out(some, held_out_report, prepared.key, f"{part} held out"), held_out_report
+    if any(weight != 1 for weight in weights):
+        source_of = np.repeat(np.arange(len(report.kept_by_source)), report.kept_by_source)
+        rows = rows[weigh(source_of[rows], weights, seed)]
+        if not len(rows):
+            raise ValueError(f"the weights in data.source ({weights}) leave no row to train on. Raise them.")
+    if len(rows) != report.kept or any(weight != 1 for weight in weights):
+        documents = select_rows(documents, rows, config)
+        _count(report, documents, len(rows))
+    layout = lay_out(documents, report, prepared.key, part)
+    limit_size(folder, config.cache_gib * 2**30, keep=used)
+
+    # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
+    most = max(layout.most_in_a_row, held_out[0].most_in_a_row if held_out else 0)
+    settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
+    batches = Batches(
+        replace(layout, most_in_a_row=most),
+        seed=seed,
+        report=report,
+        fingerprint=hash_of(prepared.content, tokenizer_digest(tokenizer), settings, weights, drawn_by),
+    )
+    return batches, None if held_out is None else EvalBatches(replace(held_out[0], most_in_a_row=most), held_out[1])
+
+
+# What is trained on ---------------------------------------------------------------------------------------------------------
+
+
+def _split(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of what is trained on and of what is held out, each in order."""
+    num_held_out = max(1, round(num_rows * fraction))
+    if num_held_out >= num_rows:
+        raise ValueError(
+            f"data.validation_fraction={fraction} of {num_rows} rows leaves nothing to train on. Lower "
+            "it, or name a data.validation_source."
+        )
+    shuffled = np.random.default_rng(seed).permutation(num_rows)
+    return np.sort(shuffled[num_held_out:]), np.sort(shuffled[:num_held_out])
+
+
+def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
+    """Indices of rows, in order, each as often as its source's weight says.
+
+    source_of: (N,) which source a row is from. A weight of 2 takes each of a source's rows twice, 0.5 a half
+    of them, 1.5 all of them once and a half of them once more; halves are drawn by `seed` and `round(weight * n)` is met
+    exactly.
+    """
+    counts = np.zeros(len(source_of), dtype=np.int64)
+    for source, weight in enumerate(weights):
+        rows = np.flatnonzero(source_of == source)
+        whole = int(weight)
+        counts[rows] = whole
+        num_more = round(weight * len(rows)) - whole * len(rows)
+        drawn = np.random.default_rng([seed, source]).permutation(len(rows))[:num_more]
+        counts[rows[drawn]] += 1
+    return np.repeat(np.arange(len(source_of)), counts)
+
+
+def _count(report: DataReport, documents: Documents, num_rows: int) -> None:
+    report.kept = num_rows
+    report.tokens, report.target_tokens = int(documents.lengths.sum()), int(documents.num_targets.sum())
+
+
+def select_rows(documents: Documents, rows: np.ndarray, config: DataConfig) -> Documents:
+    """All documents that the rows of data `rows` became."""
+    sides = len(config.sides)
+    return documents.select((rows[:, None] * sides + np.arange(sides)).ravel())
+
+
+# Rows of batches ------------------------------------------------------------------------------------------------------------
+
+
+def layout_of(
+    documents: Documents, packed: dict[str, np.ndarray], config: DataConfig, batch_size: int, pad_id: int
+) -> Layout:
+    """The rows of `documents`, as `pack_documents` found them or, where nothing is packed, one for each row of data."""
+    sides = len(config.sides)
+    arrays = {"starts": documents.starts, "lengths": documents.lengths}
+    arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
+    layout = Layout(
+        documents.tokens,
+        documents.trained,
+        **arrays,
+        kind="packed" if packed else "padded" if config.packing == "none" else "flat",
+        row_tokens=config.max_length * (sides if packed else 1),
+        batch_size=batch_size,
+        pad_id=pad_id,
+        batch_tokens=config.batch_tokens,
+        joined=config.packing == "wrapped",
+        most_in_a_row=2 if config.packing == "wrapped" else sides,
+    )
+    if layout.kind == "packed" and not layout.joined:
+        tokens = np.add.reduceat(layout.lengths[layout.order], layout.offsets[:-1])
+        most = int((np.diff(layout.offsets) + (tokens < layout.row_tokens)).max())
+        return replace(layout, most_in_a_row=most)
+    return layout
+
+
+def tell_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
+    """Tells `report` how full packed rows are, and what of them is trained."""
+    report.packing, report.packed_rows = config.packing, len(layout)
+    report.packing_efficiency = report.tokens / (len(layout) * layout.row_tokens)
+    if layout.joined:
+        # A document's first token is predicted by what stands before it, and a row's first token by nothing.
+        row_starts = layout.starts[layout.order[layout.offsets[:-1]]]
+        report.target_tokens += int(documents.trained[documents.starts].sum())
+        report.target_tokens -= int(documents.trained[row_starts].sum())
+
+
+# Documents, made or found ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The documents of a source, mapped from disk."""
+
+    documents: Documents
+    report: DataReport
+    content: str
+    """Hash of everything that was read."""
+    key: str | None
+    """Of the entry in the cache; None where it is kept for this run alone."""
+
+
+def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, folder: Path) -> Prepared:
+    """The documents of `source`, from the cache in `folder` or newly made.
+
+    Raises ValueError as `Parts` does, and for a file that changes while it is read.
+    """
+    content, key, digest = source_content(config, source, folder), None, None
+    if content is None:
+        digest = hashlib.blake2b(digest_size=16)
+    else:
+        settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
+        objective = [config.sides, settings]
+        key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
+
+    def write(writer: EntryWriter) -> None:
+        parts = Parts(config, tokenizer, source, digest)
+        for part in parts:
+            writer.append({name: getattr(part, name) for name in ARRAYS})
+        writer.about["report"] = parts.report.to_dict()
+        if content is not None and source_content(config, source, folder) != content:
+            raise ValueError(f"a file of {source} changed while it was read. Start again when it is complete.")
+
+    arrays, about = load_entry(folder, key, write)
+    documents = Documents.of(*(arrays[name] for name in ARRAYS))
+    if content is None:
+        assert digest is not None
+        content = digest.hexdigest()
+    return Prepared(documents, DataReport(**about["report"]), content, key)
+
+
+def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
+    """Hash of the content of the files of `source`, in order; None where some of it lies in no file.
+
+    Of a file's name its endings count, by which CSV is told. Raises ValueError where there is no such file.
+    """
+    parts: list[Any] = []
+    for one in list_sources(source, config):
+        files, part = source_files(one.path), None
+        if files is None and not config.streaming:
+            assert one.split is not None
+            files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
+            part = [one.subset, one.split]  # the same files hold `train[:10%]`
+        if not files:
+            return None
+        contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
+        parts.append([one.format, one.columns, part, *contents])
+    return hash_of(parts)
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in tokenizer.files))
+
+
+@cache
+def code_digest() -> str:
+    """Hash of the code that makes documents of rows, and of the versions of the libraries under it."""
+    package = Path(__file__).parents[1]
+    files = [file for part in ("data", "tokenizers") for file in sorted((package / part).glob("*.py"))]
+    return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
+
+
+def hash_of(*values: Any) -> str:
+    """A short hash of plain values."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
