@@ -28,7 +28,7 @@ MAX_TOTAL = 100_000_000
 PER_INPUT = 64  # both bounds grow by this times the weight of the messages
 MAX_SECONDS = 10.0  # of processor time
 MAX_INTEGER_BITS = 4096
-ELEMENT, STEP = 8, 20  # what an element of a list weighs, and what a step costs
+ELEMENT, STEP = 8, 50  # what an element of a list weighs, and what a step costs
 
 # Filters and methods that make no more than a few times what they are given, whatever their arguments say.
 MAKE_LITTLE = frozenset(
