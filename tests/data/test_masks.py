@@ -169,7 +169,8 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     tokenizer = load_tokenizer(folder_with(template, tmp_path / "t"))
-    rows = [Row({"messages": messages}, "here") for messages in (TURNS[5:], [TURNS[1], *TURNS[4:]], TURNS[:1] + TURNS[5:])]
+    chats = TURNS[5:], [TURNS[1], *TURNS[4:]], [TURNS[0], *TURNS[5:]]
+    rows = [Row({"messages": messages}, "here") for messages in chats]
     config = SFTDataConfig(source="rows.jsonl", max_length=4096)
     documents, report = Renderer(config, RowReader.of(config, rows, tokenizer), tokenizer)(rows)
     answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]

@@ -263,7 +263,7 @@ class TestMask:
         )
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
 
-    def test_a_turn_that_another_token_ends_once_it_is_history_is_trained_as_the_last_message_alone(self, tokenizer_with):
+    def test_a_turn_that_another_token_ends_as_history_is_trained_as_the_last_message(self, tokenizer_with):
         # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}"
@@ -290,7 +290,9 @@ class TestMask:
         ],
     )
     def test_blocks_of_each_message(self, tokenizer_with, template: str):
-        say = "{{ m.role }}: {% if m.role == 'assistant' %}[[{{ m.content }}[[!]]]]{% else %}{{ m.content }}{% endif %}\n"
+        say = (
+            "{{ m.role }}: {% if m.role != 'assistant' %}{{ m.content }}{% else %}[[{{ m.content }}[[!]]]]{% endif %}\n"
+        )
         tokenizer = tokenizer_with(tagged(template.replace("SAY", say)))
         messages = [*chat("a", "b"), {"role": "assistant", "content": "b"}, *chat("c", "d")]
         for untrained in ({1}, {2}, {4}, {1, 4}, {1, 2, 4}):
