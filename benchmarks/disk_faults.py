@@ -101,15 +101,15 @@ class Case:
         """What makes a start call `act` once it has saved so many checkpoints."""
 
         def install() -> None:
-            rename, saved = lean_ft.training.checkpoint.rename_over, []
+            write, saved = lean_ft.training.run.write_checkpoint, []
 
-            def noted(temporary: Path, final: Path) -> None:
-                rename(temporary, final)
-                saved.append(final)
+            def noted(*args: Any, **kwargs: Any) -> Path:
+                saved.append(write(*args, **kwargs))
                 if len(saved) == number:
                     act()
+                return saved[-1]
 
-            lean_ft.training.checkpoint.rename_over = noted
+            lean_ft.training.run.write_checkpoint = noted  # type: ignore[attr-defined]
 
         return install
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -84,11 +85,15 @@ def contestant(name: str, model: Any, options: dict[str, Any]) -> tuple[Callable
         peer = torchao.optim.AdamW8bit(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     else:
         from lean_ft.optim import build_optimizer
-        from lean_ft.settings import OptimizerConfig
+        from lean_ft.settings import ModelConfig, OptimizerConfig
 
-        cfg = OptimizerConfig.model_validate({"name": name.removesuffix("_compiled"), **options})
-        compiled = name.endswith("_compiled")
-        ours = build_optimizer(model, cfg, clip_grad_norm=None, uses_loss_scaling=False, compile=compiled)
+        cfg: Any = SimpleNamespace(
+            model=ModelConfig(path="none"),
+            optimizer=OptimizerConfig.model_validate({"name": name.removesuffix("_compiled"), **options}),
+            clip_grad_norm=None,
+            compile=name.endswith("_compiled"),
+        )
+        ours = build_optimizer(model, cfg)
         ours.set_lr(LEARNING_RATE)
         return ours.step, lambda: ours.state_bytes
     return peer.step, lambda: sum(map(_state_bytes, peer.state.values()))

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -40,8 +41,8 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     from lean_ft.losses import linear_cross_entropy
     from lean_ft.memory import apply_memory
     from lean_ft.models import load_model
-    from lean_ft.optim import LossScaler, build_optimizer
-    from lean_ft.settings import MemoryConfig, OptimizerConfig
+    from lean_ft.optim import build_optimizer
+    from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
     from lean_ft.training.checkpoint import write_checkpoint
@@ -52,8 +53,13 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     model = load_model(folder / "model", dtype=torch.bfloat16, random_init=True)
     tokenizer = load_tokenizer(folder / "model")
     apply_memory(model, MemoryConfig(activation_checkpointing="selective"), compile=False)
-    settings = OptimizerConfig(name="adamw_8bit", in_backward=True)
-    optimizer = build_optimizer(model, settings, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
+    cfg: Any = SimpleNamespace(
+        model=ModelConfig(path=str(folder / "model")),
+        optimizer=OptimizerConfig(name="adamw_8bit", in_backward=True),
+        clip_grad_norm=None,
+        compile=False,
+    )
+    optimizer = build_optimizer(model, cfg)
     ids = torch.randint(0, model.config.vocab_size, (batch_size, length))
     labels = ids.roll(-1, 1)
     positions = torch.arange(length).expand(batch_size, -1)
@@ -61,11 +67,10 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     def step() -> float:
         began = time.perf_counter()
         optimizer.set_lr(1e-6)
-        optimizer.update_in_backward(True)
         hidden = model(ids, positions, return_hidden=True)
         loss = linear_cross_entropy(hidden, model.output_weight, labels, num_targets=ids.numel(), chunk_tokens=1024)
-        (loss / ids.numel()).backward()
-        optimizer.finish_gradients(LossScaler(False), None)
+        optimizer.scale(loss / ids.numel(), last=True).backward()
+        optimizer.finish_gradients()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - began
@@ -98,7 +103,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
         copied.append(time.perf_counter() - began)
         writer.start(lambda copy=copy, state=state: written.append(save(copy, state)))
         extra = 0.0
-        while writer._thread is not None and writer._thread.is_alive():
+        while writer.is_writing:
             extra += step() - statistics.median(plain)
         writer.wait()
         beside.append(extra)

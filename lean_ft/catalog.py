@@ -1,24 +1,43 @@
 """Finds recipes and presets: those that ship with lean_ft by name, the user's own by path.
 
 In a checkout they lie beside the package, in `recipes/` and `configs/`; a wheel carries them inside it. A recipe is
-a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads the files and never runs them.
+a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads the files and never runs them. An alias is
+another name for a recipe, under which one group of its settings is turned on: so people find what they look for, and no
+loop is written twice.
 """
 
 import ast
 import os
+import re
 import shutil
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
 from lean_ft.spelling import did_you_mean
 
 _PACKAGE = Path(__file__).parent
+# name -> the recipe, and the group of its settings that is on and not null
+_ALIASES = {"lora_finetune_single_device": ("finetune", "lora")}
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name for the recipe in `file`, with its settings `group` turned on."""
+
+    name: str
+    file: Path
+    group: str
 
 
 def _shipped(inside_wheel: str, beside_package: str) -> Path:
@@ -32,15 +51,26 @@ def recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files) if not file.stem.startswith("_")}
 
 
+def aliases() -> dict[str, Alias]:
+    """Other names for those recipes."""
+    files = recipes()
+    return {name: Alias(name, files[recipe], group) for name, (recipe, group) in _ALIASES.items() if recipe in files}
+
+
+def without_alias(recipe_name: str) -> str:
+    """The name of the recipe that `recipe_name` stands for: itself, unless it is an alias."""
+    return _ALIASES[recipe_name][0] if recipe_name in _ALIASES else recipe_name
+
+
 def presets() -> dict[str, Path]:
     """The presets that ship with lean_ft: name (`tiny/full`) -> file."""
     folder = _shipped("_configs", "configs")
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
-def find_recipe(name_or_path: str) -> Path:
-    """The file of a recipe, given by name or path. Raises ValueError with the nearest name."""
-    return _find(name_or_path, recipes(), what="recipe", suffixes=(".py",))
+def find_recipe(name_or_path: str) -> Path | Alias:
+    """The file of a recipe, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    return _find(name_or_path, {**recipes(), **aliases()}, what="recipe", suffixes=(".py",))
 
 
 def find_preset(name_or_path: str) -> Path:
@@ -48,21 +78,23 @@ def find_preset(name_or_path: str) -> Path:
     return _find(name_or_path, presets(), what="preset", suffixes=(".yaml", ".yml"))
 
 
-def find_either(name_or_path: str) -> Path:
-    """The file of a recipe or a preset, given by name or path. Raises ValueError with the nearest name."""
-    either = {**recipes(), **presets()}
+def find_either(name_or_path: str) -> Path | Alias:
+    """The file of a recipe or a preset, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    either = {**recipes(), **aliases(), **presets()}
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
-def copy_to(source: Path, destination_name: str, force: bool = False) -> Path:
+def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> Path:
     """Copies a recipe or preset to a file, or into a folder (one that is there, or a name that ends in `/`).
 
+    The copy of an alias is the recipe's file under its name, with the group turned on there.
     Returns the copy's path. Missing folders are made, and a missing suffix is added. Raises ValueError rather than
     overwrite, unless `force`.
     """
+    source = found.file if isinstance(found, Alias) else found
     destination = Path(destination_name).expanduser()
     if destination.is_dir() or destination_name.endswith(("/", os.sep)):
-        destination = destination / source.name
+        destination = destination / (f"{found.name}.py" if isinstance(found, Alias) else source.name)
     elif destination.suffix != source.suffix:
         destination = destination.with_name(destination.name + source.suffix)
     if destination.exists() and destination.samefile(source):
@@ -71,10 +103,15 @@ def copy_to(source: Path, destination_name: str, force: bool = False) -> Path:
         raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
+    if isinstance(found, Alias):
+        text = destination.read_text(encoding="utf-8")
+        on = re.sub(rf"^(    {found.group}: (\w+) \| None = )None.*$", r"\1\2()", text, count=1, flags=re.MULTILINE)
+        assert on != text, f"{source} has no line that turns {found.group} off"
+        destination.write_text(on, encoding="utf-8")
     return destination
 
 
-def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str, ...]) -> Path:
+def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[str, ...]) -> Found | Path:
     if wanted in shipped:
         return shipped[wanted]
     path, kinds = Path(wanted), " or ".join(suffixes)
@@ -92,11 +129,13 @@ def _find(wanted: str, shipped: dict[str, Path], what: str, suffixes: tuple[str,
     )
 
 
-def summary(file: Path) -> str:
+def summary(file: Path | Alias) -> str:
     """What a recipe or preset says of itself, on one line, read without running it; empty where it says nothing.
 
     That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
     """
+    if isinstance(file, Alias):
+        return f"{file.file.stem} with its settings `{file.group}` turned on."
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix != ".py":
         comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -108,11 +147,19 @@ def summary(file: Path) -> str:
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
-def load_recipe(recipe: Path) -> ModuleType:
-    """Runs a recipe's file as a module and returns it, with its `Config` and `main`.
+def load_recipe(recipe: Path | Alias) -> ModuleType:
+    """Runs a recipe's file as a module and returns it, with its `Config` and `main`; an alias has a `Config` of its own,
+    whose group is on by default.
 
     Raises ValueError where the file cannot be run, with its line, or lacks one of the two.
     """
+    if isinstance(recipe, Alias):
+        module = load_recipe(recipe.file)
+        group = module.Config.model_fields[recipe.group]
+        (settings,) = (kind for kind in get_args(group.annotation) if kind is not type(None))
+        fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}
+        module.Config = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
+        return module
     name = f"recipes.{recipe.stem}"
     spec = spec_from_file_location(name, recipe)
     assert spec is not None

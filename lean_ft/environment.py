@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+from lean_ft.shapes_only import stage
+from lean_ft.units import gibibytes
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +86,7 @@ def _gpus(torch: Any) -> list[str]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         bf16 = "bfloat16" if gpu.major >= 8 else "no fast bfloat16"
         gpus.append(
-            f"{gpu.name} (compute {gpu.major}.{gpu.minor}, {_gib(total_bytes)}, {_gib(free_bytes)} free, {bf16})"
+            f"{gpu.name} (compute {gpu.major}.{gpu.minor}, {gibibytes(total_bytes)}, {gibibytes(free_bytes)} free, {bf16})"
         )
     return gpus
 
@@ -137,13 +139,15 @@ def _memory() -> str:
     if total_bytes is None:
         return "unknown"
     if limit_bytes is not None:
-        return f"{_gib(total_bytes)}, of which this container may use {_gib(limit_bytes)}"
-    return _gib(total_bytes)
+        return f"{gibibytes(total_bytes)}, of which this container may use {gibibytes(limit_bytes)}"
+    return gibibytes(total_bytes)
 
 
 def memory_bytes(device: "torch.device") -> int | None:
     """Memory that a process can have on `device` when nothing else is there: a GPU's own, or the host's less what its
     container may not use; None where the system does not tell."""
+    if (watcher := stage()) is not None:
+        return watcher.memory_bytes
     if device.type == "cuda":
         import torch
 
@@ -175,7 +179,3 @@ def available_bytes() -> int | None:
     if available is not None and limit.exists() and (text := limit.read_text().strip()).isdigit():
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.shapes_only import stage
+
 IN_FLIGHT_BYTES = 128 * 2**20  # most that is kept on the device only because a copy still reads it
 
 
@@ -158,6 +160,8 @@ def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
     Raises:
         ValueError: where there is no other memory to send anything to; `instead` is the setting to take there.
     """
+    if (watcher := stage()) is not None and watcher.device_type == "cuda":
+        return watcher.open_link()
     if device.type != "cuda":
         raise ValueError(
             f"{setting} moves what it is about from the GPU's memory to the host's, but the model is on {device.type}: "

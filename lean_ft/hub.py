@@ -1,26 +1,25 @@
 """Models from the Hugging Face hub: a repository's name becomes a folder in the hub's own cache, at a known commit.
 
-Everything goes through huggingface-hub: its cache, its token, its progress bars. What is added here: only what a
-finetune reads is fetched (pickled weights and other frameworks' copies of them are passed over), and every way to fail
-has one message that says what to do. Files come one at a time, weights last: a large one is transferred in parallel
-pieces anyway where hf-xet is installed, Ctrl-C answers at once and costs at most the file under way, and a snapshot
-that holds its weights is whole.
-
-The token is the one that huggingface-hub finds (HF_TOKEN, or what `hf auth login` stored). It is never read here.
+Everything goes through huggingface-hub: its cache, its token (which is never read here), its progress bars. What is added
+here: only what a finetune reads is fetched (pickled weights and other frameworks' copies of them are passed over), and
+every way to fail has one message that says what to do (`lean_ft.hub_errors`). Files come one at a time, weights last: a
+large one is transferred in parallel pieces anyway where hf-xet is installed, Ctrl-C answers at once and costs at most the
+file under way, and a snapshot that holds its weights is whole. `snapshot_download` does neither: it waits for the files
+under way before it lets Ctrl-C through, and a branch is its new commit from the start.
 """
 
-import contextlib
-import errno
 import json
 import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from lean_ft.hub_errors import OTHER_DISK, DownloadFailed, HubUnreachable, explained
+from lean_ft.whole_files import write_whole
 
 # huggingface_hub is imported where it is used: `leanft --help` must not wait for it.
 
@@ -38,7 +37,6 @@ TIMEOUT_SECONDS = 30.0  # for the hub to list a repository
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HTTP_CLIENTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # which one huggingface-hub uses is its affair
 _log = logging.getLogger(__name__)
 
 
@@ -50,9 +48,6 @@ class RepositoryName(NamedTuple):
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
-
-    def at(self, commit: str) -> "RepositoryName":
-        return RepositoryName(self.repo, commit)
 
     @property
     def names_commit(self) -> bool:
@@ -68,18 +63,6 @@ class Snapshot:
     commit: str
     num_files: int
     size_bytes: int
-
-
-class RepositoryNotFound(ValueError):
-    """The hub has no repository of this name that the token may see."""
-
-
-class DownloadFailed(RuntimeError):
-    """The hub, the network or the disk failed; the message says what to do."""
-
-
-class HubUnreachable(DownloadFailed):
-    """There is no way to the hub from here, or it is switched off."""
 
 
 def parse_name(text: str) -> RepositoryName | None:
@@ -109,13 +92,14 @@ def download(
         asked = repo if revision is None else f"{repo} at revision {revision}"
         raise ValueError(f"{asked!r} is no repository of the Hugging Face hub; expected org/name.")
     commit, sizes = _list_files(name)
-    selected = _select(name, sizes, include, exclude)
+    wanted = {file: sizes[file] for file in _select(name.repo, sizes, include, exclude)}
     folder = None if output_dir is None else _check_output_dir(Path(output_dir).expanduser())
-    _check_disk(name, commit, {file: sizes[file] for file in selected}, folder)
-    place = _fetch(name, commit, {file: sizes[file] for file in selected}, folder)
+    at_commit = RepositoryName(name.repo, commit)
+    _check_disk(at_commit, wanted, folder)
+    place = _fetch(at_commit, wanted, folder)
     if folder is None:
         _record_revision(name, commit)
-    return Snapshot(place, commit, len(selected), sum(sizes[file] for file in selected))
+    return Snapshot(place, commit, len(wanted), sum(wanted.values()))
 
 
 def model_folder(name: RepositoryName, weights: bool = True) -> Path:
@@ -134,11 +118,104 @@ def model_folder(name: RepositoryName, weights: bool = True) -> Path:
         if cached is None:
             raise
         if not name.names_commit:
-            _log.warning(_FROM_CACHE, name, cached.name)
+            _log.warning(
+                "%s: no way to the Hugging Face hub, so it is the copy in the cache, commit %s.", name, cached.name
+            )
         return cached
 
 
-_FROM_CACHE = "%s: no way to the Hugging Face hub, so it is the copy in the cache, commit %s."
+# What is fetched -------------------------------------------------------------------------------------------------
+
+
+def _list_files(name: RepositoryName) -> tuple[str, dict[str, int]]:
+    """The commit that `name` stands for, and its files with their sizes in bytes."""
+    from huggingface_hub import HfApi
+
+    with explained(name.repo, name.revision):
+        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
+    assert info.sha is not None
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    for file in sizes:
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
+            raise ValueError(f"{name.repo} lists a file {file!r}, which leads out of its folder. Nothing was fetched.")
+    return info.sha, sizes
+
+
+def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """The files to fetch: small ones, then config.json, then weights, so that what comes later vouches for the rest."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    def matching(allowed: Sequence[str], ignored: Sequence[str] = ()) -> list[str]:
+        return sorted(filter_repo_objects(sizes, allow_patterns=list(allowed), ignore_patterns=list(ignored)))
+
+    if not include and WEIGHTS not in exclude and not matching([WEIGHTS], SKIPPED):
+        others = matching(SKIPPED)
+        found = f"It has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}. " if others else ""
+        raise ValueError(
+            f"{repo} has no safetensors weights, and lean_ft reads no others. {found}"
+            "Look for another repository of the model; --include PATTERN fetches files of any kind."
+        )
+    wanted = matching(include, exclude) if include else matching(["*"], [*SKIPPED, *exclude])
+    if not wanted:
+        raise ValueError(
+            f"no file of {repo} is left to fetch with these patterns. It has: {', '.join(sorted(sizes)[:12])}"
+            f"{' ...' if len(sizes) > 12 else ''}"
+        )
+    return sorted(wanted, key=lambda file: (file.endswith(".safetensors"), file == "config.json"))
+
+
+def _check_output_dir(folder: Path) -> Path:
+    """The folder to fetch into, unless it holds something else: the hub's client overwrites files of the same name."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder, which need not exist yet.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / ".cache" / "huggingface").is_dir():
+        raise ValueError(f"{folder} holds files that no download put there; give a new or empty folder.")
+    return folder
+
+
+def _check_disk(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> None:
+    """Refuses to fetch the files of a commit where the disk has no room for them."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    def is_there(file: str) -> bool:
+        if folder is not None:
+            return (folder / file).is_file() and (folder / file).stat().st_size == sizes[file]
+        return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
+
+    needed = sum(size for file, size in sizes.items() if not is_there(file))
+    place = Path(constants.HF_HUB_CACHE) if folder is None else folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise DownloadFailed(
+            f"{name.repo} needs {gigabytes(needed)} more, and the disk of {place} has {gigabytes(free)} free. "
+            f"Nothing was fetched. {OTHER_DISK}"
+        )
+
+
+def _fetch(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> Path:
+    """Fetches the files of a commit in order, and returns the folder that they are in."""
+    from huggingface_hub import hf_hub_download
+
+    in_terminal, place = sys.stderr.isatty(), Path()
+    for done, (file, size) in enumerate(sizes.items()):
+        if not in_terminal and size >= 10**8:  # a terminal has the client's bars
+            print(f"fetching {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
+        try:
+            with explained(name.repo, name.revision):
+                path = Path(hf_hub_download(name.repo, file, revision=name.revision, local_dir=folder))
+        except KeyboardInterrupt as error:
+            error.add_note(
+                f"{done} of {len(sizes)} files of {name.repo} are complete and stay where they are; the same command "
+                f"goes on with {file}."
+            )
+            raise
+        place = folder or path.parents[len(PurePosixPath(file).parts) - 1]
+    return place
+
+
+# The layout of the hub's cache: models--org--name/{refs/main, snapshots/COMMIT/..., blobs/...} --------------------
 
 
 def find_cached(name: RepositoryName, weights: bool = True) -> Path | None:
@@ -163,112 +240,17 @@ def _has_weights(folder: Path) -> bool:
         return False
 
 
-# What is fetched -------------------------------------------------------------------------------------------------
+def cached_name(folder: Path) -> RepositoryName | None:
+    """The repository and commit that a folder is a snapshot of, in a cache of the hub's client; None for any other."""
+    repository = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not repository.startswith("models--"):
+        return None
+    return RepositoryName(repository.removeprefix("models--").replace("--", "/"), folder.name)
 
 
-def _list_files(name: RepositoryName) -> tuple[str, dict[str, int]]:
-    """The commit that `name` stands for, and its files with their sizes in bytes."""
-    from huggingface_hub import HfApi
-
-    with _explained(name):
-        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
-    assert info.sha is not None
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    for file in sizes:
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
-            raise ValueError(f"{name.repo} lists a file {file!r}, which leads out of its folder. Nothing was fetched.")
-    return info.sha, sizes
-
-
-def _select(name: RepositoryName, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """The files to fetch: small ones, then config.json, then weights, so that what comes later vouches for the rest."""
-    left_out = exclude if include else (*SKIPPED, *exclude)
-    wanted = [f for f in sizes if (not include or _matches(f, include)) and not _matches(f, left_out)]
-    has_weights = any(_matches(f, (WEIGHTS,)) and not _matches(f, SKIPPED) for f in sizes)
-    if not include and not has_weights and WEIGHTS not in exclude:
-        others = sorted(f for f in sizes if _matches(f, SKIPPED))
-        found = f"It has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}. " if others else ""
-        raise ValueError(
-            f"{name.repo} has no safetensors weights, and lean_ft reads no others. {found}"
-            "Look for another repository of the model; --include PATTERN fetches files of any kind."
-        )
-    if not wanted:
-        raise ValueError(
-            f"no file of {name.repo} is left to fetch with these patterns. It has: {', '.join(sorted(sizes)[:12])}"
-            f"{' ...' if len(sizes) > 12 else ''}"
-        )
-    return sorted(wanted, key=lambda f: (_matches(f, (WEIGHTS,)), f == "config.json", f))
-
-
-def _matches(file: str, patterns: Sequence[str]) -> bool:
-    """Whether a file matches a pattern; `*` crosses folders, and a folder stands for all that is in it."""
-    return any(fnmatchcase(file, pattern + "*" if pattern.endswith("/") else pattern) for pattern in patterns)
-
-
-def _check_output_dir(folder: Path) -> Path:
-    """The folder to fetch into, unless it holds something else: the hub's client overwrites files of the same name."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a folder, which need not exist yet.")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / ".cache" / "huggingface").is_dir():
-        raise ValueError(f"{folder} holds files that no download put there; give a new or empty folder.")
-    return folder
-
-
-def _check_disk(name: RepositoryName, commit: str, sizes: dict[str, int], folder: Path | None) -> None:
-    """Refuses a download that the disk has no room for."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    def is_there(file: str) -> bool:
-        if folder is not None:
-            return (folder / file).is_file() and (folder / file).stat().st_size == sizes[file]
-        return isinstance(try_to_load_from_cache(name.repo, file, revision=commit), str)
-
-    needed = sum(size for file, size in sizes.items() if not is_there(file))
-    place = Path(constants.HF_HUB_CACHE) if folder is None else folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise DownloadFailed(
-            f"{name.repo} needs {gigabytes(needed)} more, and the disk of {place} has {gigabytes(free)} free. "
-            f"Nothing was fetched. {_OTHER_DISK}"
-        )
-
-
-_OTHER_DISK = "Free some space, or choose another disk: --output-dir, or the variable HF_HOME for the hub's cache."
-
-
-def _fetch(name: RepositoryName, commit: str, sizes: dict[str, int], folder: Path | None) -> Path:
-    """Fetches files in order, and returns the folder that they are in."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    # Bars are for a terminal; elsewhere a line tells of each file that takes a while.
-    in_terminal = sys.stderr.isatty()
-    quiet = not in_terminal and not are_progress_bars_disabled()
-    file, place, done = "", folder, 0
-    if quiet:
-        disable_progress_bars()
-    try:
-        with _explained(name):
-            for file, size in sizes.items():
-                if not in_terminal and size >= 10**8:
-                    print(f"fetching {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
-                path = Path(hf_hub_download(name.repo, file, revision=commit, local_dir=folder))
-                if folder is None:
-                    place = path.parents[len(PurePosixPath(file).parts) - 1]
-                done += 1
-    except KeyboardInterrupt as error:
-        error.add_note(
-            f"{done} of {len(sizes)} files of {name.repo} are complete and stay where they are; the same command goes "
-            f"on with {file}."
-        )
-        raise
-    finally:
-        if quiet:
-            enable_progress_bars()
-    assert place is not None
-    return place
+def home_of_links(folder: Path) -> Path:
+    """Where links in a model's folder may lead: of a snapshot in the hub's cache to the blobs of its repository."""
+    return folder if cached_name(folder) is None else folder.parent.parent / "blobs"
 
 
 def _record_revision(name: RepositoryName, commit: str) -> None:
@@ -277,112 +259,15 @@ def _record_revision(name: RepositoryName, commit: str) -> None:
     Only now that the snapshot is whole: until then the one before it serves.
     """
     from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
     if name.names_commit:
         return
-    ref = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}" / "refs" / (name.revision or "main")
+    repository = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repo, repo_type="model")
+    ref = repository / "refs" / (name.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
-    temporary = ref.with_name(ref.name + ".tmp")
-    temporary.write_text(commit, encoding="utf-8")
-    temporary.replace(ref)
-
-
-# What went wrong -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _explained(name: RepositoryName) -> Iterator[None]:
-    """Says in one message what an error of the hub's client means and what to do; its own warnings are left out."""
-    client_log = logging.getLogger("huggingface_hub")
-    level = client_log.level
-    client_log.setLevel(logging.ERROR)  # they quote addresses that are signed, which is as good as a key
-    try:
-        yield
-    except Exception as error:
-        raise _explanation(error, name) from error
-    finally:
-        client_log.setLevel(level)
-
-
-def _explanation(error: Exception, name: RepositoryName) -> Exception:
-    from huggingface_hub import constants, errors, get_token
-
-    chain = _causes(error)
-    page = f"{constants.ENDPOINT}/{name.repo}"
-    login = "`hf auth login`, or the variable HF_TOKEN"
-    status = next((_status(cause) for cause in chain if _status(cause)), None)
-
-    def caused_by(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in chain)
-
-    if caused_by(errors.GatedRepoError):
-        if get_token() is None:
-            then = f"then give a token of that account: {login}."
-        else:
-            then = (
-                "with the account of your token. If you have: the owner may not have answered yet, and a fine-grained "
-                "token needs the permission to read gated repositories."
-            )
-        return ValueError(f"{name.repo} is gated (error {status}): accept its licence at {page}, {then}")
-    if caused_by(errors.RevisionNotFoundError):
-        return ValueError(
-            f"{name.repo} has no revision {name.revision!r} (error 404); expected one of its branches, tags or full "
-            f"commit hashes: {page}/commits/main"
-        )
-    if caused_by(errors.RepositoryNotFoundError):
-        whose = "of an account that may read it" if get_token() is not None else f"that may read it: {login}"
-        return RepositoryNotFound(
-            f"the Hugging Face hub knows no repository {name.repo!r}, or does not show it (error {status}). Check the "
-            f"spelling at {constants.ENDPOINT}/models?search={name.repo.partition('/')[2]}; a private one needs a "
-            f"token {whose}."
-        )
-    if status == 401:
-        return ValueError(
-            "the Hugging Face hub does not accept your token (error 401): it is mistyped, expired or revoked. Give "
-            f"another ({login}); {constants.ENDPOINT}/settings/tokens makes one."
-        )
-    if status == 403:
-        return ValueError(f"your token may not read {name.repo} (error 403). Give one that may: {login}.")
-    if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in chain):
-        return DownloadFailed(
-            f"the disk is full. The files of {name.repo} that are complete stay, and the same command goes on from "
-            f"there. {_OTHER_DISK}"
-        )
-    if caused_by(errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
-        return HubUnreachable(
-            f"HF_HUB_OFFLINE is set, so {name} is not fetched; a run takes what is whole in the cache, "
-            f"{constants.HF_HUB_CACHE}. Unset it to download."
-        )
-    if status is not None:
-        return DownloadFailed(
-            f"the Hugging Face hub answered with error {status} for {name.repo}. Give the same command again later: "
-            "what is complete is kept."
-        )
-    if caused_by(ConnectionError, TimeoutError) or any(_is_http(cause) for cause in chain):
-        return HubUnreachable(
-            f"the connection to the Hugging Face hub at {constants.ENDPOINT} failed ({type(error).__name__}). Check the "
-            "network and the proxy, then give the same command again: what is complete is kept."
-        )
-    if isinstance(error, OSError) and error.filename is not None:
-        return error  # a file of the cache or the folder that cannot be written: it names itself
-    return DownloadFailed(f"{name.repo} could not be fetched: {type(error).__name__}. Give the same command again.")
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error, and those that it came from."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
-def _status(error: Any) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _is_http(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in _HTTP_CLIENTS
+    with write_whole(ref) as temporary:
+        temporary.write_text(commit, encoding="utf-8")
 
 
 def gigabytes(num_bytes: int) -> str:

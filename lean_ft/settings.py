@@ -5,7 +5,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 """
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,9 @@ class Settings(BaseModel):
     """A group of settings: unknown keys are errors, values are checked and never silently converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+GroupT = TypeVar("GroupT", bound=Settings)
 
 
 class ModelConfig(Settings):
@@ -409,6 +412,9 @@ class RecipeConfig(Settings):
     eval_every: NonNegativeInt = Field(
         0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
     )
+    eval_answers: NonNegativeInt = Field(
+        0, description="Held-out questions that the model answers before and after training; 0 asks none."
+    )
     save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
     save_async: bool = Field(
         False,
@@ -466,3 +472,19 @@ class RecipeConfig(Settings):
                 f"a multiple of eval_every."
             )
         return self
+
+    def group(self, kind: type[GroupT]) -> GroupT | None:
+        """The recipe's group of settings of this kind, the first of several; None where it has none."""
+        return next((value for _, value in self if isinstance(value, kind)), None)
+
+
+class TrainingConfig(Protocol):
+    """What the Config of a recipe that trains has, whatever its objective: for calls that take the whole of it."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig
+    memory: MemoryConfig
+    clip_grad_norm: float | None
+    compile: bool

@@ -22,6 +22,7 @@ from lean_ft.settings import (
     ScheduleConfig,
     Settings,
     SFTDataConfig,
+    Source,
 )
 
 
@@ -117,6 +118,15 @@ def test_defaults_are_those_of_the_settings():
         ("data.columns.prompt=question", lambda c: c.data.columns, {"prompt": "question"}),
         ("data.columns.prompt=3", lambda c: c.data.columns, {"prompt": "3"}),
         ("data.columns={prompt: 3, completion: no}", lambda c: c.data.columns, {"prompt": "3", "completion": "no"}),
+        ("data.source=[a[0].jsonl, *.jsonl]", lambda c: c.data.source, ["a[0].jsonl", "*.jsonl"]),
+        (
+            "data.source=[a.[0,1].*,b.[0-3].[a-c], 'c, d[0]']",
+            lambda c: c.data.source,
+            ["a.[0,1].*", "b.[0-3].[a-c]", "c, d[0]"],
+        ),
+        ('data.source=[it\'s, a[0] , "b, *c"]', lambda c: c.data.source, ["it's", "a[0]", "b, *c"]),
+        ("data.source=[{path: 007, weight: 2}]", lambda c: c.data.source, [Source(path="007", weight=2.0)]),
+        ("optimizer={name: sgd, betas: [0.5, 0.6], lr: 1}", lambda c: c.optimizer.betas, (0.5, 0.6)),
         ("optimizer={name: sgd, lr: 1}", lambda c: (c.optimizer.name, c.optimizer.lr), ("sgd", 1.0)),
     ],
 )
@@ -130,6 +140,16 @@ def test_overrides_win_over_the_preset_and_the_last_of_two_wins(write):
     preset = write("batch_size: 4\noptimizer:\n  lr: 1e-3\n  name: sgd\nmodel: {path: 007}\n")
     config = load_config(Config, preset, ["data.source=d", "output_dir=o", "optimizer.lr=1", "optimizer.lr=2"])
     assert (config.batch_size, config.optimizer.name, config.optimizer.lr, config.model.path) == (4, "sgd", 2.0, "007")
+
+
+def test_a_preset_may_write_a_key_with_dots(write):
+    assert (
+        load(preset=write("optimizer.name: sgd\noptimizer: {lr: 1}")).optimizer
+        == load("optimizer.name=sgd", "optimizer.lr=1").optimizer
+    )
+    assert "'optimizer.lr' is given twice (first in line 1)" in refusal(
+        preset=write("optimizer: {lr: 1}\noptimizer.lr: 2")
+    )
 
 
 def test_a_mapping_is_extended_by_its_entries_and_replaced_as_a_whole(write):
@@ -405,13 +425,16 @@ def test_a_setting_called_required_stays_in_the_schema():
 
 
 def test_preset_values_are_what_the_file_sets(write):
-    preset = write("model: {path: 007}\noptimizer:\n  lr: 1e-5\n  betas: [0.9, 0.95]\ndata:\n  columns: {}\n")
+    preset = write(
+        "model: {path: 007}\noptimizer:\n  lr: 1e-5\n  betas: [0.9, 0.95]\n"
+        "data:\n  columns: {}\n  source:\n  - {path: no, weight: 2}\n  - 1e5[0]\n  - '*'\n"
+    )
     values = preset_values(preset)
-    assert list(values) == ["model.path", "optimizer.lr", "optimizer.betas", "data.columns"]
+    assert list(values) == ["model.path", "optimizer.lr", "optimizer.betas", "data.columns", "data.source"]
     assert values["optimizer.betas"] == "[0.9, 0.95]"
     # They can be given as overrides, one by one.
     overrides = [f"{key}={value}" for key, value in values.items()]
-    rest = ["data.source=d", "output_dir=o"]
+    rest = ["output_dir=o"]
     assert load_config(Config, None, [*overrides, *rest]) == load_config(Config, preset, rest)
 
 

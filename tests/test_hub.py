@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
 
-from lean_ft import hub
+from lean_ft import hub, hub_errors
 from tests.hub_server import SIGNATURE, TOKEN, Repository
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -193,16 +193,16 @@ def test_an_interrupted_download_goes_on_with_what_is_missing(server, monkeypatc
 
 
 def test_a_name_that_the_hub_does_not_know(server, monkeypatch):
-    with pytest.raises(hub.RepositoryNotFound, match=r"'org/modle'.*error 401.*search=modle.*HF_TOKEN"):
+    with pytest.raises(hub_errors.RepositoryNotFound, match=r"'org/modle'.*error 401.*search=modle.*HF_TOKEN"):
         hub.download("org/modle")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(hub.RepositoryNotFound, match=r"'org/modle'.*error 404.*of an account that may read it"):
+    with pytest.raises(hub_errors.RepositoryNotFound, match=r"'org/modle'.*error 404.*of an account that may read it"):
         hub.download("org/modle")
 
 
 def test_a_private_repository_needs_a_token(server, repository, monkeypatch):
     repository.private = True
-    with pytest.raises(hub.RepositoryNotFound):
+    with pytest.raises(hub_errors.RepositoryNotFound):
         hub.download("org/model")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert hub.download("org/model").commit == NEW
@@ -248,19 +248,19 @@ def test_a_name_that_is_none(server, name):
 
 def test_a_hub_that_is_out_of_order(server):
     server.failing_status = 400
-    with pytest.raises(hub.DownloadFailed, match="answered with error 400"):
+    with pytest.raises(hub_errors.DownloadFailed, match="answered with error 400"):
         hub.download("org/model")
 
 
 def test_no_network(server, no_network):
     no_network()
-    with pytest.raises(hub.HubUnreachable, match="the connection to the Hugging Face hub at http"):
+    with pytest.raises(hub_errors.HubUnreachable, match="the connection to the Hugging Face hub at http"):
         hub.download("org/model")
 
 
 def test_offline_by_choice(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(hub.HubUnreachable, match="HF_HUB_OFFLINE is set, so org/model is not fetched"):
+    with pytest.raises(hub_errors.HubUnreachable, match="HF_HUB_OFFLINE is set, so org/model is not fetched"):
         hub.download("org/model")
     assert server.requests == []
 
@@ -268,14 +268,16 @@ def test_offline_by_choice(server, monkeypatch):
 def test_a_disk_with_too_little_room_is_known_before(server, monkeypatch):
     usage = hub.shutil.disk_usage("/")
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(hub.DownloadFailed, match=r"needs 0\.2 MB more.*0\.0 MB free.*Nothing was fetched.*HF_HOME"):
+    with pytest.raises(
+        hub_errors.DownloadFailed, match=r"needs 0\.2 MB more.*0\.0 MB free.*Nothing was fetched.*HF_HOME"
+    ):
         hub.download("org/model")
     assert server.fetched() == []
 
 
 def test_a_disk_that_fills_up(server, monkeypatch):
     monkeypatch.setattr(file_download, "http_get", fill_the_disk)
-    with pytest.raises(hub.DownloadFailed, match=r"the disk is full.*goes on from there.*HF_HOME"):
+    with pytest.raises(hub_errors.DownloadFailed, match=r"the disk is full.*goes on from there.*HF_HOME"):
         hub.download("org/model")
 
 
@@ -308,7 +310,7 @@ def test_a_model_is_fetched_once_and_serves_without_a_network(server, no_network
 
 def test_a_model_that_is_not_cached_needs_the_network(server, no_network):
     no_network()
-    with pytest.raises(hub.HubUnreachable):
+    with pytest.raises(hub_errors.HubUnreachable):
         hub.model_folder(hub.parse_name("org/model"))
 
 
@@ -329,7 +331,7 @@ def test_a_branch_that_moved_while_half_fetched_leaves_the_whole_copy_in_service
     repository.revisions["main"] = NEW
     with monkeypatch.context() as patch:
         patch.setattr(file_download, "http_get", fill_the_disk)
-        with pytest.raises(hub.DownloadFailed):
+        with pytest.raises(hub_errors.DownloadFailed):
             hub.model_folder(hub.parse_name("org/model"))
     no_network()
     assert hub.model_folder(hub.parse_name("org/model")) == old

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lean_ft import catalog, hub
-from lean_ft.assets import resolve_model_path
 from lean_ft.config import describe, load_config, preset_values
+from lean_ft.paths import resolve_model_path
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
 

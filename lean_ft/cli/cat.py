@@ -1,6 +1,7 @@
 """`leanft cat`: a preset, or every setting of a recipe."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ def cat(
 ) -> None:
     """Print a preset, or a recipe's settings with defaults, units and meaning."""
     file = catalog.find_either(name)
-    if file.suffix != ".py":
+    if isinstance(file, Path) and file.suffix != ".py":
         if schema:
             raise ValueError(f"--schema is for a recipe, and '{name}' is a preset.")
         typer.echo(file.read_text(encoding="utf-8"), nl=False)
@@ -31,4 +32,7 @@ def cat(
     if schema:
         typer.echo(json.dumps(config_schema(config_class), indent=2, ensure_ascii=False))
     else:
-        typer.echo(f"# {file.stem}: {catalog.summary(file)}\n\n{commented_yaml(config_class)}", nl=False)
+        typer.echo(
+            f"# {file.stem if isinstance(file, Path) else file.name}: {catalog.summary(file)}\n\n{commented_yaml(config_class)}",
+            nl=False,
+        )

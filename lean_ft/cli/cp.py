@@ -21,4 +21,5 @@ def cp(
     source = catalog.find_either(name)
     copy = catalog.copy_to(source, destination, force=force)
     example = f"leanft run {copy} --config NAME" if copy.suffix == ".py" else f"leanft run RECIPE --config {copy}"
-    typer.echo(f"copied {source} to {copy}\nEdit it, then: {example}")
+    copied = source.file if isinstance(source, catalog.Alias) else source
+    typer.echo(f"copied {copied} to {copy}\nEdit it, then: {example}")

@@ -15,6 +15,7 @@ from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.output import stdout
 from lean_ft.config import load_config
 from lean_ft.settings import DataConfig
+from lean_ft.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 CONTROL = Style(color="magenta")
@@ -152,7 +153,7 @@ def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str
                 status.update(f"rehearsing a step with rows of {length:,} tokens")
                 data = cfg.data.model_copy(update={"max_length": length})
                 peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
-                peaks[length] = f"{peak_bytes / 2**30:.2f} GiB"
+                peaks[length] = gibibytes(peak_bytes)
     return peaks
 
 

@@ -20,14 +20,16 @@ def ls(
 ) -> None:
     """List recipes and presets, or what one recipe needs."""
     if recipe is None:
-        print_rows("Recipes", {name: catalog.summary(file) for name, file in catalog.recipes().items()})
+        recipes = {**catalog.recipes(), **catalog.aliases()}
+        print_rows("Recipes", {name: catalog.summary(file) for name, file in recipes.items()})
         print_rows("Presets", {name: _what_it_is(file) for name, file in catalog.presets().items()})
         return
     file = catalog.find_recipe(recipe)
     config_class = catalog.load_recipe(file).Config
     settings = describe(config_class)
     fitting = {n: f for n, f in catalog.presets().items() if preset_fits(config_class, f)}
-    stdout().print(f"{catalog.summary(file)}\n{file}\n", markup=False)
+    where = file.file if isinstance(file, catalog.Alias) else file
+    stdout().print(f"{catalog.summary(file)}\n{where}\n", markup=False)
     print_rows("Presets that fit", {name: _what_it_is(preset) for name, preset in fitting.items()})
     print_rows("Settings it needs", {s.key: f"{s.description} ({s.type})" for s in settings if s.required})
     with_default = sum(not setting.required for setting in settings)

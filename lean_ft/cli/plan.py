@@ -1,6 +1,5 @@
 """`leanft plan`: what a run takes, before it runs, and which settings fit a budget."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,14 +11,13 @@ from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.output import stdout
 from lean_ft.config import load_config
+from lean_ft.units import gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device
     from lean_ft.plan.rehearsal import Rehearsal
     from lean_ft.plan.search import Search
 
-GIB = 2**30
-_UNITS = {"kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SHOWN = 5  # settings listed from those that fit
 
 
@@ -54,7 +52,7 @@ def plan(
     from lean_ft.plan.search import search
 
     device = choose_device(device_name, cfg.device)
-    budget_bytes = _bytes(budget) if budget is not None else device.memory_bytes
+    budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
     rehearsal = rehearse(module, cfg, device)
     _print_rehearsal(rehearsal, device)
     if png is not None:
@@ -84,50 +82,39 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device") -> None:
         f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {device.name} "
         f"in {rehearsal.planning_seconds:.1f} s"
     )
-    console.print(Text(f"peak {_gib(rehearsal.peak_bytes)}, {rehearsal.peak.where}", style="bold"))
+    console.print(Text(f"peak {gibibytes(rehearsal.peak_bytes)}, {rehearsal.peak.where}", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right")
     for label, count in sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1]):
         if count >= 2**20:
-            table.add_row(f"  {label}", _gib(count))
+            table.add_row(f"  {label}", gibibytes(count))
     console.print(table)
 
 
 def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, reserved: int) -> None:
     console = stdout()
-    held_back = f" ({_gib(reserved)} of it kept for the driver and between blocks)" if reserved else ""
+    held_back = f" ({gibibytes(reserved)} of it kept for the driver and between blocks)" if reserved else ""
     if not found.fitting:
         nearest = found.too_large[0]
         console.print(
-            f"nothing fits {_gib(budget_bytes)}{held_back}. The nearest takes {_gib(nearest.peak_bytes)}: "
+            f"nothing fits {gibibytes(budget_bytes)}{held_back}. The nearest takes {gibibytes(nearest.peak_bytes)}: "
             f"{nearest.command_line or 'the settings as they are'}"
         )
         console.print("A shorter data.max_length or a smaller model takes less.")
         return
     own_speed = rehearsal.tokens / rehearsal.step_seconds
-    console.print(f"fits {_gib(budget_bytes)}{held_back}, from the fastest on:")
+    console.print(f"fits {gibibytes(budget_bytes)}{held_back}, from the fastest on:")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "peak", "speed", "overrides"):
         table.add_column(column, justify="right" if column in ("peak", "speed") else "left", overflow="fold")
     for i, candidate in enumerate(found.fitting[:_SHOWN]):
         table.add_row(
             "  *" if i == 0 else "",
-            _gib(candidate.peak_bytes),
+            gibibytes(candidate.peak_bytes),
             f"{candidate.tokens_per_second / own_speed:.2f}x",
             candidate.command_line or "(as they are)",
         )
     console.print(table)
     console.print(f"\nto use the first, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
     console.print("Speeds are estimates against the settings as they are; good for comparing, not for promises.")
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text.lower())
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"--budget is {text!r}; expected an amount of memory such as 24GiB or 16GB.")
-    return int(float(match[1]) * _UNITS[match[2]])

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft.allocators import prepare_allocators
-from lean_ft.assets import repository_name
 from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.config import load_config
 from lean_ft.interrupts import OutsideTraining
+from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
 
 
@@ -68,9 +68,9 @@ def run(
         module = load_recipe(recipe_file)
         cfg = load_config(module.Config, preset_file, overrides or [])
         if names_repository(cfg):
-            from lean_ft.training.pinning import pin_models  # here, as it brings torch
+            from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
-            cfg = pin_models(cfg)
+            cfg = hold_models_to_commits(cfg)
         if isinstance(cfg, RecipeConfig) and cfg.plan:
             _tell_outlook(module, cfg)
         try:
@@ -85,8 +85,8 @@ def run(
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Says what the run is going to take, before it loads weights."""
+    from lean_ft.log import say
     from lean_ft.plan.beforehand import foresee
-    from lean_ft.training.progress import say
 
     try:
         outlook = foresee(recipe, cfg)

@@ -6,10 +6,10 @@ from typing import Any
 import typer
 
 from lean_ft import catalog
-from lean_ft.assets import repository_name, resolve_model_path
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
 from lean_ft.config import dump, load_config
 from lean_ft.hub import find_cached
+from lean_ft.paths import repository_name, resolve_model_path
 
 
 def validate(recipe: Recipe, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:

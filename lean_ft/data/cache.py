@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lean_ft.whole_files import sync
+
 FORMAT = 1  # of entries; part of every key
 ABOUT = "about.json"
 UNFINISHED = ".unfinished"
@@ -139,7 +141,7 @@ def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
         # Fails where another run put a whole one there meanwhile: the two are equal, and that one stays.
         with contextlib.suppress(OSError):
             path.rename(folder / key)
-        _sync_folder(folder)
+        sync(folder)
     finally:
         os.close(lock)
         _remove(path)
@@ -200,14 +202,5 @@ def _remove(path: Path) -> None:
 
 
 def _close_on_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
     file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(Path(file.name))

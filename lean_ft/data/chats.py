@@ -132,9 +132,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         return {**call, "function": _tool_call(call["function"], where)}
     if not isinstance(call.get("arguments"), str):
         return call
-    # OpenAI sends arguments as JSON in a string; templates write them out as JSON once more.
+    # OpenAI sends arguments as JSON in a string, and some of its servers nothing for none.
+    arguments = call["arguments"] if call["arguments"].strip() else "{}"
     try:
-        arguments = parse_json(call["arguments"]) if call["arguments"].strip() else {}
+        parse_json(arguments)
     except ValueError as error:
         raise ValueError(
             f"{where}: the arguments of the tool call {call.get('name')!r} are not JSON: {error}."

@@ -9,10 +9,10 @@ shares) or a clock set back can hide a change that leaves the size as it was.
 
 import contextlib
 import hashlib
-import os
-import tempfile
 import time
 from pathlib import Path
+
+from lean_ft.whole_files import write_whole
 
 SETTLED_SECONDS = 2.0  # the coarsest clock that a common file system has
 READ_BYTES = 2**20
@@ -45,7 +45,5 @@ def content_digest(file: Path, remembered: Path) -> str:
 
 def _remember(note: Path, digest: str) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=note.parent)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(digest)
-    os.replace(name, note)
+    with write_whole(note) as temporary:
+        temporary.write_text(digest, encoding="ascii")

@@ -129,6 +129,11 @@ class PairReader:
             passages.append(
                 self.tokenizer.passage(chat.messages, tools, train_on="completion", untrained=chat.untrained)
             )
+        if any(passage.num_rewritten for passage in passages):
+            raise ValueError(
+                "a side answers more than once, and the chat template ends an answer otherwise once another message "
+                "follows. Give one answer each, and what comes before it as `prompt`."
+            )
         return passages
 
 

@@ -20,16 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from lean_ft.assets import resolve_data_path
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batches import Batches, EvalBatches, Layout
+from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
 from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, limit_size, load_entry
 from lean_ft.data.content import content_digest
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import list_sources, source_files
+from lean_ft.paths import resolve_data_path
 from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig, Sources
+from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -66,6 +67,8 @@ def prepare_batches(
     config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
 ) -> tuple[Batches, EvalBatches | None]:
     """What the two above do, for the settings of any objective."""
+    if (watcher := stage()) is not None:
+        return watcher.batches(lambda: longest_batch(config, batch_size)), None
     folder = cache_folder(config.cache_dir)
     used: set[str] = set()
     prepared = load_documents(config, tokenizer, config.source, folder)

@@ -90,7 +90,8 @@ class Renderer:
         read: list[tuple[Row, list[Passage | Document]]] = []
         for row in rows:
             try:
-                read.append((row, self.reader.passages(row)))
+                read.append((row, passages := self.reader.passages(row)))
+                report.rewritten_answers += sum(p.num_rewritten for p in passages if isinstance(p, Passage))
             except ValueError as error:
                 self._skip_or_raise(error, report)
         try:

@@ -27,6 +27,8 @@ class DataReport:
     """Tokens cut off by truncation."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
+    rewritten_answers: int = 0
+    """Answers without labels because the chat template gives them another end once they are history."""
     bad_rows: int = 0
     """Rows left out because they could not be read."""
     bad_row_examples: list[str] = field(default_factory=list)
@@ -51,6 +53,9 @@ class DataReport:
         if self.truncated:
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        if self.rewritten_answers:
+            ended = "messages follow them, and the chat template then ends them otherwise"
+            parts.append(f"{self.rewritten_answers:,} answers not trained ({ended})")
         share = self.target_tokens / max(1, self.tokens)
         parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.packed_rows is not None and self.packing_efficiency is not None:
@@ -119,6 +124,7 @@ class DataReport:
         self.kept += other.kept
         self.truncated += other.truncated
         self.lost_tokens += other.lost_tokens
+        self.rewritten_answers += other.rewritten_answers
         self.tokens += other.tokens
         self.target_tokens += other.target_tokens
         self.bad_rows += other.bad_rows

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from lean_ft.assets import resolve_data_path
 from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.text_files import read_text_file
+from lean_ft.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Source, Sources
 
 EXPECTED = "a JSONL, JSON, CSV, TSV or Parquet file, a glob, or a Hugging Face dataset (org/name)"

@@ -7,27 +7,26 @@ then does it get its name. One model is in memory at a time: the source's goes b
 """
 
 import gc
-import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lean_ft.assets import resolve_model_path
-from lean_ft.export.places import check_destination, find_source, remove, room_for
+from lean_ft.export.places import check_destination, find_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
+from lean_ft.paths import resolve_model_path
 from lean_ft.peft import MergeReport, base_model, is_adapter, load_merged
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.checkpoint import checkpoint_bytes, rename_over
+from lean_ft.training.checkpoint import checkpoint_bytes
+from lean_ft.units import parse_bytes
+from lean_ft.whole_files import write_whole
 
 _NUM_POSITIONS = 32  # of the input whose logits are compared
 # Weights and arithmetic are the same on both sides; only the order of a sum may differ, by where tensors lie.
 _TOLERANCE_ROUNDINGS = 4
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def export_folder(
     the destination taken, or a weight too large for the dtype; OSError where the disk is full; RuntimeError where what
     was written does not compute what the source does. In every case nothing is left behind.
     """
-    max_shard_bytes = parse_bytes(max_shard_size)
+    max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES)}.{did_you_mean(dtype, list(_DTYPES))}")
     folder, destination = find_source(source), Path(destination).expanduser()
@@ -101,8 +100,7 @@ def export_folder(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     needed_bytes = checkpoint_bytes(model, 0)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
-    try:
+    with write_whole(destination) as temporary:
         with room_for(needed_bytes, destination):
             save_model(model, temporary, max_shard_bytes)
             if tokenizer is not None:
@@ -110,10 +108,6 @@ def export_folder(
         del model
         gc.collect()
         difference = _compare(expected, _logits(load_model(temporary, dtype=wanted)), wanted)
-        rename_over(temporary, destination)
-    except BaseException:
-        remove(temporary)
-        raise
     return ExportedFolder(
         folder,
         destination,
@@ -125,14 +119,6 @@ def export_folder(
         difference,
         merged,
     )
-
-
-def parse_bytes(text: str) -> int:
-    """`5GB`, `800MiB`, `2.5GB` to bytes; KB, MB and GB are powers of 1000. Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B|B)", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size of a file; expected a number and a unit: 5GB, 800MB, 2GiB.")
-    return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
 def check_is_adapter(folder: Path, expected: bool) -> None:

@@ -9,7 +9,6 @@ Source: the GGUF specification (ggml, docs/gguf.md) and llama.cpp's tensor names
 architectures.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,14 @@ from torch import Tensor
 
 from lean_ft.export.folder import check_finite, check_is_adapter, has_tokenizer
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
-from lean_ft.export.places import check_destination, find_source, remove, room_for
+from lean_ft.export.places import check_destination, find_source, room_for
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype
 from lean_ft.models.rope import RopeConfig, rope_frequencies
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import SMALL_FILES_BYTES
+from lean_ft.whole_files import write_whole
 
 # How matrices are stored, with the number of llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
@@ -103,8 +103,7 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
     needed_bytes = sum(_num_bytes(tensor, kinds[name]) for name, (tensor, _) in tensors.items()) + SMALL_FILES_BYTES
 
     destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
-    try:
+    with write_whole(destination, on_disk=True) as temporary:
         with room_for(needed_bytes, destination):
             writer = gguf.GGUFWriter(temporary, architecture)
             for key, value in metadata.items():
@@ -125,13 +124,7 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
             for name, (tensor, num_heads) in tensors.items():
                 writer.write_tensor_data(_encode(gguf, _interleave(tensor, num_heads), kinds[name]))
             writer.close()
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
         _check(gguf, temporary, metadata, tensors, kinds)
-        os.replace(temporary, destination)
-    except BaseException:
-        remove(temporary)
-        raise
     kept_wider = [name for name, stored in kinds.items() if kind == "q8_0" and stored == "f16"]
     return ExportedGGUF(folder, destination, kind, architecture, len(tensors), destination.stat().st_size, kept_wider)
 

@@ -1,17 +1,16 @@
 """Where an export comes from and where it goes: the source found whole, the destination free and roomy."""
 
 import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lean_ft.assets import resolve_model_path
 from lean_ft.models.hf_format import WEIGHTS_INDEX
+from lean_ft.paths import resolve_model_path
 from lean_ft.peft import is_adapter
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES
-from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, list_checkpoints
-from lean_ft.training.progress import gibibytes, say
+from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, newest_whole
+from lean_ft.units import gibibytes
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES}
@@ -30,21 +29,12 @@ def find_source(source: str | Path) -> Path:
         if (folder / MANIFEST).is_file():
             check_whole(folder)
         return folder
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
+    checkpoint = newest_whole(folder, "Passed over for an earlier one.")
+    if checkpoint is None:
         raise ValueError(
             f"{folder} has neither a config.json, as a checkpoint has, nor checkpoints step_*, as a run directory has."
         )
-    problem = ""
-    for checkpoint in reversed(checkpoints):
-        try:
-            check_whole(checkpoint)
-        except ValueError as error:
-            problem = str(error)
-            say("damaged", f"{problem} Passed over for an earlier one.")
-            continue
-        return checkpoint
-    raise ValueError(f"no whole checkpoint is left in {folder}: {problem}")
+    return checkpoint
 
 
 def check_destination(destination: Path, source: Path, force: bool) -> None:
@@ -94,11 +84,3 @@ def room_for(needed_bytes: int, destination: Path) -> Iterator[None]:
             f"the disk of {destination.parent} filled up during the export, which needs {gibibytes(needed_bytes)}. "
             f"What was written is removed. Free some space, or name a place on another disk."
         ) from None
-
-
-def remove(path: Path) -> None:
-    """Deletes a file or a folder that may not be there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

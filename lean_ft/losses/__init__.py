@@ -1,6 +1,8 @@
 """Losses that work on hidden states, so that no recipe ever holds a (tokens, vocabulary) tensor."""
 
+from lean_ft.losses.chunk_tokens import loss_chunk_tokens
+from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
-from lean_ft.losses.token_statistics import TokenStatistics
+from lean_ft.losses.statistics import TokenStatistics
 
-__all__ = ["IGNORED_LABEL", "TokenStatistics", "linear_cross_entropy"]
+__all__ = ["IGNORED_LABEL", "CrossEntropy", "TokenStatistics", "linear_cross_entropy", "loss_chunk_tokens"]

@@ -30,7 +30,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lean_ft.losses.token_statistics import TokenStatistics
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.shapes_only import counted_as, device_type, repeated
 
 IGNORED_LABEL = -100
 
@@ -42,6 +43,7 @@ EAGER_ELEMENTS = {
 ADDED_ELEMENTS = 1 << 18  # of a product that a CPU adds to a wider sum at a time
 
 
+@counted_as("loss")
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -70,7 +72,7 @@ def linear_cross_entropy(
         softcap: logits become `softcap * tanh(logit / softcap)` first, as some models want (Gemma 2); None leaves them.
         label_smoothing: share of each target's probability that is spread over the whole vocabulary.
         z_loss: coefficient of the squared logarithm of the softmax's normaliser, which is added to each token's loss.
-        statistics: where to add the number of right predictions and the entropy, without gradients.
+        statistics: where to add `token_accuracy`, the number of right predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
 
     Returns:
@@ -112,7 +114,7 @@ def linear_cross_entropy(
         _compiled_softmax_gradient(terms) if compile else partial(_softmax_gradient_in_blocks, terms=terms),
     )
     if statistics is not None:
-        statistics.add(num_right=sums[0], entropy=sums[1])
+        statistics.add(token_accuracy=sums[0], entropy=sums[1])
     return loss
 
 
@@ -151,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(3, dtype=losses_dtype, device=hidden.device)
         # One tensor serves all chunks but a shorter last: mapping a fresh one costs a CPU as much as the softmax.
         logits = hidden.new_empty(0, weight.shape[0], dtype=compute_dtype)
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        for start in repeated(range(0, hidden.shape[0], chunk_tokens), shown=2):  # the first begins the sums
             chunk = slice(start, start + chunk_tokens)
             chunk_hidden = hidden[chunk].to(compute_dtype)  # (C, D)
             if logits.shape[0] != chunk_hidden.shape[0]:
@@ -281,12 +283,13 @@ def _cap(logits: Tensor, softcap: float) -> None:
 
 def _softmax_gradient_in_blocks(logits: Tensor, labels: Tensor, rows: Tensor, terms: _Terms) -> None:
     """The same without a compiler: a few rows at a time, so that the float32 copies stay small."""
-    limit = EAGER_ELEMENTS["cpu" if logits.device.type == "cpu" else "other"]
+    limit = EAGER_ELEMENTS["cpu" if device_type(logits.device) == "cpu" else "other"]
     num_rows = max(1, limit // logits.shape[1])
-    for block in zip(logits.split(num_rows), labels.split(num_rows), rows.split(num_rows), strict=True):
+    for start in repeated(range(0, logits.shape[0], num_rows)):
+        block = slice(start, start + num_rows)
         if terms.softcap is not None:
-            _cap(block[0], terms.softcap)
-        _softmax_gradient(*block, terms=terms)
+            _cap(logits[block], terms.softcap)
+        _softmax_gradient(logits[block], labels[block], rows[block], terms=terms)
 
 
 @cache

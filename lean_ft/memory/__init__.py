@@ -7,7 +7,6 @@ from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
 from lean_ft.memory.float8 import float8_products
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
-from lean_ft.memory.loss_chunk import loss_chunk_tokens
 from lean_ft.memory.offload import offload_activations
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
 from lean_ft.memory.tiling import tile_mlp
@@ -20,7 +19,6 @@ __all__ = [
     "compile_layers",
     "float8_products",
     "fuse_tied_gradient",
-    "loss_chunk_tokens",
     "offload_activations",
     "pool_host_memory",
     "tile_mlp",

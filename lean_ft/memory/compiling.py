@@ -22,6 +22,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import lean_ft.models.document_attention  # noqa: F401  (defines the operation whose cost is told below)
+from lean_ft.shapes_only import stage
 
 
 def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:
@@ -42,14 +43,20 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
         if activation_budget is None:
             layer.compile(fullgraph=True)
         else:
-            layer.compile(fullgraph=True, backend=_inductor_within(activation_budget))
+            layer.compile(fullgraph=True, backend=_within(activation_budget))
     return len(layers)
+
+
+def _within(budget: float) -> Callable[..., Any]:
+    """The default compiler, under a budget that holds for its own work alone: the setting is the whole process's."""
+    _tell_cost_of_attention()
+    if stage() is not None:  # a planner's compiler takes the place of any, and goes by the process's setting
+        functorch_config.activation_memory_budget = budget
+    return _inductor_within(budget)
 
 
 @cache
 def _inductor_within(budget: float) -> Callable[..., Any]:
-    """The default compiler, under a budget that holds for its own work alone: the setting is the whole process's."""
-    _tell_cost_of_attention()
     inductor = lookup_backend("inductor")
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from lean_ft.settings import MemoryConfig
+from lean_ft.whole_files import write_whole
 
 SMALLEST_BYTES = 2**17  # smaller tensors stay with malloc
 _SOURCE = Path(__file__).with_name("host_pool.cpp")
@@ -58,9 +59,8 @@ def pool_host_memory(smallest_bytes: int = SMALLEST_BYTES) -> None:
             _build(compiler, built)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                part = folder / f"{library.name}.{os.getpid()}"
-                shutil.copyfile(built, part)
-                part.replace(library)  # at once, for who builds it at the same time
+                with write_whole(library) as part:  # others may be building it at the same time
+                    shutil.copyfile(built, part)
             except OSError:  # no such place to keep it: it is built again the next time
                 library = built
         huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch's own variable for its own allocator

@@ -11,11 +11,19 @@ MAX_NUMBER = 1e30  # leaves room to multiply; an integer of config.json may be t
 
 
 class Fields:
-    """The fields of a config.json over their defaults; it checks what is read, and remembers which were."""
+    """The fields of a config.json over their defaults; it checks what is read, and remembers which were.
+
+    As to transformers, a null in the place of an object of settings is an absent field; any other null is a value, which
+    a reader knows (no window, no soft cap) or refuses.
+    """
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self.config = config
-        self.values = {**defaults, **config}
+        self.values = {
+            name: value
+            for name, value in [*defaults.items(), *config.items()]
+            if value is not None or not isinstance(defaults.get(name), dict)
+        }
         self.where = where
         self.read: set[str] = set()
 

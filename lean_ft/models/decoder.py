@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lean_ft.models.attention import Attention
 from lean_ft.models.cache import KVCache, LayerCache
@@ -108,7 +107,7 @@ class Decoder(nn.Module):
 
     `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving; `part_of` is
     the model_type of the whole where it is the language model of one that reads images too.
-    `router_aux_loss_coef` is the weight of `auxiliary_loss`; at 0 it is not computed.
+    `router_aux_loss_coef` is the weight of the router's loss; at 0 it is not computed. Nothing is kept between calls.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -127,7 +126,6 @@ class Decoder(nn.Module):
         self.generation_config: bytes | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
-        self._router_logits: list[Tensor] = []  # (B * T, experts) a mixture, of the last forward pass
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -148,13 +146,19 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         return_hidden: bool = False,
         lengths: Tensor | None = None,
-    ) -> Tensor:
+        return_router_loss: bool = False,
+        is_token: Tensor | None = None,
+    ) -> Any:
         """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
         packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
         on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
+
+        With `return_router_loss` returns beside that what a mixture's uneven load adds to a mean loss, a float32 scalar:
+        `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it. It is None where the coefficient is 0
+        or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, and
         where the cache is full.
@@ -177,8 +181,8 @@ class Decoder(nn.Module):
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
 
         hidden = self._embed(input_ids)
-        self._router_logits = []
-        keeps_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         for i, layer in enumerate(self.model.layers):
@@ -187,31 +191,27 @@ class Decoder(nn.Module):
             hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i])
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
-                if keeps_router_logits:
-                    self._router_logits.append(router_logits)
+                if balances:
+                    all_router_logits.append(router_logits)
         hidden = self.model.norm(hidden)
         if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
             hidden = hidden / self.config.logits_divisor
         if cache is not None:
             cache.advance()
-        return hidden if return_hidden else self.logits(hidden)
+        result = hidden if return_hidden else self.logits(hidden)
+        if not return_router_loss:
+            return result
+        if not all_router_logits:
+            return result, None
+        assert self.mixture is not None
+        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token)
+        return result, self.router_aux_loss_coef * balance
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
         logits = F.linear(hidden, self.output_weight)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def auxiliary_loss(self, is_token: Tensor | None = None) -> Tensor:
-        """Returns what the last forward pass adds to a mean loss for its experts' uneven load, a float32 scalar.
-
-        It is `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it, and can be asked for once; 0
-        where there are no routers, or none that trains. is_token (B, T) bool: False on padding, which does not count.
-        """
-        router_logits, self._router_logits = self._router_logits, []
-        if self.mixture is None or not router_logits:
-            return torch.zeros((), device=self.output_weight.device)
-        return self.router_aux_loss_coef * load_balancing_loss(router_logits, self.mixture.experts_per_token, is_token)
 
     def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """The length of the text that each position belongs to, (B or 1, T or 1), if any frequency depends on it."""
@@ -263,7 +263,7 @@ def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None
         f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at "
         f"{num_rows * num_tokens}."
     )
-    if cu_seqlens.is_cuda or isinstance(cu_seqlens, FakeTensor):  # the planner's tensors have no values to check
+    if cu_seqlens.is_cuda:
         torch.ops.aten._assert_async.msg(fits, message)
     elif not fits:
         raise ValueError(message)

@@ -5,8 +5,8 @@ error, never a warning. Then each tensor is read straight into its parameter, so
 Only safetensors files are read; pickled weights (.bin, .pth) can run code when they are opened and are refused.
 """
 
+import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,23 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config, language_model_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.paths import resolve_model_path
+from lean_ft.settings import ModelConfig
+from lean_ft.shapes_only import counted_as, outside, stage
+from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
+_FINGERPRINT_PAGES = 8192
+
 AfterModule = Callable[[Decoder, str], None]
 
 
+@counted_as("weights")
 def load_model(
-    path: str | Path,
+    path: str | Path | ModelConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     random_init: bool = False,
@@ -38,7 +45,8 @@ def load_model(
     after_module: AfterModule | None = None,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
-    every parameter in `dtype`.
+    every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
+    precision, with parameters in float32.
 
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
@@ -47,8 +55,13 @@ def load_model(
     where the folder, its config.json or its weights are not what is
     expected; nothing is allocated before that is known.
     """
+    if isinstance(path, ModelConfig):
+        dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
+        random_init, router_aux_loss_coef, path = path.random_init, path.router_aux_loss_coef, path.path
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
+    watcher = stage()
+    random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
     hf_config, config, part_of = _described(folder, router_aux_loss_coef)
     if random_init:
@@ -73,6 +86,8 @@ def load_model(
         model.router_aux_loss_coef = router_aux_loss_coef
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    if watcher is not None:
+        watcher.watch(model)
     return model
 
 
@@ -83,6 +98,22 @@ def stored_dtype(folder: Path) -> torch.dtype:
         if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype in _DTYPES else torch.float32
+
+
+def weights_fingerprint(folder: Path) -> str | None:
+    """Tells a folder's weights from others by a sample of every tensor's bytes; None for a folder without weights.
+
+    Where the folder lies, how its files are called and cut and when they were written makes no difference. About 8,192
+    pages are read, so that it takes seconds at most; other weights in places between them, and nowhere else, go unseen.
+    """
+    if not any((folder / name).is_file() for name in (_WEIGHTS, WEIGHTS_INDEX)):
+        return None
+    tensors, digest = _stored_tensors(folder), hashlib.sha256()
+    for name, stored in sorted(tensors.items()):
+        digest.update(f"{name} {stored.dtype_name} {list(stored.shape)}\n".encode())
+        for page in stored.sampled(max(2, _FINGERPRINT_PAGES // len(tensors))):
+            digest.update(page)
+    return digest.hexdigest()
 
 
 def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
@@ -186,7 +217,7 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
     try:
-        with torch.device("meta"):
+        with outside(), torch.device("meta"):
             return Decoder(config).to(dtype)
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
         raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None
@@ -237,9 +268,7 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
     if not file.is_file():
         raise ValueError(f"{source} names the weight file {name!r}, which is missing from {folder}.")
     target, home = file.resolve(), folder.resolve()
-    # In the hub's own cache a snapshot's files are links into the blobs of the same repository.
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+    if not target.is_relative_to(home) and not target.is_relative_to(home_of_links(home)):
         raise ValueError(
             f"the weight file {name!r} of {folder} is a link to {target}, outside the folder. Copy the file into it."
         )
@@ -352,12 +381,8 @@ def _as_json(content: dict[str, Any]) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    try:
+    with write_whole(file) as temporary:
         temporary.write_bytes(content)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -8,14 +8,15 @@ The format is eight bytes of length, a JSON header, and the tensors' bytes
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lean_ft.whole_files import write_whole
 
 _DTYPES = {
     "F64": torch.float64,
@@ -33,6 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
 _STAGING_BYTES = 2**20
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,19 @@ class StoredTensor:
                 part = flat[start : start + step]
                 _read_exactly(file, staging[: part.numel()], self.file)
                 part.copy_(staging[: part.numel()])
+
+    def sampled(self, num_pages: int) -> Iterator[bytes]:
+        """Yields pages of the tensor's bytes, evenly spread from the first to the last; all of it where it has no more."""
+        assert self.dtype is not None
+        size = math.prod(self.shape) * self.dtype.itemsize
+        with open(self.file, "rb", buffering=0) as file:
+            if size <= num_pages * _PAGE_BYTES:
+                file.seek(self.offset)
+                yield file.read(size)
+                return
+            for page in range(num_pages):
+                file.seek(self.offset + page * (size - _PAGE_BYTES) // (num_pages - 1))
+                yield file.read(_PAGE_BYTES)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -117,7 +132,7 @@ def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors, one at a time, under a temporary name that becomes `file` once it is whole."""
+    """Writes tensors, one at a time; `file` is whole or as it was."""
     # The library's order: wide dtypes first, so that each tensor's bytes are aligned; then by name.
     names = sorted(tensors, key=lambda name: (_order(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -131,15 +146,10 @@ def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         }
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in names:
-                stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with write_whole(file) as temporary, temporary.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
 
 
 def _order(dtype: torch.dtype) -> int:

@@ -9,31 +9,42 @@ Embeddings, the output layer and vectors have AdamW's two moments, as in the pap
 state. S, L: the shorter and the longer side.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lean_ft.optim.gradients import gradient_norm
-from lean_ft.optim.matrix_rule import MatrixRule
-from lean_ft.optim.rule import ParameterState, StepInfo
-from lean_ft.optim.slices import RoundingNoise, Sliced, flat, slice_length, slices, store
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, slice_length, slices
 
 SCALE = 128**0.5  # makes up for the size of a projection to one dimension
 STEPS_A_PROJECTION = 200
 LARGEST_GROWTH = 1.01  # of the scaled gradient's norm from one step to the next
 
 
-class ApolloMini(MatrixRule):
-    """weight -= lr * (sqrt(128) * |adamw(p @ grad)| / |p @ grad| * grad + weight_decay * weight)."""
+class ApolloMini(Rule):
+    """weight -= lr * (sqrt(128) * |adamw(p @ grad)| / |p @ grad| * grad + weight_decay * weight).
 
-    def __init__(self, *, betas: tuple[float, float], eps: float, compile: bool, **settings: Any) -> None:
-        super().__init__(betas=betas, eps=eps, compile=compile, **settings)
+    For the matrices inside layers; experts' matrices are one.
+    """
+
+    def __init__(
+        self,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        stochastic_rounding: bool,
+        compile: bool,
+    ) -> None:
         self.beta1, self.beta2 = betas
         self.eps = eps
-        self._update = Sliced(_update, compile=compile)
+        self.weight_decay = weight_decay
+        self.draws_noise = stochastic_rounding
+        self._move = Sliced(move, compile=compile)
 
-    def init_own(self, param: Tensor) -> dict[str, Tensor]:
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
         longer = max(param.numel() // param.shape[-1], param.shape[-1])
         return {
             "exp_avg": torch.zeros(longer, device=param.device),
@@ -41,8 +52,15 @@ class ApolloMini(MatrixRule):
             "norm": torch.zeros((), device=param.device),  # of the last step's scaled gradient
         }
 
-    def update_own(self, state: ParameterState, step: StepInfo) -> None:
-        grad = state.grad.view(-1, state.param.shape[-1])  # experts' matrices are one
+    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
+        for state in states:
+            ratio = self._ratio(state, step)
+            noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+            self._move([flat(state.param), flat(state.grad)], step.lr, ratio, self.weight_decay, noise=noise)
+
+    def _ratio(self, state: ParameterState, step: StepInfo) -> Tensor:
+        """What the gradient is multiplied by, (); moves the state on."""
+        grad = state.grad.view(-1, state.param.shape[-1])
         projected = project(grad, seed=projection_seed(state.index, step.number))  # (L,)
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
         exp_avg.lerp_(projected, 1 - self.beta1)
@@ -56,13 +74,7 @@ class ApolloMini(MatrixRule):
         allowed = torch.where(last > 0, last * LARGEST_GROWTH, norm)
         limit = (allowed / norm.clamp(min=tiny)).clamp(max=1.0)
         last.copy_(norm * limit)
-        self._update(
-            [flat(state.param), flat(state.grad)],
-            step.lr,
-            ratio * limit,
-            self.weight_decay,
-            noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
-        )
+        return ratio * limit
 
 
 def projection_seed(index: int, step_number: int) -> int:
@@ -83,15 +95,3 @@ def project(grad: Tensor, seed: int) -> Tensor:
         else:
             result.addmv_(block.T, vector[part])
     return result
-
-
-def _update(
-    weight: Tensor,
-    grad: Tensor,
-    noise: Tensor | None,
-    lr: float | Tensor,
-    ratio: float | Tensor,
-    weight_decay: float | Tensor,
-) -> None:
-    value = weight.to(torch.float32, copy=True)
-    store(weight, value - lr * (grad.float() * ratio + value * weight_decay), noise)

@@ -1,6 +1,6 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -8,39 +8,41 @@ import torch
 from torch import nn
 
 from lean_ft.optim.adafactor import Adafactor
-from lean_ft.optim.adamw import AdamW
-from lean_ft.optim.adamw_4bit import AdamW4bit
+from lean_ft.optim.adamw import AdamW, Moment
+from lean_ft.optim.adamw_4bit import Moment4bit
 from lean_ft.optim.adamw_8bit import AdamW8bit
-from lean_ft.optim.adamw_8bit_torchao import AdamW8bitTorchao
+from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
-from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig
+from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
+from lean_ft.shapes_only import counted_as, device_type
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
+MIN_CODED_ELEMENTS = 4096
+PAGED_WITHOUT_CUDA = (
+    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
+    "memory, as with adamw_8bit."
+)
 MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
 
 
+@counted_as("optimizer state")
 def build_optimizer(
-    model: nn.Module,
-    cfg: OptimizerConfig,
-    *,
-    clip_grad_norm: float | None,
-    uses_loss_scaling: bool,
-    compile: bool,
-    lr_ratios: Mapping[str, float] = MappingProxyType({}),
+    model: nn.Module, recipe_cfg: TrainingConfig, *, lr_ratios: Mapping[str, float] = MappingProxyType({})
 ) -> Optimizer:
-    """The optimizer that `cfg` asks for, over the parameters of `model` that require gradients.
+    """The optimizer that a recipe's settings ask for, over the parameters of `model` that require gradients.
 
-    `compile` compiles the rule's update; `lr_ratios` multiplies learning rates, by the ends of parameters' names.
-    Raises ValueError for settings that contradict each other or the model.
+    `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that
+    contradict each other or the model.
     """
-    _refuse_contradictions(cfg, clip_grad_norm=clip_grad_norm, uses_loss_scaling=uses_loss_scaling)
+    cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
+    _refuse_contradictions(cfg, clip_grad_norm=recipe_cfg.clip_grad_norm, loss_scaling=loss_scaling)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if cfg.stochastic_rounding:
         for name, param in trainable:
@@ -49,7 +51,7 @@ def build_optimizer(
                     f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is {param.dtype}, which "
                     "loses no update that matters. Set optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
-    devices = {param.device.type for _, param in trainable}
+    devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg)
     if cfg.state == "paged" and devices and devices != {"cuda"}:
@@ -57,44 +59,78 @@ def build_optimizer(
             "optimizer.state=paged keeps state in CUDA's managed memory, which the driver moves between the GPU and the "
             f"host, but the model is on {min(devices - {'cuda'})}. Set optimizer.state=device."
         )
-    rule = _rule(cfg, model, compile)
-    if cfg.state == "streamed" and trainable:
-        rule = stream_state(rule, trainable[0][1].device)
-    return Optimizer(trainable, rule, in_backward=cfg.in_backward, lr_ratios=lr_ratios)
+    paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
+    on_gpu = devices == {"cuda"}
+    return Optimizer(
+        trainable,
+        _rules(cfg, model, paged=paged and on_gpu, compile=recipe_cfg.compile),
+        in_backward=cfg.in_backward,
+        lr_ratios=lr_ratios,
+        loss_scaling=loss_scaling,
+        streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
+        notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
+    )
 
 
-def _rule(cfg: OptimizerConfig, model: nn.Module, compile: bool) -> Rule:
-    every: dict[str, Any] = {"stochastic_rounding": cfg.stochastic_rounding, "compile": compile}
-    every["weight_decay"] = cfg.weight_decay
-    adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, **every}
+def _rules(
+    cfg: OptimizerConfig, model: nn.Module, *, paged: bool, compile: bool
+) -> Rule | Callable[[nn.Parameter], Rule]:
+    """The rule of all parameters; where it is for some alone, what tells each one's: the others get AdamW."""
+    every: dict[str, Any] = {"weight_decay": cfg.weight_decay, "stochastic_rounding": cfg.stochastic_rounding}
+    adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, "update_clipping": cfg.update_clipping, **every}
+    in_float32 = Moment(torch.float32), Moment(torch.float32)
     match cfg.name:
         case "sgd":
-            return SGD(momentum=cfg.momentum or 0.0, **every)
+            return SGD(momentum=cfg.momentum or 0.0, compile=compile, **every)
         case "adafactor":
-            return Adafactor(**every)
+            return Adafactor(compile=compile, **every)
         case "adamw":
-            return AdamW(update_clipping=cfg.update_clipping, **adamw)
-        case "adamw_4bit":
-            return AdamW4bit(update_clipping=cfg.update_clipping, **adamw)
+            return AdamW(compile=compile, **adamw)
         case "adamw_8bit" | "paged_adamw_8bit":
-            paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
-            return AdamW8bit(update_clipping=cfg.update_clipping, paged=paged, **adamw)
+            own, others = (
+                AdamW8bit(paged=paged, compile=compile, **adamw),
+                AdamW(moments=in_float32, compile=False, **adamw),
+            )
+            is_own = _is_large
+        case "adamw_4bit":
+            moments = Moment4bit(signed=True), Moment4bit(signed=False)
+            own, others = (
+                AdamW(moments=moments, compile=compile, **adamw),
+                AdamW(moments=in_float32, compile=False, **adamw),
+            )
+            is_own = _is_large
         case "adamw_8bit_torchao":
-            return AdamW8bitTorchao(**adamw)
+            moments = Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)
+            own, others = AdamW(moments=moments, compile=compile, **adamw), AdamW(compile=False, **adamw)
+            is_own = lambda param: _is_large(param) and param.numel() % Moment8bitTorchao.block == 0  # noqa: E731
         case "muon":
             momentum = MUON_MOMENTUM if cfg.momentum is None else cfg.momentum
-            return Muon(momentum=momentum, not_matrices=_not_matrices(model), **adamw)
+            own, others = Muon(momentum=momentum, compile=compile, **every), AdamW(compile=compile, **adamw)
+            is_own = _is_matrix_of(model)
         case "apollo_mini":
-            return ApolloMini(not_matrices=_not_matrices(model), **adamw)
+            own = ApolloMini(betas=cfg.betas, eps=cfg.eps, compile=compile, **every)
+            others = AdamW(compile=compile, **adamw)
+            is_own = _is_matrix_of(model)
+    return lambda param: own if is_own(param) else others
 
 
-def _not_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of two dimensions that no layer multiplies by: embeddings, the output layer, stacks of biases."""
+def _is_large(param: nn.Parameter) -> bool:
+    """Whether coding its moments is worth while: of norms and biases there is little to save, and much to lose."""
+    return param.numel() >= MIN_CODED_ELEMENTS
+
+
+def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
+    """Whether a layer multiplies by the parameter, of which dimensions before the last two number separate matrices.
+
+    Embeddings and the output layer do not count: their rows are tokens, and get gradients of very different sizes. Nor do
+    stacks of biases.
+    """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    weights = [param for module in embeddings for param in module.parameters()]
-    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-    output = getattr(model, "output_weight", None)
-    return [*weights, *biases, *([output] if isinstance(output, nn.Parameter) else [])]
+    others = {param for module in embeddings for param in module.parameters()}
+    others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
+    if isinstance(output := getattr(model, "output_weight", None), nn.Parameter):
+        others.add(output)
+    return lambda param: param.ndim >= 2 and param not in others
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
@@ -115,7 +151,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             ) from error
 
 
-def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, uses_loss_scaling: bool) -> None:
+def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, loss_scaling: bool) -> None:
     can_clip = cfg.name in CLIPPING_RULES
     if cfg.in_backward and clip_grad_norm is not None:
         instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if can_clip else ""
@@ -124,7 +160,7 @@ def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None
             "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "
             f"Set clip_grad_norm=null{instead}, or set optimizer.in_backward=false."
         )
-    if cfg.in_backward and uses_loss_scaling:
+    if cfg.in_backward and loss_scaling:
         raise ValueError(
             "model.dtype=float16 scales the loss, and whether the scaled gradients overflowed is known only "
             "when all are there, but optimizer.in_backward=true updates before that. "

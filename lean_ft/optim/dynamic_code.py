@@ -15,22 +15,12 @@ are two quicker ways, which agree: tables, for plain calls (1 to 2 ns), and arit
 vector instructions of.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 NUM_DECADES = 7
-ZERO_CODE = {True: 127, False: 0}  # signed -> the code of 0
 # float32 bits that a table's index drops: its bins are 1/256 of a binade, narrower than midpoints are apart.
 _BIN_SHIFT = 15
-
-
-class DynamicCode(Protocol):
-    """float32 <-> uint8, elementwise, for numbers within the code's range."""
-
-    def encode(self, numbers: Tensor) -> Tensor: ...
-    def decode(self, codes: Tensor) -> Tensor: ...
 
 
 def code_values(signed: bool) -> Tensor:
@@ -39,11 +29,6 @@ def code_values(signed: bool) -> Tensor:
     mirrored = -magnitudes.flip(0) if signed else magnitudes[:0]
     zero, one = magnitudes.new_zeros(1), magnitudes.new_ones(1)
     return torch.cat([mirrored, zero, magnitudes, one])
-
-
-def smallest_magnitude(*, signed: bool) -> float:
-    """The least of the code's values above 0."""
-    return _lowest(0, signed)
 
 
 def _num_bins(decade: int, signed: bool) -> int:
@@ -55,46 +40,60 @@ def _decade_values(decade: int, signed: bool) -> Tensor:
     return 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
 
 
-class TableCode:
-    """The code by table lookups: what to use outside torch.compile.
-
-    The upper 17 bits of a float32 pick a bin so narrow that it holds one midpoint at most; the table has
-    the code of its lower end, and comparing with the midpoint after that code settles the rest. NaN gets
-    some code; its block's scale stays NaN.
-    """
-
-    def __init__(self, *, signed: bool, device: torch.device) -> None:
-        values = code_values(signed)
-        midpoints = (values[1:] + values[:-1]) / 2
-        patterns = (torch.arange(2 ** (32 - _BIN_SHIFT)) << _BIN_SHIFT).to(torch.int32)
-        ends = torch.stack([patterns, patterns | (2**_BIN_SHIFT - 1)]).view(torch.float32).nan_to_num(0.0)
-        self.values = values.to(device)
-        self._midpoints = torch.cat([midpoints, midpoints.new_tensor([float("inf")])]).to(device)
-        self._lower_codes = torch.searchsorted(midpoints, ends.amin(0)).to(device, torch.uint8)
-
-    def encode(self, numbers: Tensor) -> Tensor:
-        index = numbers.reshape(-1).view(torch.int32).bitwise_right_shift(_BIN_SHIFT)
-        index.bitwise_and_(2 ** (32 - _BIN_SHIFT) - 1)
-        codes = self._lower_codes.index_select(0, index)
-        next_midpoints = self._midpoints.index_select(0, index.copy_(codes))
-        return codes.add_(numbers.reshape(-1) > next_midpoints).view(numbers.shape)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return self.values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-
-
-class ArithmeticCode:
-    """The code by comparisons and one linear map a decade: what to use inside torch.compile.
-
-    All constants are computed where they are used: dynamo makes constants of them, but arguments of floats
-    that it finds in attributes.
-    """
+class DynamicCode:
+    """float32 <-> uint8, elementwise, for numbers within the code's range; inside torch.compile by arithmetic."""
 
     def __init__(self, *, signed: bool) -> None:
-        self._signed = signed
+        self.signed = signed
+        self.zero_code = 127 if signed else 0
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def encode(self, numbers: Tensor) -> Tensor:
-        signed = self._signed
+        by_arithmetic = torch.compiler.is_compiling()
+        return self.encode_by_arithmetic(numbers) if by_arithmetic else self.encode_by_tables(numbers)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        by_arithmetic = torch.compiler.is_compiling()
+        return self.decode_by_arithmetic(codes) if by_arithmetic else self.decode_by_tables(codes)
+
+    def smallest_magnitude(self) -> float:
+        """The least of the values above 0."""
+        return _lowest(0, self.signed)
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The values (256,), the midpoint after each, and the code of the lower end of each bin of `encode_by_tables`."""
+        if device not in self._tables:
+            values = code_values(self.signed)
+            midpoints = (values[1:] + values[:-1]) / 2
+            patterns = (torch.arange(2 ** (32 - _BIN_SHIFT)) << _BIN_SHIFT).to(torch.int32)
+            ends = torch.stack([patterns, patterns | (2**_BIN_SHIFT - 1)]).view(torch.float32).nan_to_num(0.0)
+            lower_codes = torch.searchsorted(midpoints, ends.amin(0)).to(device, torch.uint8)
+            next_midpoints = torch.cat([midpoints, midpoints.new_tensor([float("inf")])])
+            self._tables[device] = values.to(device), next_midpoints.to(device), lower_codes
+        return self._tables[device]
+
+    def encode_by_tables(self, numbers: Tensor) -> Tensor:
+        """The upper 17 bits of a float32 pick a bin so narrow that it holds one midpoint at most.
+
+        The table has the code of the bin's lower end, and comparing with the midpoint after that code settles the rest.
+        NaN gets some code; its block's scale stays NaN.
+        """
+        _, next_midpoints, lower_codes = self.tables(numbers.device)
+        index = numbers.reshape(-1).view(torch.int32).bitwise_right_shift(_BIN_SHIFT)
+        index.bitwise_and_(2 ** (32 - _BIN_SHIFT) - 1)
+        codes = lower_codes.index_select(0, index)
+        midpoints = next_midpoints.index_select(0, index.copy_(codes))
+        return codes.add_(numbers.reshape(-1) > midpoints).view(numbers.shape)
+
+    def decode_by_tables(self, codes: Tensor) -> Tensor:
+        values, _, _ = self.tables(codes.device)
+        return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+    # By comparisons and one linear map a decade. All constants are computed where they are used: dynamo makes constants
+    # of them, but arguments of floats that it finds in attributes.
+
+    def encode_by_arithmetic(self, numbers: Tensor) -> Tensor:
+        signed = self.signed
         zero_k, one_k = (0.0, 128.0) if signed else (1.0, 256.0)
         magnitude = numbers.abs() if signed else numbers
         starts = [magnitude > _lower_threshold(decade, signed) for decade in range(NUM_DECADES)]
@@ -105,13 +104,13 @@ class ArithmeticCode:
         k = torch.where(starts[0], k, zero_k)
         k = torch.where(magnitude > (1.0 + _highest(NUM_DECADES - 1, signed)) / 2, one_k, k)
         if signed:  # -1 has no code of its own
-            k = ZERO_CODE[True] + torch.where(numbers < 0, -k.clamp(max=one_k - 1), k)
+            k = self.zero_code + torch.where(numbers < 0, -k.clamp(max=one_k - 1), k)
         return (k - zero_k).to(torch.uint8)
 
-    def decode(self, codes: Tensor) -> Tensor:
-        signed = self._signed
+    def decode_by_arithmetic(self, codes: Tensor) -> Tensor:
+        signed = self.signed
         zero_k, one_k = (0.0, 128.0) if signed else (1.0, 256.0)
-        offset_k = codes.float() - (ZERO_CODE[True] if signed else -zero_k)
+        offset_k = codes.float() - (self.zero_code if signed else -zero_k)
         k = offset_k.abs() if signed else offset_k
         starts = [k >= float(_num_bins(decade, signed)) for decade in range(NUM_DECADES)]
         width = _choose(starts, [_bin_width(decade, signed) for decade in range(NUM_DECADES)])

@@ -1,6 +1,6 @@
 """Norms of gradients without copies of them, and scaling them in place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
     return not scalars or bool(torch.stack([scalar.reshape(()).float() for scalar in scalars]).isfinite().all())
 
 
-def zero_unless_finite(grad: Tensor, norm: Tensor, all_finite: Callable[[Sequence[Tensor]], bool] = all_finite) -> None:
+def zero_unless_finite(grad: Tensor, norm: Tensor) -> None:
     """Set a gradient to zero in place if its norm is not finite. On a GPU the host does not wait to learn of it."""
     if grad.is_cuda:
         grad.masked_fill_(norm.isfinite().logical_not(), 0.0)

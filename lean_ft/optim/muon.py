@@ -9,14 +9,13 @@ The singular values are brought together by five steps of an odd polynomial, all
 they work on the whole matrix, with about four times its memory. R, C: rows and columns.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lean_ft.optim.matrix_rule import MatrixRule
-from lean_ft.optim.rule import ParameterState, StepInfo
-from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, store
 
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at zero, near 1 from there on
 NUM_ITERATIONS = 5
@@ -24,31 +23,31 @@ SMALLEST_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
 
 
-class Muon(MatrixRule):
-    """weight -= lr * (0.2 * sqrt(max(R, C)) * orthogonal(grad and momentum) + weight_decay * weight)."""
+class Muon(Rule):
+    """weight -= lr * (0.2 * sqrt(max(R, C)) * orthogonal(grad and momentum) + weight_decay * weight).
 
-    def __init__(self, *, momentum: float, compile: bool, **settings: Any) -> None:
-        super().__init__(compile=compile, **settings)
+    For the matrices inside layers; dimensions before the last two number separate matrices.
+    """
+
+    def __init__(self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool) -> None:
         self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.draws_noise = stochastic_rounding
         self._advance = Sliced(_advance, compile=compile)
-        self._update = Sliced(_update, compile=compile)
+        self._move = Sliced(move, compile=compile)
 
-    def init_own(self, param: Tensor) -> dict[str, Tensor]:
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(param, requires_grad=False)}
 
-    def update_own(self, state: ParameterState, step: StepInfo) -> None:
-        momentum, grad = flat(state.tensors["momentum"]), flat(state.grad)
-        noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
-        direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
-        self._advance([grad, momentum, flat(direction)], self.momentum, noise=noise)
-        scale = RMS_OF_ADAMW * max(state.param.shape[-2:]) ** 0.5
-        self._update(
-            [flat(state.param), flat(orthogonal(direction).contiguous())],
-            step.lr,
-            scale,
-            self.weight_decay,
-            noise=noise,
-        )
+    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
+        for state in states:
+            noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+            direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
+            momentum = flat(state.tensors["momentum"])
+            self._advance([flat(state.grad), momentum, flat(direction)], self.momentum, noise=noise)
+            scale = RMS_OF_ADAMW * max(state.param.shape[-2:]) ** 0.5
+            direction = orthogonal(direction).contiguous()
+            self._move([flat(state.param), flat(direction)], step.lr, scale, self.weight_decay, noise=noise)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -64,21 +63,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
-def _advance(grad: Tensor, momentum: Tensor, direction: Tensor, noise: Tensor | None, beta: float | Tensor) -> None:
+def _advance(tensors: list[Tensor], noise: Tensor | None, beta: float | Tensor) -> None:
     """Nesterov's: the momentum after this gradient, and the direction that looks one step further along it."""
+    grad, momentum, direction = tensors
     gradient = grad.float()
     total = momentum.float() * beta + gradient * (1 - beta)
     store(momentum, total, noise)
     direction.copy_(total * beta + gradient * (1 - beta))
-
-
-def _update(
-    weight: Tensor,
-    direction: Tensor,
-    noise: Tensor | None,
-    lr: float | Tensor,
-    scale: float | Tensor,
-    weight_decay: float | Tensor,
-) -> None:
-    value = weight.to(torch.float32, copy=True)
-    store(weight, value - lr * (direction.float() * scale + value * weight_decay), noise)

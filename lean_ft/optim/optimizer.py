@@ -8,11 +8,9 @@ give bitwise the same weights.
 The loop is the same for both:
 
     optimizer.set_lr(lr)                                    # before backward: the hooks read it
-    for batch in micro_batches:
-        optimizer.update_in_backward(batch is last)
-        optimizer.expect_finite(loss)                       # or else the step is skipped
-        loss.backward()
-    grad_norm = optimizer.finish_gradients(scaler, max_norm)
+    for i, batch in enumerate(micro_batches):
+        optimizer.scale(loss, last=i == len(micro_batches) - 1).backward()
+    grad_norm = optimizer.finish_gradients(max_norm)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -24,7 +22,7 @@ is not finite, which tells of it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -33,49 +31,61 @@ from torch import Tensor, nn
 from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.streamed import StreamedState
+from lean_ft.shapes_only import stage
 
 
 class Optimizer:
     """Updates named parameters by a rule; `in_backward` does so from hooks during backward.
 
-    Parameters that need no gradient are left out, and a tied parameter is one parameter. Learning rates are
-    set by `set_lr` before each step; `lr_ratios` says by what a parameter's is multiplied, by the end of its name.
-    `notes` says what was adjusted for the device.
+    `rule` is one for all parameters, or tells each parameter's. Parameters that need no gradient are left out, and a tied
+    parameter is one parameter. Learning rates are set by `set_lr` before each step; `lr_ratios` says by what a
+    parameter's is multiplied, by the end of its name. `loss_scaling` is for float16; `scaler` is then at work, and idle
+    otherwise. With `streamed` the state lives on the host. `notes` says what was adjusted for the device.
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        rule: Rule,
+        rule: Rule | Callable[[nn.Parameter], Rule],
         *,
         in_backward: bool,
         lr_ratios: Mapping[str, float] = MappingProxyType({}),
+        loss_scaling: bool = False,
+        streamed: StreamedState | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
+        assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
                 trainable.setdefault(param, name)
         if not trainable:
             raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
-        self.rule = rule
         self.in_backward = in_backward
+        self.scaler = LossScaler(enabled=loss_scaling)
         self.lr = 0.0
         self.step_count = 0  # updates made, the same for all parameters
         self.skipped_steps = 0  # steps not made because a loss or gradients were not finite
-        self._states = [
-            ParameterState(name, param, index, rule.init_state(param))
-            for index, (param, name) in enumerate(trainable.items())
-        ]
-        self._lr_ratios = [
-            next((ratio for end, ratio in lr_ratios.items() if state.name.endswith(end)), 1.0) for state in self._states
-        ]
-        self.notes = rule.notes
+        self.streamed = streamed
+        self.notes = tuple(notes)
+        self._states: list[ParameterState] = []
+        for index, (param, name) in enumerate(trainable.items()):
+            own_rule = rule if isinstance(rule, Rule) else rule(param)
+            ratio = next((ratio for end, ratio in lr_ratios.items() if name.endswith(end)), 1.0)
+            tensors = own_rule.init_state(param)
+            tensors = streamed.init_state(tensors) if streamed else tensors
+            self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors))
+        self.rules = list(dict.fromkeys(state.rule for state in self._states))
         self._updates_now = False  # whether hooks update in the coming backward
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
         self._skips = False  # whether the step under way is skipped
-        self._all_finite = all_finite
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
+        if (watcher := stage()) is not None:
+            watcher.watch_optimizer(
+                ((state.name, state.param) for state in self._states), self.state_bytes, streamed=streamed is not None
+            )
         if in_backward:
             for state in self._states:
                 state.param.register_post_accumulate_grad_hook(self._hook_of(state))
@@ -84,25 +94,23 @@ class Optimizer:
         """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
         self.lr = lr
 
-    def update_in_backward(self, enabled: bool) -> None:
-        """Whether the coming backward completes the step's gradients: True for the last micro-batch.
+    def scale(self, loss: Tensor, *, last: bool) -> Tensor:
+        """The loss to call backward on next; float16's is multiplied, all others come back as they are.
 
-        Until then gradients add up as usual. Without in-backward stepping this does nothing.
-        """
-        self._updates_now = enabled and self.in_backward
-
-    def expect_finite(self, loss: Tensor) -> None:
-        """Skip the step if `loss`, on which backward is called next, is not finite; the module says what that means.
-
-        In backward the host waits for it before a step's last micro-batch, elsewhere for all of them in
-        `finish_gradients`.
+        `last` says that this backward completes the step's gradients: in backward it updates, and until then gradients
+        add up. A step with a loss that is not finite is skipped; the host learns of it before the last backward where
+        that updates, elsewhere in `finish_gradients`.
         """
         self._losses.append(loss.detach())
+        self._updates_now = last and self.in_backward
         if self._updates_now:
-            self._skips = not self._all_finite(self._losses)
+            self._skips = not all_finite(self._losses)
+        if (watcher := stage()) is not None:
+            watcher.begin_backward()
+        return self.scaler.scale(loss)
 
     @torch.no_grad()
-    def finish_gradients(self, scaler: LossScaler, max_norm: float | None) -> Tensor:
+    def finish_gradients(self, max_norm: float | None = None) -> Tensor:
         """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
 
         The norm is a float32 scalar on the device, for which the host waits, to skip the step if it is not finite.
@@ -110,7 +118,6 @@ class Optimizer:
         """
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
-            assert not scaler.enabled, "the overflow check needs every gradient before any update"
             self._update_leftovers()
             if self._skips:
                 return self._zero() * torch.nan
@@ -119,16 +126,16 @@ class Optimizer:
         grads = [state.param.grad for state in self._states if state.param.grad is not None]
         if not grads:
             return self._zero()
-        norm = global_norm([gradient_norm(grad) for grad in grads]) / scaler.value
-        self._skips = not self._all_finite([norm, *self._losses])
+        norm = global_norm([gradient_norm(grad) for grad in grads]) / self.scaler.value
+        self._skips = not all_finite([norm, *self._losses])
         if self._skips:
-            scaler.update(overflowed=True)
+            self.scaler.update(overflowed=True)
             return norm
         if max_norm is not None:
-            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scaler.value)
-        elif scaler.enabled:
-            scale_gradients(grads, 1.0 / scaler.value)
-        scaler.update(overflowed=False)
+            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scaler.value)
+        elif self.scaler.enabled:
+            scale_gradients(grads, 1.0 / self.scaler.value)
+        self.scaler.update(overflowed=False)
         return norm
 
     @torch.no_grad()
@@ -141,9 +148,7 @@ class Optimizer:
             self._close_step()
             return
         if not self.in_backward:
-            for ratio in dict.fromkeys(self._lr_ratios):
-                states = [state for state in self._states if self._lr_ratios[state.index] == ratio]
-                self.rule.update([state for state in states if state.param.grad is not None], self._step_info(ratio))
+            self._update([state for state in self._states if state.param.grad is not None])
         self.step_count += 1
         self._close_step()
 
@@ -167,7 +172,8 @@ class Optimizer:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
         if any(state.param.is_cuda for state in self._states):
             torch.cuda.synchronize()  # paged state is read by the host
-        self.rule.settle()
+        if self.streamed is not None:
+            self.streamed.settle()
         tensors = {
             "step": torch.tensor(self.step_count),
             "skipped_steps": torch.tensor(self.skipped_steps),
@@ -192,9 +198,11 @@ class Optimizer:
                 f"The saved optimizer state does not belong to this model: {problem}. "
                 "Resume with the model and the settings that saved it."
             )
+        if self.streamed is not None:
+            self.streamed.forget()
         for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
             names = saved.get(state.name, {})
-            self.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
+            state.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
         self.skipped_steps = int(tensors["skipped_steps"])
 
@@ -216,22 +224,41 @@ class Optimizer:
         )
         self._norms[state.index] = norm = gradient_norm(state.grad)
         assert state.param.grad is not None
-        zero_unless_finite(state.param.grad, norm, self._all_finite)
-        self.rule.update([state], self._step_info(self._lr_ratios[state.index]))
+        zero_unless_finite(state.param.grad, norm)
+        self._update([state])
         state.param.grad = None
 
     def _update_leftovers(self) -> None:
         """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
         leftovers = [state for state in self._states if state.param.grad is not None]
-        assert self._updates_now or not leftovers, "update_in_backward(True) goes before a step's last backward"
+        assert self._updates_now or not leftovers, (
+            "a step's last backward is called on optimizer.scale(loss, last=True)"
+        )
         for state in leftovers:
             self._update_and_free(state)
 
-    def _step_info(self, lr_ratio: float) -> StepInfo:
+    def _update(self, states: Sequence[ParameterState]) -> None:
+        if (watcher := stage()) is not None:
+            watcher.update(states, self._hand_to_rules)
+        else:
+            self._hand_to_rules(states)
+
+    def _hand_to_rules(self, states: Sequence[ParameterState]) -> None:
+        """Have the rules update parameters, those of one rule and learning rate together."""
         if self._noise_seed is None:
             # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
-            self._noise_seed = int(torch.randint(2**31, ())) if self.rule.draws_noise else 0
-        return StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=self._noise_seed)
+            self._noise_seed = int(torch.randint(2**31, ())) if any(rule.draws_noise for rule in self.rules) else 0
+        groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
+        for state in states:
+            groups[state.rule, state.lr_ratio].append(state)
+        for (rule, lr_ratio), members in groups.items():
+            step = StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=self._noise_seed)
+            if self.streamed is None:
+                rule.update(members, step)
+            else:
+                for state in members:
+                    with self.streamed.on_device(state, step.number) as here:
+                        rule.update([here], step)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self._states[0].param.device)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ParameterState:
-    """One parameter with the tensors its rule keeps for it; `index` is its place in the model."""
+    """One parameter, the rule that moves it, and the tensors that the rule keeps for it."""
 
     name: str
     param: torch.nn.Parameter
-    index: int
+    index: int  # its place in the model
+    rule: "Rule"
+    lr_ratio: float = 1.0  # what the learning rate is multiplied by
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -31,7 +33,7 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What is common to all parameters in one optimizer step; `number` counts from 1."""
+    """What is common to the parameters that are updated together; `number` counts optimizer steps from 1."""
 
     lr: float
     number: int
@@ -41,7 +43,6 @@ class StepInfo:
 class Rule:
     """Base of the update rules: subclasses give `init_state` and `update`."""
 
-    notes: tuple[str, ...] = ()  # what was adjusted for the device; the caller logs it once
     draws_noise = False  # whether a step takes a seed from torch's generator
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
@@ -51,9 +52,6 @@ class Rule:
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         """Move every listed parameter by its gradient, in place, and its state with it."""
         raise NotImplementedError
-
-    def settle(self) -> None:
-        """Returns when the host may read and write all state: for rules that keep it, or work on it, elsewhere."""
 
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so memory after a resume is memory before it."""

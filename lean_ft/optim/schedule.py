@@ -2,17 +2,18 @@
 
 import math
 
-from lean_ft.settings import ScheduleConfig
+from lean_ft.settings import TrainingConfig
 
 
-def learning_rate(peak: float, schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0, in a run of `total_steps`.
 
-    For `step < warmup_steps` it is `peak * step / warmup_steps`. After that, with `t` going from 0 at the
+    `peak` is optimizer.lr. For `step < warmup_steps` it is `peak * step / warmup_steps`. After that, with `t` going from 0 at the
     end of the warm-up to 1 at `total_steps`, it is `peak * (r + (1 - r) * shape(t))` where `r` is
     min_lr_ratio and shape is 1 (constant), `1 - t` (linear) or `(1 + cos(pi * t)) / 2` (cosine). The
     formulas are those of transformers' schedules of these names.
     """
+    peak, schedule = cfg.optimizer.lr, cfg.schedule
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     t = min(1.0, (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps))

@@ -27,9 +27,8 @@ class SGD(Rule):
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
-            buffer = state.tensors.get("momentum")
             self._update(
-                [flat(state.param), flat(state.grad), None if buffer is None else flat(buffer)],
+                [flat(tensor) for tensor in (state.param, state.grad, *state.tensors.values())],
                 step.lr,
                 self.momentum,
                 decay_of(state, self.weight_decay),
@@ -38,19 +37,13 @@ class SGD(Rule):
 
 
 def _update(
-    weight: Tensor,
-    grad: Tensor,
-    buffer: Tensor | None,
-    noise: Tensor | None,
-    lr: float | Tensor,
-    momentum: float | Tensor,
-    weight_decay: float | Tensor,
+    tensors: list[Tensor], noise: Tensor | None, lr: float | Tensor, momentum: float | Tensor, decay: float | Tensor
 ) -> None:
-    # In place on intermediates: plain calls are bound by memory traffic. Gradients of float32 are copied
-    # for that.
+    weight, grad, *buffers = tensors
+    # In place on intermediates: plain calls are bound by memory traffic. Gradients of float32 are copied for that.
     direction, value = grad.to(torch.float32, copy=True), weight.to(torch.float32, copy=True)
-    if buffer is not None:
+    for buffer in buffers:
         direction.add_(buffer.float().mul(momentum))
         store(buffer, direction, noise)
-    direction.add_(value * weight_decay)
+    direction.add_(value * decay)
     store(weight, value.sub_(direction.mul_(lr)), noise)

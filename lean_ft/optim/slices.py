@@ -11,13 +11,13 @@ that makes the mean exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lean_ft.optim.rule import ParameterState, StepInfo
+from lean_ft.shapes_only import device_type, repeated
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
 GPU_SLICE = 1 << 22
@@ -25,93 +25,73 @@ GPU_COMPILED_SLICE = 1 << 30  # below the 2**31 elements that 32-bit indices rea
 
 
 class Sliced:
-    """A function over equally long vectors, called slice by slice: `function(*vectors, noise, *scalars)`.
+    """A function of tensors, called on one slice of them after another: `function(slices, noise, *others)`.
 
-    With `compile`, it is compiled once for slices of every length, and the scalars reach it as 0-d tensors,
-    so that a new learning rate or step number compiles nothing anew.
+    Slices are of the first dimension, and of whole `block`s of it. A tensor with fewer entries than the first one has one
+    for several, such as a scale for a block. A last block that is not full is filled up with zeros, in copies.
+
+    With `compile`, the function is compiled once for slices of every length, and the scalars among `others` reach it as
+    0-d tensors, so that a new learning rate or step number compiles nothing anew.
     """
 
-    def __init__(self, function: Callable, *, compile: bool) -> None:
-        self._function = compile_once(function) if compile else function
-        self._compile = compile
+    def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
+        self._function, self._block = function, block
+        # For all sizes; a graph break is an error.
+        self._compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else None
 
     def __call__(
-        self, vectors: Sequence[Tensor | None], *scalars: float | Tensor, noise: "RoundingNoise | None" = None
-    ) -> Tensor:
-        """Calls the function on every slice; the sum of what it returned, where it returns scalars."""
-        first = vectors[0]
-        assert first is not None
-        if self._compile:
-            scalars = tuple(as_scalar_tensor(scalar) for scalar in scalars)
-        total = SliceSum(first.device)
-        for part in slices(first.numel(), slice_length(first.device, self._compile)):
-            total.add(
-                self._function(
-                    *(None if vector is None else cut(vector, part) for vector in vectors),
-                    None if noise is None else noise.draw(part.stop - part.start),
-                    *scalars,
-                )
-            )
-        return total.value
+        self, tensors: Sequence[Tensor], *others: float | Tensor, noise: "RoundingNoise | None" = None
+    ) -> None:
+        first, block = tensors[0], self._block
+        filled_up = -(-len(first) // block) * block
+        # How many entries of the first one an entry of each is for.
+        spans = [filled_up // max(1, len(tensor)) for tensor in tensors]
+        row = max(1, first.numel() // max(1, len(first)))
+        rows = max(1, slice_length(first.device, self._compiled is not None) // row)
+        for part in slices(len(first) // block * block, rows):
+            parts = [
+                tensor[part.start // span : part.stop // span] for tensor, span in zip(tensors, spans, strict=True)
+            ]
+            self._call(parts, others, noise)
+        if (rest := len(first) % block) > 0:
+            begin = len(first) - rest
+            parts = [
+                pad(tensor[begin:], (0, block - rest)) if span == 1 else tensor[begin // span :]
+                for tensor, span in zip(tensors, spans, strict=True)
+            ]
+            self._call(parts, others, noise)
+            for tensor, part, span in zip(tensors, parts, spans, strict=True):
+                if span == 1:
+                    tensor[begin:].copy_(part[:rest])
+
+    def _call(self, parts: list[Tensor], others: tuple[float | Tensor, ...], noise: "RoundingNoise | None") -> None:
+        bits = None if noise is None else noise.draw(parts[0].numel()).view(parts[0].shape)
+        # A size of one would be compiled for separately.
+        if self._compiled is None or min(map(len, parts)) == 1:
+            self._function(parts, bits, *others)
+        else:
+            self._compiled([part.data for part in parts], bits, *map(_as_tensor, others))
 
 
-class SliceSum:
-    """Adds up one scalar a slice, at once.
+def _as_tensor(value: float | Tensor) -> Tensor:
+    """A number as a float32 scalar on the CPU, which kernels on any device take without a copy.
 
-    Kept in a list, the small tensors would come to lie in the memory that slices free, the next slice would not fit
-    between them, and the heap would grow to the size of the whole tensor.
+    A tensor comes back as one of its own on the same memory: of a view, dynamo would compile for the size of the whole.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.value = torch.zeros((), device=device)
-
-    def add(self, term: Tensor | None) -> None:
-        if term is not None:
-            self.value += term
-
-
-def compile_once(function: Callable) -> Callable:
-    """`function` compiled for all sizes of its tensors; a graph break is an error."""
-    return torch.compile(function, dynamic=True, fullgraph=True)
-
-
-def as_scalar_tensor(value: float | Tensor) -> Tensor:
-    """A float32 scalar on the CPU, which kernels on any device take without a copy; a tensor stays as it is."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-
-
-_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
+    return value.data if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
 def slice_length(device: torch.device, compiled: bool) -> int:
     """Elements worked on at a time; a multiple of every block size in use."""
-    if (_planned_device.get() or device.type) == "cpu":
+    if device_type(device) == "cpu":
         return CPU_SLICE
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
 
 
-@contextmanager
-def first_slice_only(device_type: str) -> Iterator[None]:
-    """Inside, an update touches its first slice alone, of the length on such a device: for the planner, which asks what a
-    step takes at a time."""
-    token = _planned_device.set(device_type)
-    try:
-        yield
-    finally:
-        _planned_device.reset(token)
-
-
 def slices(num_elements: int, length: int) -> Iterator[slice]:
     """Cut `num_elements` into slices of `length`, the last one shorter."""
-    for start in range(0, num_elements, length):
+    for start in repeated(range(0, num_elements, length)):
         yield slice(start, min(start + length, num_elements))
-        if _planned_device.get() is not None:
-            return
-
-
-def cut(tensor: Tensor, part: slice) -> Tensor:
-    """The part as a tensor of its own on the same memory: of a view, dynamo would compile for the size of the whole."""
-    return tensor[part].data
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -145,3 +125,12 @@ def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:
     bits = (value.view(torch.int32) + (noise.to(torch.int32) & 0xFFFF)) & -0x10000
     # Adding to the bits of a NaN could turn it into a number, and a run that diverged must be seen to.
     target.copy_(torch.where(value.isfinite(), bits.view(torch.float32), value))
+
+
+def move(
+    tensors: list[Tensor], noise: Tensor | None, lr: float | Tensor, scale: float | Tensor, decay: float | Tensor
+) -> None:
+    """weight -= lr * (scale * direction + decay * weight) of a slice, in float32, rounded once."""
+    weight, direction = tensors
+    value = weight.to(torch.float32, copy=True)
+    store(weight, value - lr * (direction.float() * scale + value * decay), noise)

@@ -12,62 +12,63 @@ Source: our own; the idea of states on the host is ZeRO-Offload's (Ren et al. 20
 there, and is bound by the host's arithmetic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.rule import ParameterState
 
 SMALLEST_BYTES = 2**16
 
 
-class Streamed(Rule):
-    """Any rule, with its large state tensors on the host."""
+class StreamedState:
+    """The large state tensors of an optimizer, on the host."""
 
     def __init__(
-        self, rule: Rule, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES, ahead_bytes: int = IN_FLIGHT_BYTES
+        self, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES, ahead_bytes: int = IN_FLIGHT_BYTES
     ) -> None:
-        self.rule, self._link = rule, link
+        self._link = link
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
-        self.draws_noise = rule.draws_noise
         self._sent: dict[int, dict[str, Sent]] = {}  # by parameter: the state that lives on the host
         self._following: dict[int, int] = {}  # whose update came after whose, in the last step
         self._last: int | None = None  # updated in this step
         self._step_number = 0
 
-    def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        tensors = self.rule.init_state(param)
-        self.notes = self.rule.notes
-        for name, tensor in tensors.items():
-            if tensor.nbytes >= self._smallest_bytes:
-                tensors[name] = self._link.host_copy(tensor)
-        return tensors
+    def init_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A parameter's tensors, the large ones on the host."""
+        return {
+            name: self._link.host_copy(tensor) if tensor.nbytes >= self._smallest_bytes else tensor
+            for name, tensor in tensors.items()
+        }
 
-    def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        if step.number != self._step_number:
+    @contextmanager
+    def on_device(self, state: ParameterState, step_number: int) -> Iterator[ParameterState]:
+        """The state as an update takes it; afterwards it goes home."""
+        if step_number != self._step_number:
             # No update of the next step follows one of this: its state would be on the device all through forward.
-            self._step_number, self._last = step.number, None
-        for state in states:
-            away = self._away(state)
-            tensors = {**state.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
-            self._prefetch_after(state.index)
-            self.rule.update([ParameterState(state.name, state.param, state.index, tensors)], step)
-            # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
-            # after that update comes later on the same stream, and nobody reads the host's state in between.
-            for name in away:
-                away[name] = self._link.send(tensors[name], state.tensors[name])
+            self._step_number, self._last = step_number, None
+        away = self._away(state)
+        tensors = {**state.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
+        self._prefetch_after(state.index)
+        yield replace(state, tensors=tensors)
+        # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
+        # after that update comes later on the same stream, and nobody reads the host's state in between.
+        for name in away:
+            away[name] = self._link.send(tensors[name], state.tensors[name])
 
     def settle(self) -> None:
+        """Returns when the host may read all state."""
         self._link.synchronize()
 
-    def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
-        # No copy of the old state may come after, and none that was fetched ahead is used.
+    def forget(self) -> None:
+        """Returns when the host may write all state, in place: no copy of it comes after, and none made ahead is used."""
         self._link.synchronize()
         self._link.forget_arrivals()
         self._sent.clear()
-        self.rule.load_state(state, tensors)  # into the host's tensors, in place
 
     def _away(self, state: ParameterState) -> dict[str, Sent]:
         if state.index not in self._sent:
@@ -91,10 +92,10 @@ class Streamed(Rule):
                 ahead_bytes += sent.host.nbytes
 
 
-def stream_state(rule: Rule, device: torch.device) -> Streamed:
-    """The rule with its state in pinned host memory.
+def stream_state(device: torch.device) -> StreamedState:
+    """A place for state in pinned host memory.
 
     Raises:
         ValueError: where there is no other memory to keep state in.
     """
-    return Streamed(rule, open_link(device, "optimizer.state=streamed", "optimizer.state=device"))
+    return StreamedState(open_link(device, "optimizer.state=streamed", "optimizer.state=device"))

@@ -1,10 +1,18 @@
 """Adapters: LoRA, DoRA and QLoRA, saved in PEFT's format, loaded from it, and merged on copies."""
 
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
-from lean_ft.peft.lora import adapted_layers, apply_lora, lr_ratios, quantize_as_loaded
+from lean_ft.peft.lora import adapted_layers, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.peft_format import adapter_bytes, base_model, is_adapter, load_adapter, restore_adapter, save_adapter
+from lean_ft.peft.peft_format import (
+    adapter_bytes,
+    base_fingerprint,
+    base_model,
+    is_adapter,
+    load_adapter,
+    restore_adapter,
+    save_adapter,
+)
 
 __all__ = [
     "AdaptedLayer",
@@ -14,10 +22,12 @@ __all__ = [
     "adapted_layers",
     "adapter_bytes",
     "apply_lora",
+    "base_fingerprint",
     "base_model",
     "is_adapter",
     "load_adapter",
     "load_merged",
+    "load_with_adapter",
     "lr_ratios",
     "merge_adapter",
     "quantize_as_loaded",

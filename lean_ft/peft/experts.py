@@ -70,17 +70,3 @@ class LoRAExperts(nn.Module):
             dtype = torch.get_autocast_dtype(tokens.device.type)
         pairs = [None if adapter is None else adapter.thin(dtype) for adapter in (self.gate_up_proj, self.down_proj)]
         return self.base_layer(tokens, weights, chosen, ThinProducts(*pairs))
-
-
-def check_suits_experts(name: str, shape: AdapterShape, init: str) -> None:
-    """Raises ValueError for an adapter that stacked experts cannot have."""
-    asked = {
-        "lora.dora": shape.dora,
-        f"lora.dropout={shape.dropout:g}": shape.dropout > 0,
-        f"lora.init={init}": init != "zero",
-    }
-    if wrong := [setting for setting, is_set in asked.items() if is_set]:
-        raise ValueError(
-            f"{name} is a stack of experts, whose adapters are plain LoRA, as PEFT's are: {', '.join(wrong)} cannot be "
-            "honoured. Leave it out, or name other layers in lora.targets, as [q_proj,k_proj,v_proj,o_proj]."
-        )

@@ -7,18 +7,40 @@ settings name. Everything after it sees a model whose few trained parameters are
 import torch
 from torch import nn
 
-from lean_ft.models import Decoder
+from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import AfterModule
 from lean_ft.models.moe import Experts
-from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts, check_suits_experts
+from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.nf4 import NF4Linear, check_available
-from lean_ft.peft.targets import find_targets, is_projection_of_experts
-from lean_ft.settings import LoRAConfig
+from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.settings import LoRAConfig, ModelConfig
+from lean_ft.shapes_only import counted_as
 
 _OUTPUT = "lm_head"
 
 
+def load_with_adapter(model_cfg: ModelConfig, lora: LoRAConfig | None, device: str | torch.device = "cpu") -> Decoder:
+    """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
+
+    Quantised layers replace the others while it loads, so that it never stands in memory whole. What is frozen needs no
+    float32 copy: with `model.dtype=float16` it is in that type. Raises as `load_model` and `apply_lora` do.
+    """
+    if lora is None:
+        return load_model(model_cfg, device)
+    model = load_model(
+        model_cfg.path,
+        device,
+        dtype=getattr(torch, model_cfg.dtype),
+        random_init=model_cfg.random_init,
+        router_aux_loss_coef=model_cfg.router_aux_loss_coef,
+        after_module=quantize_as_loaded(lora),
+    )
+    apply_lora(model, lora)
+    return model
+
+
+@counted_as("weights")
 def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are.
 
@@ -39,8 +61,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         )
     shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
     for name in names:
-        if is_projection_of_experts(model, name):
-            check_suits_experts(name, shape, cfg.init)
+        if is_parameter_to_peft(model, name):
+            _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     model.requires_grad_(False)
     for name in names:
         layer = put_adapter(model, name, shape, weight.dtype if cfg.dtype == "model" else torch.float32)
@@ -49,6 +71,21 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         else:
             layer.start_at_zero()
     return len(names)
+
+
+def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: bool) -> None:
+    """Raises ValueError for an adapter that PEFT does not have for what it adapts as a parameter."""
+    asked = {
+        "lora.dora": shape.dora,
+        f"lora.dropout={shape.dropout:g}": is_stack and shape.dropout > 0,
+        f"lora.init={init}": is_stack and init != "zero",
+    }
+    if wrong := [setting for setting, is_set in asked.items() if is_set]:
+        what = "is a stack of experts, whose adapters are" if is_stack else "is to PEFT a parameter, whose adapter is"
+        raise ValueError(
+            f"{name} {what} plain LoRA there, so that nothing could read another: {', '.join(wrong)} cannot be "
+            "honoured. Leave it out, or name other layers in lora.targets, as [q_proj,k_proj,v_proj,o_proj]."
+        )
 
 
 def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
@@ -94,12 +131,12 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 
-def lr_ratios(cfg: LoRAConfig) -> dict[str, float]:
+def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
     """LoRA+ for `build_optimizer`: ends of parameter names, with what their learning rate is multiplied by.
 
     Source: Hayou et al. 2024, https://arxiv.org/abs/2402.12354.
     """
-    return {".lora_B": cfg.lr_ratio} if cfg.lr_ratio != 1.0 else {}
+    return {} if cfg is None or cfg.lr_ratio == 1.0 else {".lora_B": cfg.lr_ratio}
 
 
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:

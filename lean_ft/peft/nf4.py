@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.shapes_only import outside
+
 BLOCK_SIZE = 64
 _SCALE_BLOCK_SIZE = 256
 
@@ -121,5 +123,6 @@ def _bitsandbytes() -> ModuleType:
         import bitsandbytes.functional as functional
     finally:
         logger.setLevel(level)
-    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    with outside():  # the library makes its tables when it is first used
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     return functional

@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.assets import checkpoint_hint
+from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
+from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import adapted_layers, put_adapter
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.targets import is_projection_of_experts
+from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -104,6 +106,14 @@ def save_adapter(model: Decoder, path: str | Path) -> None:
 def adapter_bytes(model: nn.Module) -> int:
     """Room that the tensors of `save_adapter` take on the disk."""
     return sum(tensor.nbytes for layer in adapted_layers(model).values() for tensor in _tensors(layer).values())
+
+
+def base_fingerprint(model: nn.Module) -> str | None:
+    """Tells the weights beside the model's adapter from others; None without an adapter or without stored weights."""
+    if not adapted_layers(model):
+        return None
+    folder = model.source_folder
+    return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()
@@ -229,8 +239,8 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     shapes = {name: _stored_as(layer) for name, layer in layers.items()}
     (rank, alpha), _ = Counter((shape.rank, shape.alpha) for shape in shapes.values()).most_common(1)[0]
     first = next(iter(shapes.values()))
-    parameters = {name: _named_as_parameter(model, name, layer) for name, layer in layers.items()}
-    modules = {name: layer for name, layer in layers.items() if parameters[name] is None}
+    as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
+    modules = [name for name in layers if name not in as_parameters]
     name_or_path, revision = _base_model(model)
     return {
         "peft_type": "LORA",
@@ -239,9 +249,12 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "revision": revision,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": first.dropout,
+        "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT takes no other of them, even to answer with
         "target_modules": _target_modules(model, modules),
-        "target_parameters": sorted(filter(None, parameters.values())) or None,
+        "target_parameters": sorted(
+            name if isinstance(layers[name], ExpertsAdapter) else f"{name}.weight" for name in as_parameters
+        )
+        or None,
         "rank_pattern": {_exactly(name): s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {_exactly(name): s.alpha for name, s in shapes.items() if s.alpha != alpha},
         "use_rslora": first.rslora,
@@ -254,18 +267,6 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     }
 
 
-def _named_as_parameter(model: Decoder, name: str, layer: AdaptedLayer) -> str | None:
-    """What PEFT calls the parameter that it is to adapt; None where it is to adapt a module.
-
-    In a model with experts PEFT takes any module of these names for experts that an older version kept one by one, the
-    plain layers between them too, and gives it twice the rank.
-    """
-    if isinstance(layer, ExpertsAdapter):
-        return name
-    is_mistaken = model.mixture is not None and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
-    return f"{name}.weight" if is_mistaken else None
-
-
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:
     """The shape that goes with `_tensors`: of twice the rank with PiSSA, at the same scaling."""
     shape, rank = layer.shape, layer.factors()[0].shape[0]
@@ -275,16 +276,16 @@ def _stored_as(layer: AdaptedLayer) -> AdapterShape:
     return replace(shape, rank=rank, alpha=shape.alpha * (growth**0.5 if shape.rslora else growth))
 
 
-def _target_modules(model: Decoder, layers: dict[str, AdaptedLayer]) -> list[str]:
+def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     """The last parts of the adapted layers' names, where these mean the same layers to PEFT; else the names."""
-    short = sorted({name.rpartition(".")[2] for name in layers})
+    short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
         and name.rpartition(".")[2] in short
     }
-    return short if meant == layers.keys() else list(layers)
+    return short if meant == set(names) else names
 
 
 def _base_model(model: Decoder) -> tuple[str | None, str | None]:
@@ -292,9 +293,7 @@ def _base_model(model: Decoder) -> tuple[str | None, str | None]:
     folder = model.source_folder
     if folder is None:
         return None, None
-    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
-        return folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder.name
-    return str(folder), None
+    return cached_name(folder) or (str(folder), None)
 
 
 def _exactly(name: str) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 from lean_ft.models import Decoder
 from lean_ft.models.moe import Experts, Router
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
+from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.spelling import did_you_mean
 
@@ -57,6 +58,20 @@ def is_projection_of_experts(model: nn.Module, name: str) -> bool:
     """Whether `name` is one of the stacked projections of a mixture's experts, adapted or not."""
     place, _, projection = name.rpartition(".")
     return projection in PROJECTIONS and isinstance(model.get_submodule(place), Experts | LoRAExperts)
+
+
+def is_parameter_to_peft(model: Decoder, name: str) -> bool:
+    """Whether PEFT adapts the layer, adapted here or not, as one of its `target_parameters` and not as a module.
+
+    That is so of experts and of routers. In a model with experts PEFT takes any module of an expert's names for one
+    that an older version kept by itself, the plain layers between them too, and gives it twice the rank.
+    """
+    if is_projection_of_experts(model, name):
+        return True
+    layer = model.get_submodule(name)
+    if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
+        return True
+    return model.mixture is not None and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:

@@ -20,8 +20,8 @@ from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
 from lean_ft.settings import RecipeConfig
+from lean_ft.units import gibibytes
 
-GIB = 2**30
 _TIMEOUT_SECONDS = 120.0  # of a rehearsal; an 8 B model takes under 10
 
 
@@ -39,10 +39,10 @@ class Outlook:
         return self.room_bytes is None or self.peak_bytes <= self.room_bytes
 
     def __str__(self) -> str:
-        room = "" if self.room_bytes is None else f" of the {_gib(self.room_bytes)} that {self.device} has free"
+        room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
         if not self.where:
-            return f"takes less than {_gib(self.peak_bytes)}{room}"
-        return f"will take {_gib(self.peak_bytes)}{room}, at its highest in: {self.where}"
+            return f"takes less than {gibibytes(self.peak_bytes)}{room}"
+        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -83,9 +83,9 @@ def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
             return "Every setting that saves memory is in use; a shorter data.max_length or a smaller model takes less."
         width = max(len(candidate.command_line) for candidate in found)
         return "\n".join(
-            [f"Predicted peak {_gib(own.peak_bytes)}. What takes less, one at a time and the last together:"]
+            [f"Predicted peak {gibibytes(own.peak_bytes)}. What takes less, one at a time and the last together:"]
             + [
-                f"  {c.command_line:<{width}}  {_gib(c.peak_bytes)} ({_gib(own.peak_bytes - c.peak_bytes)} less)"
+                f"  {c.command_line:<{width}}  {gibibytes(c.peak_bytes)} ({gibibytes(own.peak_bytes - c.peak_bytes)} less)"
                 for c in found
             ]
         )
@@ -155,7 +155,3 @@ def _answer(work: Callable[[], Any], sender: Connection) -> None:
     except BaseException as error:
         answer = {"failure": traceback.format_exception_only(error)[-1].strip()}
     sender.send_bytes(json.dumps(answer).encode())
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"

@@ -7,8 +7,8 @@ what training reaches of them in practice: 60 % of the arithmetic, 80 % of the b
 from dataclasses import dataclass, replace
 
 from lean_ft.spelling import did_you_mean
+from lean_ft.units import GIB
 
-GIB = 2**30
 _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
 # The driver's context, the libraries' workspaces and what the allocator cannot use between its blocks.
 CUDA_RESERVED_BYTES = int(0.75 * GIB)

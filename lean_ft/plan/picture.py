@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from lean_ft.plan.rehearsal import Rehearsal
-
-GIB = 2**30
+from lean_ft.units import GIB, gibibytes
 
 
 def draw_timeline(rehearsal: Rehearsal, path: Path) -> None:
@@ -20,16 +19,16 @@ def draw_timeline(rehearsal: Rehearsal, path: Path) -> None:
     except ImportError:
         raise ValueError("--png needs matplotlib; install it with: pip install 'lean-ft[plots]'") from None
     seconds = [moment[0] for moment in rehearsal.timeline]
-    gibibytes = [moment[1] / GIB for moment in rehearsal.timeline]
+    alive = [moment[1] / GIB for moment in rehearsal.timeline]
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.plot(seconds, gibibytes, linewidth=1, drawstyle="steps-post")
-    axes.fill_between(seconds, gibibytes, step="post", alpha=0.25)
+    axes.plot(seconds, alive, linewidth=1, drawstyle="steps-post")
+    axes.fill_between(seconds, alive, step="post", alpha=0.25)
     axes.axhline(rehearsal.peak_bytes / GIB, linestyle=":", color="black", linewidth=1)
     axes.set(
         xlabel="estimated seconds into the step",
         ylabel="GiB alive",
         ylim=(0, None),
-        title=f"peak {rehearsal.peak_bytes / GIB:.2f} GiB, {rehearsal.peak.where}",
+        title=f"peak {gibibytes(rehearsal.peak_bytes)}, {rehearsal.peak.where}",
     )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -4,6 +4,7 @@ Under `FakeTensorMode` tensors have shapes, types and lifetimes but no contents,
 runs in seconds on any machine. `Trace` watches every operation: it counts the bytes of each storage from the operation
 that makes it to the moment Python's and autograd's last reference is gone, which is when an allocator gets it back. Each
 storage carries the label of what was going on when it was made; the sums by label at the peak say what the peak is of.
+A value that the host reads is 1 or True.
 
 An operation's time is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
 (the roofline of Williams et al. 2009), plus a launch. It is good for comparing settings, not for promises.
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -32,6 +34,8 @@ from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.plan.devices import Device
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
+_READ = torch.ops.aten._local_scalar_dense.default  # what the host asks a tensor for its value by
+_READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
 
 
@@ -85,8 +89,10 @@ class Trace(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._counting and func is _READ:
+            return _READ_VALUES.get(args[0].dtype, 1)
         result = func(*args, **(kwargs or {}))
-        if self._counting:
+        if self._counting and func.namespace != "prim":  # what asks for a device or a layout moves nothing
             is_empty = func.__name__.startswith(("empty", "new_empty"))
             self.note(result, written=not (is_empty and self._fills_pages))
             if not func.is_view:

@@ -2,11 +2,15 @@
 
 They run in Jinja's immutable sandbox, as in transformers, with the same functions, and within the bounds of
 `lean_ft.tokenizers.template_limits`. Places in the rendered text are found with markers: Unicode noncharacters (U+FDD0
-and on, which the standard reserves for a program's own use) that are rendered along and taken out again.
+to U+FDEF, which the standard reserves for a program's own use) that are rendered along and taken out again.
+
+A `{% generation %}` block is told whose message it writes by what the template has at hand there: the loop's `message`
+is the very object that it was given. A block with none at hand goes on with the one that it directly follows.
 """
 
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -14,13 +18,18 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 
-from lean_ft.tokenizers.template_limits import BoundedEnvironment, Budget, TemplateLimitError
+from lean_ft.tokenizers.template_limits import ACTIVE, BoundedEnvironment, Budget, TemplateLimitError
+from lean_ft.tokenizers.vocabulary import Span
 
 GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 LITERAL_START, LITERAL_END = "\ufdd2", "\ufdd3"
-MARKERS = re.compile("[\ufdd0-\ufdd3]")
+TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}  # behind GENERATION_START: whose it is
+MARKERS = re.compile("[\ufdd0-\ufdef]")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, which mean the same
 _MAX_DATE_FORMAT = 200  # characters
+_ASSISTANT = "(assistant)"  # a name that no template can spell: which of the objects is whose message
 
 
 # What a program in a template may raise by itself: RuntimeError is RecursionError's kind, ValueError that of bad JSON,
@@ -51,19 +60,62 @@ class ChatTemplate:
         Raises ValueError where the template refuses the messages, fails, or does more than a chat needs.
         """
         # Templates fail on None where they cope with a missing key, so transformers leaves such keys out too.
-        messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
         try:
-            with Budget(messages, tools):
-                return self._template.render(
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **special_tokens,
-                )
+            ACTIVE.set(Budget(messages, tools))
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **special_tokens,
+                **{_ASSISTANT: assistant},
+            )
         except (*_FAILURES, jinja2.TemplateError) as error:
             reason = f"{error}"[:1000] or type(error).__name__
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
+
+    def with_arguments_as_it_reads_them(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        special_tokens: dict[str, str],
+    ) -> list[dict[str, Any]]:
+        """`messages` with tool calls' arguments that are JSON in a string as this template takes them.
+
+        One that writes a string as it stands gets it as it stands, as in transformers (Qwen3, DeepSeek-V3). One that
+        would write it as JSON once more, in quotes, or fails on a string gets the object.
+        """
+        as_objects = _map_arguments(messages, _parsed)
+        if as_objects == messages:
+            return messages
+        probe = '{"probe": 0}'
+        try:
+            if probe in self.render(_map_arguments(messages, lambda _: probe), tools, False, special_tokens):
+                return messages
+        except ValueError:
+            try:
+                self.render(as_objects, tools, False, special_tokens)
+            except ValueError:
+                return messages  # something else is wrong with them
+        return as_objects
+
+
+def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:
+    """Whose message each generation block writes, if that is known, and its span; one inside another is part of it."""
+    blocks: list[tuple[int | None, Span]] = []
+    depth = start = 0
+    turn = None
+    for match in re.finditer("(\ufdd0)([\ufde0-\ufdea]*)|\ufdd1", marked):
+        depth += 1 if match.group(1) else -1
+        if match.group(1) and depth == 1:
+            at_hand, start = match.group(2).translate({there: here for here, there in TURN.items()}), match.end()
+            goes_on = not at_hand and blocks and match.start() == blocks[-1][1][1] + 1
+            turn = int(at_hand) if at_hand.isdecimal() else blocks[-1][0] if goes_on else None
+        elif depth == 0:
+            blocks.append((turn, (start, match.start())))
+    return blocks
 
 
 class _GenerationTag(Extension):
@@ -74,18 +126,52 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark", [nodes.DerivedContextReference()]), [], [], body).set_lineno(
+            line
+        )
 
-    def _mark(self, caller: Any) -> str:
-        return GENERATION_START + caller() + GENERATION_END
+    def _mark(self, context: Context, caller: Any) -> str:
+        at_hand = context.get_all()
+        turns = {at_hand[_ASSISTANT].get(id(value)) for value in at_hand.values()} - {None}
+        return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
+
+
+def _map_arguments(messages: list[dict[str, Any]], change: Callable[[str], Any]) -> list[dict[str, Any]]:
+    """`messages` with every tool call's arguments changed that are a string."""
+
+    def call(value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("arguments"), str):
+            return {**value, "arguments": change(value["arguments"])}
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            return {**value, "function": call(value["function"])}
+        return value
+
+    with_calls = [isinstance(message.get("tool_calls"), list) for message in messages]
+    if not any(with_calls):
+        return messages
+    return [
+        {**message, "tool_calls": [call(value) for value in message["tool_calls"]]} if has_calls else message
+        for message, has_calls in zip(messages, with_calls, strict=True)
+    ]
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments  # the template's own matter
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read; as transformers does it, to the keys' order."""
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.bound_all()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    extensions = [_GenerationTag, loopcontrols]
+    environment = BoundedEnvironment({"tojson": _to_json}, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
 
@@ -100,7 +186,7 @@ def _to_json(
     settings = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
     if indent is None and separators is None:
         return json.dumps(value, **settings)
-    return Budget.active().join(json.JSONEncoder(**settings).iterencode(value))
+    return ACTIVE.get().gather(json.JSONEncoder(**settings).iterencode(value))
 
 
 def _raise_exception(message: str) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.paths import resolve_model_path
+from lean_ft.shapes_only import stage
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
 from lean_ft.tokenizers.tokenizer import Tokenizer
@@ -30,6 +32,20 @@ TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+class _WhenAsked:
+    """A tokenizer that is loaded when something of it is wanted: a recipe that is planned may need none."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _loaded(self) -> Tokenizer:
+        return _load_tokenizer(self._path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded, name)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
 
@@ -38,6 +54,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
     where the folder has no tokenizer or its files contradict each other.
     """
+    return cast(Tokenizer, _WhenAsked(path)) if stage() is not None else _load_tokenizer(path)
+
+
+def _load_tokenizer(path: str | Path) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
     config = _read_json(folder / "tokenizer_config.json")
     for key, value in _read_json(folder / "special_tokens_map.json").items():

@@ -10,15 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lean_ft.tokenizers.chat_template import (
-    GENERATION_START,
-    LITERAL_END,
-    LITERAL_START,
-    MARKERS,
-    ChatTemplate,
-)
+from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
-from lean_ft.tokenizers.turns import Turns, outside_literals
+from lean_ft.tokenizers.turns import Turns, WrittenDifferentlyError, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
 
 TrainOn = Literal["completion", "assistant", "last", "all"]
@@ -38,6 +32,8 @@ class Passage:
     """Put bos in front, if this tokenizer does that and the text does not begin with it."""
     add_eos: bool = False
     """Put eos behind, trained, if there is one and the text does not end with it."""
+    num_rewritten: int = 0
+    """Answers that carry no label because the chat template gives them another end once they are history."""
 
 
 class Tokenizer:
@@ -146,8 +142,9 @@ class Tokenizer:
         """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
 
         Each message is a dict with `role` and `content` (and what else the chat template reads). Control
-        tokens typed inside a message are ordinary text. Raises ValueError where there is no chat template,
-        where it refuses the messages, or where it does not let the assistant's turns be told apart.
+        tokens typed inside a message are ordinary text. An answer that the chat template ends otherwise once it is
+        history (gpt-oss: `<|end|>` for `<|return|>`) is trained as the last message alone. Raises ValueError where
+        there is no chat template, where it refuses the messages, or where it does not let the turns be told apart.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
         return ids.tolist(), mask.tolist()
@@ -162,6 +159,7 @@ class Tokenizer:
     ) -> Passage:
         """The text of a chat with its trained spans; see `render`. The messages `untrained` have none."""
         template = self._template(tools)
+        messages = template.with_arguments_as_it_reads_them(messages, tools, self._special_tokens)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
 
@@ -187,36 +185,25 @@ class Tokenizer:
                     "a message holds a control token as text, and the chat template acts on it, so the two "
                     "cannot be told apart. Remove the control token from the message."
                 )
-        everything = [(0, len(full))]
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if train_on == "all" and not untrained:
-            spans = everything
+        wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
+        spans, num_rewritten = list[Span](), 0
+        if template.marks_generation:
+            spans = _spans_of(wanted, turns, generation_blocks(full))
         else:
-            finder = Turns(
-                full,
-                add_generation_prompt,
-                marked_messages,
-                render,
-                self._written_by_template,
-                self._vocabulary.control,
-            )
-            by_template = _generation_spans(full) if template.marks_generation else None
-
-            def spans_of(turns: list[int]) -> list[Span]:
-                if by_template is None:
-                    return list(map(finder.span, turns))
-                return [span for i in turns for span in by_template[self._blocks(i, messages, template, tools)]]
-
-            if train_on == "all":
-                spans = _without(everything, spans_of([i for i in turns if i in untrained]))
-            elif train_on == "last":
-                spans = spans_of([i for i in turns[-1:] if i not in untrained])
-            elif by_template is not None and not untrained:
-                spans = by_template  # wherever they stand: the template knows
-            else:
-                spans = spans_of([i for i in turns if i not in untrained])
+            added, control = self._written_by_template, self._vocabulary.control
+            finder = Turns(full, add_generation_prompt, marked_messages, render, added, control)
+            for i in wanted:
+                try:
+                    spans.append(finder.span(i))
+                except WrittenDifferentlyError:
+                    if train_on == "all":
+                        raise
+                    num_rewritten += 1
+        if train_on == "all":
+            spans = _without([(0, len(full))], spans)
         trained = [(unmarked(start), unmarked(end)) for start, end in spans]
-        return Passage(text, trained, literal)
+        return Passage(text, trained, literal, num_rewritten=num_rewritten)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
         """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
@@ -273,7 +260,7 @@ class Tokenizer:
         if isinstance(value, str):
             if MARKERS.search(value):
                 raise ValueError(
-                    "a message holds one of the noncharacters U+FDD0 to U+FDD3, which stand for no "
+                    "a message holds one of the noncharacters U+FDD0 to U+FDEF, which stand for no "
                     "character and are used here as markers. Remove it."
                 )
             if not self._control.search(value):
@@ -287,17 +274,16 @@ class Tokenizer:
             return [inner for inner, _ in items], sum(n for _, n in items)
         return value, 0
 
-    def _blocks(
-        self, turn: int, messages: Messages, template: ChatTemplate, tools: list[dict[str, Any]] | None
-    ) -> slice:
-        """Which of the template's generation blocks are those of the message `turn`."""
 
-        def count(messages: Messages) -> int:
-            return len(_generation_spans(template.render(messages, tools, False, self._special_tokens)))
-
-        is_last = not any(message.get("role") == "assistant" for message in messages[turn + 1 :])
-        is_first = not any(message.get("role") == "assistant" for message in messages[:turn])
-        return slice(0 if is_first else count(messages[:turn]), None if is_last else count(messages[: turn + 1]))
+def _spans_of(wanted: list[int], turns: list[int], blocks: list[tuple[int | None, Span]]) -> list[Span]:
+    """The generation blocks of the messages `wanted`, of all that the assistant wrote."""
+    if wanted and wanted != turns and any(turn is None for turn, _ in blocks):
+        raise ValueError(
+            "the chat template has a {% generation %} block outside its loop over the messages, so it cannot be told "
+            "whose message the block writes, and none can be left out. Put the block inside the loop, or train all "
+            "of the assistant's messages."
+        )
+    return [span for turn, span in blocks if wanted == turns or turn in wanted]
 
 
 def _without(spans: list[Span], holes: list[Span]) -> list[Span]:
@@ -305,20 +291,4 @@ def _without(spans: list[Span], holes: list[Span]) -> list[Span]:
     for hole_start, hole_end in holes:
         parts = [part for start, end in spans for part in ((start, min(end, hole_start)), (max(start, hole_end), end))]
         spans = [(start, end) for start, end in parts if start < end]
-    return spans
-
-
-def _generation_spans(marked: str) -> list[Span]:
-    """Spans between generation markers; a block inside another counts with the outer one."""
-    spans: list[Span] = []
-    depth = start = 0
-    for match in re.finditer("[\ufdd0\ufdd1]", marked):
-        if match.group() == GENERATION_START:
-            if depth == 0:
-                start = match.end()
-            depth += 1
-        else:
-            depth -= 1
-            if depth == 0:
-                spans.append((start, match.start()))
     return spans

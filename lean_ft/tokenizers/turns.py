@@ -11,12 +11,14 @@ recorded turn lacks (DeepSeek-R1's `<think>`); both are followed where the text 
 where it does.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START
+from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, REASONING
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -26,6 +28,10 @@ REMEDY = (
     "Put the assistant's text in the chat template between {% generation %} and {% endgeneration %}, "
     "or set data.train_on=last or data.train_on=all."
 )
+
+
+class WrittenDifferentlyError(ValueError):
+    """A turn has another end as history than as the last message, so its text there is not what the model would write."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,7 @@ class Turns:
 
     def span(self, i: int) -> Span:
         """Span in `full` of the assistant's message `i`. Raises ValueError where it cannot be told."""
-        try:
-            prompt = self.render(self.messages[:i], True)
-        except ValueError as error:
-            raise ValueError(
-                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
-                f"failed ({error}). {REMEDY}"
-            ) from None
+        prompt = self._prompt(i)
         is_whole = i == len(self.messages) - 1 and not self.ends_with_prompt
         start = self._start(self.full, i, prompt)
         as_last = self.full if is_whole else self.render(self.messages[: i + 1], False)
@@ -66,31 +66,63 @@ class Turns:
             return start, following.end() if following is not None and ended_by_next else len(as_last)
 
         # As history the turn reads differently than as the last message: find what closed it there.
-        as_last_start = self._start(as_last, i, prompt)
-        closing = self._closing(as_last, as_last_start)
-        if closing:
-            first = closing[0].group(1)
-            nth = sum(match.group(1) == first for match in self._tokens(as_last, as_last_start))
-            same = [match for match in self._tokens(self.full, start) if match.group(1) == first]
-            if len(same) >= nth:
-                end = same[nth - 1].end()
-                for match in closing[1:]:
-                    behind = self.full[end:].lstrip()
-                    if not behind.startswith(match.group(1)):
-                        break
-                    end = len(self.full) - len(behind) + len(match.group(1))
-                if self._adds_no_control_tokens(start, end, as_last[as_last_start:]):
-                    return start, end
-        raise ValueError(
-            f"cannot tell where the assistant's message {i} ends: the chat template writes it differently "
-            f"once other messages follow. {REMEDY}"
-        )
+        end = self._end_as_history(i, prompt, start, as_last[self._start(as_last, i, prompt) :])
+        if end is None:
+            raise WrittenDifferentlyError(
+                f"cannot tell where the assistant's message {i} ends: the chat template writes it differently "
+                f"once other messages follow. {REMEDY}"
+            )
+        return start, end
 
-    def _adds_no_control_tokens(self, start: int, end: int, as_last: str) -> bool:
-        """Whether full[start:end] can be the turn `as_last` as history, and does not run on into another turn."""
-        there = iter([m.group(1) for m in self._tokens(as_last, 0)])
-        here = [m.group(1) for m in self._tokens(self.full[start:end], 0) if m.group(1) in self.control]
-        return all(token in there for token in here)  # in this order: `in` advances the iterator
+    def _prompt(self, i: int) -> str:
+        """What comes before turn i, the generation prompt included."""
+        try:
+            prompt = self.render(self.messages[:i], True)
+        except ValueError as error:
+            raise ValueError(
+                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
+                f"failed ({error}). {REMEDY}"
+            ) from None
+        if not self.full.startswith(prompt):
+            # gpt-oss forgets the thoughts before its tool calls once there is an answer, also what it said with them.
+            forgetful = [{k: v for k, v in message.items() if k not in REASONING} for message in self.messages[:i]]
+            forgetful = [{**message, "content": ""} if message.get("tool_calls") else message for message in forgetful]
+            with suppress(ValueError):
+                if forgetful != self.messages[:i] and self.full.startswith(shorter := self.render(forgetful, True)):
+                    return shorter
+        return prompt
+
+    def _end_as_history(self, i: int, prompt: str, start: int, as_last: str) -> int | None:
+        """Where turn i ends that starts at `start` and reads `as_last` as the last message; None if it ends otherwise."""
+        closing = [match.group(1) for match in self._closing(as_last, 0)]
+        if not closing:
+            return None
+        nth = self._names(as_last).count(closing[0])
+        same = [match for match in self._tokens(self.full, start) if match.group(1) == closing[0]]
+        if len(same) < nth:
+            return None
+        end, num_closed = same[nth - 1].end(), 1
+        for token in closing[1:]:
+            behind = self.full[end:].lstrip()
+            if not behind.startswith(token):
+                break
+            end, num_closed = len(self.full) - len(behind) + len(token), num_closed + 1
+        if num_closed < len(closing) and self._closing_before_prompt(i, prompt, num_closed) != closing[:num_closed]:
+            return (
+                None  # the token that is not there did not end the whole chat, as Phi-3's last one does, but the turn
+            )
+        there = iter(self._names(as_last))
+        here = [name for name in self._names(self.full[start:end]) if name in self.control]
+        # In this order (`in` advances the iterator): it does not run on into another turn.
+        return end if all(name in there for name in here) else None
+
+    def _closing_before_prompt(self, i: int, prompt: str, count: int) -> list[str]:
+        """The last `count` tokens of turn i where a generation prompt follows it."""
+        followed = self.render(self.messages[: i + 1], True)
+        turn = self._names(followed[self._start(followed, i, prompt) :])
+        asked, before = self._names(prompt), self._names(self.render(self.messages[:i], False))
+        num_opening = len(asked) - len(os.path.commonprefix([asked, before]))
+        return turn[: len(turn) - num_opening][-count:]
 
     def _start(self, text: str, i: int, prompt: str) -> int:
         """Where turn i begins in `text`: behind the generation prompt, or the part of it that is there."""
@@ -116,6 +148,9 @@ class Turns:
 
     def _tokens(self, text: str, start: int) -> list[re.Match[str]]:
         return [match for match in self.added.finditer(text, start) if match.group(1)]
+
+    def _names(self, text: str) -> list[str]:
+        return [match.group(1) for match in self._tokens(text, 0)]
 
     def _closing(self, text: str, start: int) -> list[re.Match[str]]:
         """The control tokens that end text[start:], with nothing but space between and behind them."""

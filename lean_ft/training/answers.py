@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lean_ft.data import Batch
+from lean_ft.log import say
 from lean_ft.models import Decoder, generate
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.progress import say
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ it lies in host memory; on a CPU it doubles weights and state for that time.
 """
 
 import copy
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor, nn
 
@@ -33,32 +33,26 @@ class BackgroundWriter:
     """One thing is written at a time; whoever starts the next waits for it."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._written: Future[object] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        return self._written is not None and not self._written.done()
 
     def start(self, write: Callable[[], object]) -> None:
         """Wait for what is being written, then write this. Raises what the former raised."""
         self.wait()
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint writer")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._written = thread.submit(write)
+        thread.shutdown(wait=False)  # it ends when this is written
 
     def check(self) -> None:
         """Raise the error of a write that has failed; wait for nothing."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.is_writing:
             self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what the write raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()

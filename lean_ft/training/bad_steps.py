@@ -9,20 +9,21 @@ after it as before; the loss stays in metrics.jsonl as it was (null, with `non_f
 float16 gradients that overflow under a loss scale above 1 are no bad step: that is how the scale finds its place.
 """
 
-import dataclasses
 import json
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lean_ft.data import Batch
+from lean_ft.log import say
 from lean_ft.models.safetensors_file import write_file
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import Row
-from lean_ft.training.progress import number, say
+from lean_ft.units import number
 
 FOLDER = "bad_batches"
 TEXT_CHARACTERS = 2000  # of each row's text
@@ -37,22 +38,21 @@ class TrainingFailed(RuntimeError):
 
 
 class BadSteps:
-    """Counts a run's bad steps. `max_bad_steps` of them are passed over, if the optimizer skips them."""
+    """Counts a run's bad steps; after more than `max_bad_steps` there are too many."""
 
-    def __init__(self, directory: Path, tokenizer: Any, *, max_bad_steps: int, can_skip: bool):
+    def __init__(self, directory: Path, tokenizer: Tokenizer, max_bad_steps: int):
         self.count = 0  # of the whole run
         self.steps: list[int] = []  # since this start
         self.spikes = 0
         self.batches_without_targets = 0
         self.doubtful = False  # whether one came since the weights were last known to be finite
-        self._directory, self._tokenizer = directory, tokenizer
-        self._limit, self._can_skip = max_bad_steps, can_skip
-        self._kept: dict[int, list[Any]] = {}
+        self._directory, self._tokenizer, self._limit = directory, tokenizer, max_bad_steps
+        self._kept: dict[int, list[Batch]] = {}
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
-    def keep(self, step: int, micro_batches: Sequence[Any]) -> None:
+    def keep(self, step: int, micro_batches: list[Batch]) -> None:
         """Hold a step's batches until its line is written and looked at."""
-        self._kept[step] = list(micro_batches)
+        self._kept[step] = micro_batches
         self.batches_without_targets += sum(batch.num_targets == 0 for batch in micro_batches)
 
     def look_at(self, row: Row, *, loss_scale: float = 1.0) -> None:
@@ -72,31 +72,23 @@ class BadSteps:
             kept = f"Its batch could not be kept: {error}."
         what = " and the ".join(f"{name.replace('_', ' ')} is {value}" for name, value in bad.items())
         effect = "skipped" if row.get("skipped") else "its gradients that are not finite count as zero"
-        if self._can_skip:
-            say("bad step", f"{row['step']}: the {what}; {effect}. {kept}")
+        say("bad step", f"{row['step']}: the {what}; {effect}. {kept}")
 
     @property
     def too_many(self) -> bool:
-        return bool(self.steps) and (self.count > self._limit or not self._can_skip)
+        return bool(self.steps) and self.count > self._limit
 
     def report(self, newest: Path | None) -> str:
         """Why the run ends, and what may help."""
         saved = f"The newest checkpoint is {newest}." if newest else "Nothing was saved."
-        advice = (
-            f"The batches are in {self._directory / FOLDER}: look whether they hold what you meant to train on. A lower "
-            f"optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help"
-        )
         shown = ", ".join(map(str, self.steps[:10])) + (" ..." if len(self.steps) > 10 else "")
-        if not self._can_skip:
-            return (
-                f"The loss or the gradients of step {shown} are not finite, and no later step can be right. {saved} "
-                f"{advice}."
-            )
         plural = "" if self.count == 1 else "s"
         return (
             f"{self.count} step{plural} of this run had a loss or gradients that were not finite (of this start: "
             f"{shown}), more than max_bad_steps={self._limit}. The weights are without them. {saved}\n"
-            f"{advice}, and a larger max_bad_steps goes on all the same."
+            f"The batches are in {self._directory / FOLDER}: look whether they hold what you meant to train on. A lower "
+            f"optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help, and a larger max_bad_steps "
+            f"goes on all the same."
         )
 
     def say_totals(self) -> None:
@@ -119,16 +111,14 @@ class BadSteps:
         self._losses.append(loss)
 
 
-def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Any], tokenizer: Any) -> Path:
+def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], tokenizer: Tokenizer) -> Path:
     """Write a step's batches and their text under `directory`, and return the safetensors file. Raises OSError."""
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{row['step']:08d}.safetensors"
-    tensors = {
-        f"{index}.{field}": tensor for index, batch in enumerate(micro_batches) for field, tensor in _tensors_of(batch)
-    }
-    write_file(path, tensors, {})
-    texts = [_texts(batch, tokenizer) for batch in micro_batches]
+    fields = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch).items()}
+    write_file(path, {name: value for name, value in fields.items() if isinstance(value, Tensor)}, {})
+    texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.input_ids.tolist()] for batch in micro_batches]
     report = {"metrics": row, "num_targets": [batch.num_targets for batch in micro_batches], "texts": texts}
     path.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
@@ -137,20 +127,3 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Any], tok
 def all_weights_finite(model: torch.nn.Module) -> bool:
     """Whether every parameter is, in one pass over them."""
     return all(bool(parameter.detach().isfinite().all()) for parameter in model.parameters())
-
-
-def _tensors_of(batch: Any) -> list[tuple[str, Tensor]]:
-    values = (
-        vars(batch)
-        if not dataclasses.is_dataclass(batch)
-        else {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    )
-    return [(name, value) for name, value in values.items() if isinstance(value, Tensor)]
-
-
-def _texts(batch: Any, tokenizer: Any) -> list[str]:
-    """The beginning of each row's text, padding included; none where batch or tokenizer have no such thing."""
-    ids = getattr(batch, "input_ids", None)
-    if ids is None or not hasattr(tokenizer, "decode"):
-        return []
-    return [tokenizer.decode(row)[:TEXT_CHARACTERS] for row in ids.tolist()]

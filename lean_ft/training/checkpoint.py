@@ -8,28 +8,30 @@
       training_state/random_state.json                every random number generator
       manifest.json                                   size and sha256 of every file above, and its own
 
-It is written under another name and renamed when it is whole and on the disk, so a name `step_*` never stands for
-half of one. Nothing in it is pickled.
+A name `step_*` never stands for half of one (see `lean_ft.whole_files`). Nothing in it is pickled.
 """
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lean_ft.log import say
 from lean_ft.models import save_model, tensors_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.optim import Optimizer
 from lean_ft.peft import adapted_layers, adapter_bytes, restore_adapter, save_adapter
-from lean_ft.training.progress import gibibytes
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
+from lean_ft.units import gibibytes
+from lean_ft.whole_files import sync, write_whole
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -38,16 +40,9 @@ TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
 RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
 
 NAME = re.compile(r"step_(\d{8,})")
-HALF_WRITTEN = re.compile(r"\.step_\d{8,}\.(tmp|old)-\d+")
 SMALL_FILES_BYTES = 64 * 2**20  # allowance for the tokenizer, JSON and the file system's own records
 
 State = dict[str, Any]
-
-
-class Saveable(Protocol):
-    """A tokenizer, as far as a checkpoint is concerned."""
-
-    def save(self, path: Any) -> object: ...
 
 
 def checkpoint_name(step: int) -> str:
@@ -68,14 +63,6 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
-def remove_half_written(directory: Path) -> list[str]:
-    """Delete what writers that were killed left behind and return the names. Call it with the directory locked."""
-    leftovers = [p for p in directory.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
-    for leftover in leftovers:
-        shutil.rmtree(leftover)
-    return [p.name for p in leftovers]
-
-
 def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
     """Room that a checkpoint of `model` takes on the disk, from above."""
     if adapted_layers(model):
@@ -94,7 +81,7 @@ def write_checkpoint(
     step: int,
     *,
     model: nn.Module,
-    tokenizer: Saveable,
+    tokenizer: Tokenizer,
     optimizer_state: Mapping[str, Tensor],
     training_state: State,
     random_state: RandomState,
@@ -103,52 +90,39 @@ def write_checkpoint(
 
     Raises OSError where the disk has too little room, before anything is written.
     """
-    needed, free = (
-        checkpoint_bytes(model, sum(tensor.nbytes for tensor in optimizer_state.values())),
-        free_bytes(directory),
-    )
+    needed = checkpoint_bytes(model, sum(tensor.nbytes for tensor in optimizer_state.values()))
+    free = free_bytes(directory)
     if free < needed:
         raise OSError(
             f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
             f"Nothing was written."
         )
     final = directory / checkpoint_name(step)
-    temporary = directory / f".{final.name}.tmp-{os.getpid()}"
-    (temporary / STATE_FOLDER).mkdir(parents=True)
-    try:
+    with write_whole(final, on_disk=True) as folder:
+        (folder / STATE_FOLDER).mkdir(parents=True)
         save = save_adapter if adapted_layers(model) else save_model
-        save(model, temporary)  # pyright: ignore[reportArgumentType]
-        tokenizer.save(temporary)
-        write_file(temporary / OPTIMIZER_FILE, optimizer_state, {})
-        write_json(temporary / TRAINING_STATE_FILE, training_state)
-        write_json(temporary / RANDOM_STATE_FILE, random_state)
-        write_json(temporary / MANIFEST, _manifest(temporary, step))
-        _sync_folders(temporary)
-        rename_over(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        save(model, folder)  # pyright: ignore[reportArgumentType]
+        tokenizer.save(folder)
+        write_file(folder / OPTIMIZER_FILE, optimizer_state, {})
+        write_json(folder / TRAINING_STATE_FILE, training_state)
+        write_json(folder / RANDOM_STATE_FILE, random_state)
+        write_json(folder / MANIFEST, _manifest(folder, step))
     return final
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` whole or not at all, and see it onto the disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with write_whole(path, on_disk=True) as temporary:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def _manifest(folder: Path, step: int) -> State:
     """Sizes and checksums of all files, each seen onto the disk; two at a time, as both wait outside Python."""
 
     def sync_and_sum(path: Path) -> State:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        sync(path)
+        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -163,33 +137,30 @@ def _manifest_digest(step: Any, files: Any) -> str:
     return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
-def _sync_folders(folder: Path) -> None:
-    for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-        _sync_folder(path)
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def newest_whole(directory: Path, remark: str, checksum_up_to_bytes: int | None = None) -> Path | None:
+    """The newest checkpoint in `directory` that is whole, as `check_whole` says; None where there are none.
 
-
-def aside_name(folder: Path) -> Path:
-    """The name of a checkpoint that is being deleted; `remove_half_written` knows it."""
-    return folder.with_name(f".{folder.name}.old-{os.getpid()}")
-
-
-def rename_over(temporary: Path, final: Path) -> None:
-    """Give the finished folder its name. A folder cannot replace another in one move, so an old one steps aside."""
-    aside = aside_name(final)
-    if final.exists():
-        final.rename(aside)
-    temporary.rename(final)
-    _sync_folder(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    Damaged ones are passed over, each with a line on what is wrong with it and the `remark`, if there is one. Raises
+    ValueError if that leaves none.
+    """
+    problem = ""
+    for folder in reversed(list_checkpoints(directory)):
+        try:
+            check_whole(folder, checksum_up_to_bytes)
+        except ValueError as error:
+            problem = str(error)
+            if remark:
+                say("damaged", f"{problem} {remark}")
+            continue
+        return folder
+    if problem:
+        raise ValueError(f"No whole checkpoint is left in {directory}: {problem}")
+    return None
 
 
 def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
@@ -206,10 +177,9 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
                 f"{path} has {path.stat().st_size} bytes where {MANIFEST} tells of {expected['bytes']}: "
                 f"the checkpoint is damaged."
             )
-        if checksum_up_to_bytes is None or expected["bytes"] <= checksum_up_to_bytes:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    raise ValueError(f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged.")
+        summed = checksum_up_to_bytes is None or expected["bytes"] <= checksum_up_to_bytes
+        if summed and _sha256(path) != expected["sha256"]:
+            raise ValueError(f"{path} does not match its checksum in {MANIFEST}: it was changed or is damaged.")
 
 
 def _read_manifest(folder: Path) -> dict[str, State]:
@@ -288,7 +258,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
         stored[name].read_into(tensor)
 
 
-def restore_optimizer(folder: Path, optimizer: Any) -> None:
+def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
     """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for.
 
     Raises ValueError where a tensor's shape or type is not that of the optimizer's own, before it takes memory.

@@ -9,36 +9,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lean_ft.catalog import without_alias
 from lean_ft.settings import RecipeConfig
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
     checkpoint_step,
     list_checkpoints,
+    newest_whole,
     read_training_state,
 )
-from lean_ft.training.progress import say
-from lean_ft.training.run_directory import (
-    Settings,
-    check_usable,
-    holds_run,
-    later_checkpoints,
-    read_starts,
-    recipe_name,
-    settings_of,
-)
+from lean_ft.training.run_directory import Settings, check_usable, holds_run, read_starts, recipe_name, settings_of
 
 FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
-FREE |= {"save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
-SAID = {
-    "compile",
-    "device",
-    "clip_grad_norm",
-    "optimizer.lr",
-    "lora.lr_ratio",
-    "data.validation_source",
-}  # allowed, with a word
+FREE |= {"eval_answers", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
+# Allowed, with a word:
+SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID_GROUPS = ("memory.", "schedule.")
 CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
@@ -49,61 +36,45 @@ UNKNOWN = object()
 def check_output_dir(cfg: RecipeConfig) -> None:
     """Refuse, before anything is loaded or changed, an `output_dir` and `resume` that cannot work together.
 
-    Raises ValueError. Checksums and the data are checked later, when the run goes on.
+    Raises ValueError. Checksums of large files and the data are checked later, when the run goes on.
     """
     directory = cfg.output_dir
     check_usable(directory)
-    if cfg.resume == "never":
-        if holds_run(directory):
-            raise ValueError(
-                f"output_dir={directory} holds a run, and resume=never starts only new ones. Set another output_dir, "
-                f"delete {directory}, or set resume=auto to go on with that run."
-            )
-        return
-    if cfg.resume != "auto":
-        folder = _named_checkpoint(cfg)
-        check_whole(folder, checksum_up_to_bytes=QUICK_BYTES)
-        compare_settings(cfg, read_training_state(folder), folder, same_recipe=False)
-        return
-    for folder in reversed(list_checkpoints(directory)):
-        try:
-            check_whole(folder, checksum_up_to_bytes=QUICK_BYTES)
-        except ValueError:
-            continue  # find_checkpoint tells of it
-        compare_settings(cfg, read_training_state(folder), folder, same_recipe=True)
-        return
-    if starts := read_starts(directory):
+    if cfg.resume == "never" and holds_run(directory):
+        raise ValueError(
+            f"output_dir={directory} holds a run, and resume=never starts only new ones. Set another output_dir, "
+            f"delete {directory}, or set resume=auto to go on with that run."
+        )
+    folder = find_checkpoint(cfg, quick=True)
+    if folder is not None:
+        compare_settings(cfg, read_training_state(folder), folder)
+    elif starts := read_starts(directory):
         compare_identity(cfg, starts[-1])
 
 
-def find_checkpoint(cfg: RecipeConfig) -> Path | None:
+def find_checkpoint(cfg: RecipeConfig, *, quick: bool = False) -> Path | None:
     """The whole checkpoint that `cfg.resume` asks for, its files verified; None to begin at step 0.
 
     `auto` passes over damaged checkpoints, naming what is wrong with each, and raises ValueError if that leaves none:
-    beginning anew would bury them.
+    beginning anew would bury them. `quick` names nothing, and verifies small files and the sizes of large ones.
     """
+    checksum_up_to_bytes = QUICK_BYTES if quick else None
     if cfg.resume == "never":
         return None
     if cfg.resume != "auto":
         folder = _named_checkpoint(cfg)
-        check_whole(folder)
+        check_whole(folder, checksum_up_to_bytes)
         return folder
-    checkpoints = list_checkpoints(cfg.output_dir)
-    problem = ""
-    for folder in reversed(checkpoints):
-        try:
-            check_whole(folder)
-        except ValueError as error:
-            problem = str(error)
-            say("damaged", f"{problem} Passed over; it is replaced when the run comes to that step again.")
-            continue
-        return folder
-    if checkpoints:
-        raise ValueError(
-            f"No whole checkpoint is left in {cfg.output_dir}: {problem} Set another output_dir to begin anew, "
-            f"or delete {cfg.output_dir}."
-        )
-    return None
+    remark = "" if quick else "Passed over; it is replaced when the run comes to that step again."
+    try:
+        return newest_whole(cfg.output_dir, remark, checksum_up_to_bytes)
+    except ValueError as error:
+        raise ValueError(f"{error} Set another output_dir to begin anew, or delete {cfg.output_dir}.") from None
+
+
+def is_own(cfg: RecipeConfig, folder: Path) -> bool:
+    """Whether a checkpoint is of the run in `output_dir`, and not one that it branches off."""
+    return folder.resolve().parent == cfg.output_dir.resolve()
 
 
 def _named_checkpoint(cfg: RecipeConfig) -> Path:
@@ -115,35 +86,33 @@ def _named_checkpoint(cfg: RecipeConfig) -> Path:
         )
     if not (folder / TRAINING_STATE_FILE).is_file():
         inside = list_checkpoints(folder)
-        hint = (
-            f"It is a run directory; its newest checkpoint is {inside[-1]}."
-            if inside
-            else ("To start from a model's weights, set model.path to its folder.")
-        )
+        hint = "To start from a model's weights, set model.path to its folder."
+        if inside:
+            hint = f"It is a run directory; its newest checkpoint is {inside[-1]}."
         raise ValueError(f"resume={cfg.resume} is not a checkpoint: it has no {TRAINING_STATE_FILE}. {hint}")
-    directory = cfg.output_dir
-    if folder.resolve().parent == directory.resolve():
-        later = later_checkpoints(directory, checkpoint_step(folder))
-        remedy = "delete them to go back"
-    else:
-        later = [p.name for p in list_checkpoints(directory)]
-        remedy = f"delete {directory}"
+    own = is_own(cfg, folder)
+    later = [
+        p.name for p in list_checkpoints(cfg.output_dir) if not own or checkpoint_step(p) > checkpoint_step(folder)
+    ]
     if later:
+        remedy = "delete them to go back" if own else f"delete {cfg.output_dir}"
         raise ValueError(
-            f"resume={cfg.resume} would overwrite {', '.join(later)} in output_dir={directory}. Set resume=auto to "
+            f"resume={cfg.resume} would overwrite {', '.join(later)} in output_dir={cfg.output_dir}. Set resume=auto to "
             f"go on from {later[-1]}, set another output_dir for the branch, or {remedy}."
         )
     return folder
 
 
-def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path, *, same_recipe: bool) -> list[str]:
+def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> list[str]:
     """Compare `cfg` with the settings in a checkpoint's state; returns what changed and is allowed but worth saying.
+
+    The recipe is compared too, unless the run branches off another.
 
     Raises ValueError naming every setting whose change would make this another run, with both values.
     """
     before, now = dict(state["settings"]), settings_of(cfg)
-    if same_recipe:
-        before["recipe"], now["recipe"] = state["recipe"], recipe_name(cfg)
+    if is_own(cfg, folder):
+        before["recipe"], now["recipe"] = without_alias(state["recipe"]), recipe_name(cfg)
     refused, said = [], []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
@@ -159,7 +128,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path, *, 
 
 def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     """Refuse a directory whose run saved nothing yet, but is plainly another one: recipe, model or data."""
-    before: Settings = {"recipe": start["recipe"], **start["settings"]}
+    before: Settings = {"recipe": without_alias(start["recipe"]), **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
     changes = [
         _change(key, before[key], now[key])
@@ -178,6 +147,17 @@ def compare_data(cfg: RecipeConfig, fingerprint: str, state: dict[str, Any], fol
     changes = [_change(key, before.get(key), now.get(key)) for key in CONTENT if before.get(key) != now.get(key)]
     changes.append(_change("data fingerprint", state["data_fingerprint"], fingerprint))
     raise ValueError(_refusal(f"{folder} was trained on other data", changes))
+
+
+def compare_base(fingerprint: str | None, state: dict[str, Any], folder: Path) -> None:
+    """Refuse other weights beside an adapter than those it was trained beside, wherever they lie.
+
+    A checkpoint of a version that did not look tells of none, nor does a model with random weights.
+    """
+    before = state.get("base_fingerprint")
+    if before is not None and fingerprint is not None and before != fingerprint:
+        change = _change("fingerprint of the weights of model.path", before, fingerprint)
+        raise ValueError(_refusal(f"{folder} holds an adapter of another model", [change]))
 
 
 def _change(key: str, old: Any, new: Any) -> str:

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from lean_ft.allocators import prepare_allocators
+from lean_ft.log import say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
-from lean_ft.settings import RecipeConfig
+from lean_ft.settings import MemoryConfig, ModelConfig, RecipeConfig
+from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
-from lean_ft.training.progress import gibibytes, say
+from lean_ft.units import gibibytes
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
 
@@ -26,9 +28,11 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
+    if stage() is not None:
+        return torch.device("cpu")
     prepare_allocators()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
-    model = getattr(cfg, "model", None)
+    model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
     check_output_dir(cfg)
 
@@ -45,29 +49,29 @@ def start(cfg: RecipeConfig) -> torch.device:
     if device.type == "cpu":
         # One layer is compiled at a time, and a pool of compiler processes would outweigh a small model.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        notes += _settle_host_memory(cfg)
-    elif (memory := getattr(cfg, "memory", None)) is not None and memory.host_pool:
+        notes.append(_settle_host_memory(cfg))
+    elif (memory := cfg.group(MemoryConfig)) is not None and memory.host_pool:
         raise ValueError(
             f"memory.host_pool=true is for the tensors of a CPU, and device={device.type}, whose allocator keeps what is "
             "freed as it is. Leave it out."
         )
-    say("device", f"{describe(device)}, seed {cfg.seed}" + "".join(f"; {note}" for note in notes))
+    say("device", "; ".join([f"{describe(device)}, seed {cfg.seed}", *filter(None, notes)]))
     return device
 
 
-def _settle_host_memory(cfg: RecipeConfig) -> list[str]:
+def _settle_host_memory(cfg: RecipeConfig) -> str:
     """Decides where a CPU's freed memory goes, and says so."""
-    returned = host_memory.return_freed_memory()
-    memory = getattr(cfg, "memory", None)
-    if memory is not None and wants_host_pool(memory, compile=cfg.compile):
-        try:
-            pool_host_memory()
-            return ["freed tensors make room for the next ones (memory.host_pool)"]
-        except RuntimeError as error:
-            if memory.host_pool:
-                raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
-            return [f"no memory.host_pool: {error}"]
-    return ["freed memory goes back to the system at once (glibc's malloc thresholds fixed)"] if returned else []
+    returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
+    if memory is None or not wants_host_pool(memory, compile=cfg.compile):
+        return "freed memory goes back to the system at once (glibc's malloc thresholds fixed)" if returned else ""
+    try:
+        pool_host_memory()
+    except RuntimeError as error:
+        if memory.host_pool:
+            raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
+        return f"no memory.host_pool: {error}"
+    why = "memory.host_pool" if memory.host_pool else "as compile=true asks; memory.host_pool=false turns that off"
+    return f"tensors are allocated from a pool, which keeps what they free for the next ones ({why})"
 
 
 def resolve_device(name: str) -> torch.device:

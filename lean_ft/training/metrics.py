@@ -9,24 +9,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lean_ft.data import Batch
 from lean_ft.training.measure import peak_memory_bytes, rss_bytes
 
 Row = dict[str, Any]
-
-
-class Counted(Protocol):
-    """What a batch tells of itself."""
-
-    num_tokens: int
-    num_targets: int
 
 
 @dataclass
@@ -78,29 +72,26 @@ class Metrics:
         self,
         step: int,
         *,
-        loss: Tensor | float,
         lr: float,
-        grad_norm: Tensor | float | None,
-        micro_batches: Iterable[Counted],
+        values: Mapping[str, Tensor | float | None],
+        micro_batches: Sequence[Batch],
         skipped: bool = False,
-        **more: Tensor | float | None,
     ) -> None:
         """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
 
-        `more` are further values of the step, which end its line; None leaves one out. A step whose update was not
-        made says so: `skipped`.
+        `values` are the step's `loss` and `grad_norm`, which the line has in any case, and further ones, which end it
+        unless they are None. A step whose update was not made says so: `skipped`.
         """
         assert self._started is not None
         ended = self._clock.mark()
-        counted = list(micro_batches)
         row = {
             "step": step,
             "epoch": step / self._steps_per_epoch,
             "loss": None,
             "lr": lr,
             "grad_norm": None,
-            "tokens": sum(batch.num_tokens for batch in counted),
-            "target_tokens": sum(batch.num_targets for batch in counted),
+            "tokens": sum(batch.num_tokens for batch in micro_batches),
+            "target_tokens": sum(batch.num_targets for batch in micro_batches),
             "tokens_per_second": None,
             "target_tokens_per_second": None,
             "step_seconds": None,
@@ -109,8 +100,7 @@ class Metrics:
         }
         if skipped:
             row["skipped"] = True
-        given = {"loss": loss, "grad_norm": grad_norm, **more}
-        scalars = {name: _copy(value) for name, value in given.items() if value is not None}
+        scalars = {name: _copy(value) for name, value in values.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
 

@@ -5,33 +5,26 @@ needs room for two.
 """
 
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from lean_ft.settings import RecipeConfig
-from lean_ft.training.checkpoint import aside_name, checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.training.checkpoint import checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.whole_files import delete_whole
 
 
-def kept_steps(
-    steps: list[int],
-    eval_losses: Mapping[int, float | None],
-    *,
-    keep_last: int | None,
-    keep_every: int,
-    keep_best: int,
-) -> set[int]:
-    """The steps whose checkpoints stay; all of them where `keep_last` is None.
+def kept_steps(eval_losses: Mapping[int, float | None], cfg: RecipeConfig) -> set[int]:
+    """The steps whose checkpoints stay, of those that `eval_losses` has; all of them where `keep_last` is None.
 
-    eval_losses: held-out loss by step; a step without one, or with one that is not finite, is never among the best.
-    Of equal losses the earlier counts as better.
+    A step whose held-out loss is None, or not finite, is never among the best. Of equal losses the earlier counts as
+    better.
     """
-    if keep_last is None:
-        return set(steps)
-    kept = set(sorted(steps)[-keep_last:])
-    kept.update(step for step in steps if keep_every and step % keep_every == 0)
-    losses = {step: loss for step in steps if (loss := eval_losses.get(step)) is not None and math.isfinite(loss)}
-    kept.update(sorted(losses, key=lambda step: (losses[step], step))[:keep_best])
+    if cfg.keep_last is None:
+        return set(eval_losses)
+    kept = set(sorted(eval_losses)[-cfg.keep_last :])
+    kept.update(step for step in eval_losses if cfg.keep_every and step % cfg.keep_every == 0)
+    losses = {step: loss for step, loss in eval_losses.items() if loss is not None and math.isfinite(loss)}
+    kept.update(sorted(losses, key=lambda step: (losses[step], step))[: cfg.keep_best])
     return kept
 
 
@@ -42,19 +35,12 @@ def remove_superseded(directory: Path, cfg: RecipeConfig, newest_step: int) -> l
     """
     if cfg.keep_last is None:
         return []
-    folders = {checkpoint_step(p): p for p in list_checkpoints(directory) if checkpoint_step(p) <= newest_step}
-    losses = {step: _eval_loss(folder) for step, folder in folders.items()} if cfg.keep_best else {}
-    kept = kept_steps(
-        list(folders), losses, keep_last=cfg.keep_last, keep_every=cfg.keep_every, keep_best=cfg.keep_best
-    )
-    removed = []
-    for step in sorted(folders.keys() - kept):
-        # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
-        aside = aside_name(folders[step])
-        folders[step].rename(aside)
-        shutil.rmtree(aside)
-        removed.append(folders[step].name)
-    return removed
+    folders = {step: p for p in list_checkpoints(directory) if (step := checkpoint_step(p)) <= newest_step}
+    losses = {step: _eval_loss(folder) if cfg.keep_best else None for step, folder in folders.items()}
+    removed = sorted(folders.keys() - kept_steps(losses, cfg))
+    for step in removed:
+        delete_whole(folders[step])
+    return [folders[step].name for step in removed]
 
 
 def most_checkpoints(cfg: RecipeConfig, start_step: int, total_steps: int) -> int:

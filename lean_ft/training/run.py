@@ -12,32 +12,44 @@ weights, optimizer state, loss scale, position in the data and every random numb
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 import lean_ft
+from lean_ft.data import Batch, Batches
 from lean_ft.interrupts import StopSignals
+from lean_ft.log import say
+from lean_ft.optim import Optimizer
+from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.shapes_only import StepTaken, stage
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.answers import say_answers
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
-    Saveable,
     checkpoint_bytes,
     free_bytes,
     read_random_state,
     read_training_state,
-    remove_half_written,
     restore_optimizer,
     restore_weights,
     write_checkpoint,
 )
-from lean_ft.training.continuation import check_output_dir, compare_data, compare_settings, find_checkpoint
+from lean_ft.training.continuation import (
+    check_output_dir,
+    compare_base,
+    compare_data,
+    compare_settings,
+    find_checkpoint,
+    is_own,
+)
 from lean_ft.training.host_memory import trim_heap
-from lean_ft.training.metrics import Counted, Metrics, trim_metrics
-from lean_ft.training.progress import ProgressBar, duration, gibibytes, number, say
+from lean_ft.training.metrics import Metrics, trim_metrics
+from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
 from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import (
@@ -46,39 +58,11 @@ from lean_ft.training.run_directory import (
     gather_facts,
     recipe_name,
     record_start,
+    remove_half_written,
     settings_of,
 )
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
-
-T = TypeVar("T")
-
-
-class Resumable(Protocol):
-    """Something with a state of plain JSON values."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> object: ...
-
-
-class TrainingBatches(Resumable, Protocol):
-    """The training data, as `lean_ft.data.Batches` is."""
-
-    @property
-    def batches_per_epoch(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-
-
-class TrainingOptimizer(Protocol):
-    """An optimizer, as `lean_ft.optim.Optimizer` is: its state is a flat mapping of tensors.
-
-    One that skips steps which are not finite counts them as `skipped_steps`; without that the first one ends the run.
-    """
-
-    @property
-    def state_bytes(self) -> int: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-    def load_state_dict(self, tensors: Any) -> object: ...
+from lean_ft.units import duration, gibibytes, number
 
 
 class Run:
@@ -97,16 +81,18 @@ class Run:
         cfg: RecipeConfig,
         *,
         model: nn.Module,
-        optimizer: TrainingOptimizer,
-        batches: TrainingBatches,
-        tokenizer: Saveable,
-        scaler: Resumable | None = None,
+        optimizer: Optimizer,
+        batches: Batches,
+        tokenizer: Tokenizer,
+        held_out: Iterable[Batch] | None = None,
     ):
-        self.cfg = cfg
+        self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
+        self._held_out = held_out
+        self.start_step, self.total_steps = 0, 1
+        if stage() is not None:
+            return
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._batches, self._tokenizer = batches, tokenizer
 
         self.steps_per_epoch = math.ceil(batches.batches_per_epoch / cfg.gradient_accumulation_steps)
         self.total_steps = cfg.epochs * self.steps_per_epoch
@@ -120,12 +106,7 @@ class Run:
         self._random_state: RandomState | None = None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)
         self._totals = Totals()
-        self._bad_steps = BadSteps(
-            self.directory,
-            tokenizer,
-            max_bad_steps=cfg.max_bad_steps,
-            can_skip=hasattr(optimizer, "skipped_steps"),
-        )
+        self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps)
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._eval_loss: tuple[int, float | None] = (0, None)  # the newest evaluation: after how many steps, and loss
         self._writer = BackgroundWriter()
@@ -144,31 +125,21 @@ class Run:
 
     def _open(self) -> None:
         """Go on from a checkpoint or begin, and record the start."""
-        for name in remove_half_written(self.directory):
-            say("removed", f"{self.directory / name}, a checkpoint whose writing was cut short")
+        remove_half_written(self.directory)
         folder = find_checkpoint(self.cfg)
-        if folder is None:
-            self._set_earlier_attempt_aside()
-        else:
+        self._base_fingerprint = base_fingerprint(self.model)
+        if folder is not None:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
             return
+        if folder is None or not is_own(self.cfg, folder):
+            self._set_earlier_attempt_aside()
         self._check_free_space()
-        facts = gather_facts(self.cfg, self.device, self._batches.fingerprint, self.start_step)
+        facts = gather_facts(self.cfg, self.device, self.batches.fingerprint, self.start_step)
         if folder is not None:
             facts["resumed_from"] = str(folder)
         record_start(self.directory, self.cfg, facts)
-        say_start(
-            self.cfg,
-            self._model,
-            getattr(self._batches, "report", None),
-            state_bytes=self._optimizer.state_bytes,
-            start_step=self.start_step,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        for note in getattr(self._optimizer, "notes", ()):
-            say("adjusted", note)
+        say_start(self)
 
     def _set_earlier_attempt_aside(self) -> None:
         """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""
@@ -180,49 +151,40 @@ class Run:
 
     def _go_on_from(self, folder: Path) -> None:
         state = read_training_state(folder)
-        same_directory = folder.resolve().parent == self.directory.resolve()
-        changes = compare_settings(self.cfg, state, folder, same_recipe=same_directory)
-        compare_data(self.cfg, self._batches.fingerprint, state, folder)
+        changes = compare_settings(self.cfg, state, folder)
+        compare_data(self.cfg, self.batches.fingerprint, state, folder)
+        compare_base(self._base_fingerprint, state, folder)
         self.start_step = self._done_steps = state["step"]
         self.checkpoint = folder
         self._bad_steps.count = int(state.get("bad_steps", 0))
-        restore_weights(folder, self._model)  # of a complete run, too: it can still be asked for answers
+        restore_weights(folder, self.model)  # of a complete run, too: it can still be asked for answers
         if self.start_step >= self.total_steps:
             self.total_steps = self.start_step  # `max_steps` may ask for fewer than there are: none is undone
             return
 
-        restore_optimizer(folder, self._optimizer)
-        self._batches.load_state_dict(state["batches"])
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
+        restore_optimizer(folder, self.optimizer)
+        self.batches.load_state_dict(state["batches"])
+        if state["scaler"] is not None:
+            self.optimizer.scaler.load_state_dict(state["scaler"])
         self._random_state = read_random_state(folder)
-        if same_directory:
-            rows = trim_metrics(self._metrics.path, self.start_step)
-            self._totals.first_loss = rows[0].get("loss") if rows else None
-        else:
-            self._set_earlier_attempt_aside()
+        if is_own(self.cfg, folder) and (rows := trim_metrics(self._metrics.path, self.start_step)):
+            self._totals.first_loss = rows[0].get("loss")
         say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
         for change in changes:
             say("changed", f"{change}: from here on the numbers are not those of a run that had it all along")
-        schedule = getattr(self.cfg, "schedule", None)
-        if (
-            isinstance(schedule, ScheduleConfig)
-            and schedule.name != "constant"
-            and self.total_steps != state["total_steps"]
-        ):
-            say(
-                "changed",
-                f"steps in total: {state['total_steps']} then, {self.total_steps} now: schedule.name={schedule.name} "
-                f"ends at the new total from here on",
-            )
+        schedule, planned = self.cfg.group(ScheduleConfig), state["total_steps"]
+        if schedule is not None and schedule.name != "constant" and planned != self.total_steps:
+            ends = f"schedule.name={schedule.name} ends at the new total from here on"
+            say("changed", f"steps in total: {planned} then, {self.total_steps} now: {ends}")
 
     def _check_free_space(self) -> None:
-        needed = checkpoint_bytes(self._model, self._optimizer.state_bytes)
+        needed = checkpoint_bytes(self.model, self.optimizer.state_bytes)
         free = free_bytes(self.directory)
         if free < needed:
             raise ValueError(
                 f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of "
-                f"output_dir={self.directory} has {gibibytes(free)} free: not even one could be saved. Free some space or set another output_dir."
+                f"output_dir={self.directory} has {gibibytes(free)} free: not even one could be saved. Free some space "
+                f"or set another output_dir."
             )
         saves = most_checkpoints(self.cfg, self.start_step, self.total_steps)
         if free < saves * needed:
@@ -241,10 +203,15 @@ class Run:
         the step is finished and saved, and SystemExit(130 or 143) raised; on SIGUSR1 it is saved and the run goes on.
 
         Raises:
-            TrainingFailed: more than `max_bad_steps` steps were not finite, or one with an optimizer that does not skip
-                them. Found when their lines are written, so up to `log_every` steps late, but before anything is saved.
-                Or a checkpoint could not be written; with `save_async` raised after a later step.
+            TrainingFailed: more than `max_bad_steps` steps were not finite, found when their lines are written, so up to
+                `log_every` steps late. Or the weights are not finite, and so are not saved. Or a checkpoint could not be
+                written; with `save_async` raised after a later step.
         """
+        if (watcher := stage()) is not None:
+            watcher.begin_step()
+            yield 0
+            return
+        self._say_answers(f"at step {self.start_step}")
         if self.start_step >= self.total_steps:
             self._lock.release()
             self._say_complete()
@@ -259,7 +226,7 @@ class Run:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
                         trim_heap()
                     self._logged = False
-                    self._skipped_before = getattr(self._optimizer, "skipped_steps", 0)
+                    self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
                     yield step
                     received = signals.received  # read once: what comes while this step is saved is for the next
@@ -273,17 +240,10 @@ class Run:
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
             self._lock.release()
-        say_end(
-            self.cfg,
-            self._model,
-            self._totals,
-            seconds=time.perf_counter() - started,
-            steps=self._done_steps - self.start_step,
-            checkpoint=self.checkpoint,
-            device=self.device,
-            report=getattr(self._batches, "report", None),
-        )
+        seconds = time.perf_counter() - started
+        say_end(self, self._totals, seconds=seconds, steps=self._done_steps - self.start_step)
         self._bad_steps.say_totals()
+        self._say_answers(f"at step {self.total_steps}")
 
     def log(
         self,
@@ -291,7 +251,7 @@ class Run:
         loss: Tensor | float,
         lr: float,
         grad_norm: Tensor | float | None,
-        micro_batches: Iterable[Counted],
+        micro_batches: Iterable[Batch],
         **more: Tensor | float | None,
     ) -> None:
         """Note the step just taken, once, after the update. Tensors stay on the device until their line is written.
@@ -299,6 +259,8 @@ class Run:
         loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
         values for the step's line, None left out.
         """
+        if stage() is not None:
+            raise StepTaken
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
@@ -306,34 +268,35 @@ class Run:
         self._bad_steps.keep(self._done_steps + 1, micro_batches)
         self._metrics.record(
             self._done_steps + 1,
-            loss=loss,
             lr=lr,
-            grad_norm=grad_norm,
+            values={"loss": loss, "grad_norm": grad_norm, **more},
             micro_batches=micro_batches,
-            skipped=getattr(self._optimizer, "skipped_steps", 0) > self._skipped_before,
-            **more,
+            skipped=self.optimizer.skipped_steps > self._skipped_before,
         )
 
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last."""
+        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last, if anything is
+        held out."""
+        if self._held_out is None:
+            return False
         done = self._done_steps + 1
         every = self.cfg.eval_every
         return done == self.total_steps or bool(every and done % every == 0)
 
-    def log_evaluation(self, loss: Tensor | float, **more: Any) -> None:
+    def log_evaluation(self, eval_loss: Tensor | float, **more: Any) -> None:
         """Write an evaluation's line: `eval_loss`, and whatever else is given, as plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._done_steps + 1, loss, more)
+        row = self._metrics.write_evaluation(self._done_steps + 1, eval_loss, more)
         self._totals.eval_loss = row["eval_loss"]
         self._eval_loss = (row["step"], row["eval_loss"])
         say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
 
-    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+    def held_out(self) -> Iterator[Batch]:
+        """The held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
 
         The step has to be logged by then, so that nothing of it is missing.
         """
-        for batch in batches:
+        for batch in self._held_out or ():
             if self._logged and self._signals.received is not None:
                 say("evaluation", f"after step {self._done_steps + 1}: cut short, and not made up for")
                 self._finish_step(self._done_steps + 1, stopping=True)
@@ -355,15 +318,10 @@ class Run:
             self._flush()
         self._writer.check()
         if self._bad_steps.too_many:
-            self._fail()
+            self._save(wait=True)  # raises where the weights are no longer good
+            raise TrainingFailed(self._bad_steps.report(self.checkpoint))
         if saving:
             self._save(wait=ending)
-
-    def _fail(self) -> None:
-        """End the run, with the weights saved if they are still good."""
-        if hasattr(self._optimizer, "skipped_steps"):
-            self._save(wait=True)
-        raise TrainingFailed(self._bad_steps.report(self.checkpoint))
 
     def _flush(self) -> None:
         rows = self._metrics.flush()
@@ -372,18 +330,14 @@ class Run:
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
         for row in rows:
-            self._bad_steps.look_at(row, loss_scale=self._loss_scale)
-
-    @property
-    def _loss_scale(self) -> float:
-        return getattr(self._scaler, "value", 1.0)
+            self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 
     def _save(self, *, wait: bool) -> None:
         """Write a checkpoint, or with `save_async` start to, unless `wait`."""
         started = time.perf_counter()
         done = self._done_steps
         self._writer.wait()
-        if self._bad_steps.doubtful and not all_weights_finite(self._model):
+        if self._bad_steps.doubtful and not all_weights_finite(self.model):
             raise TrainingFailed(
                 f"The weights are not finite after step {self._done_steps}, so they are not saved. "
                 + self._bad_steps.report(self.checkpoint)
@@ -397,14 +351,15 @@ class Run:
             "step": done,
             "total_steps": self.total_steps,
             "epoch": done / self.steps_per_epoch,
-            "batches": self._batches.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "data_fingerprint": self._batches.fingerprint,
+            "batches": self.batches.state_dict(),
+            "scaler": self.optimizer.scaler.state_dict(),
+            "data_fingerprint": self.batches.fingerprint,
             "settings": settings_of(self.cfg),
             "eval_loss": self._eval_loss[1] if self._eval_loss[0] == done else None,
             "bad_steps": self._bad_steps.count,
+            "base_fingerprint": self._base_fingerprint,
         }
-        model, optimizer_state = self._model, self._optimizer.state_dict()
+        model, optimizer_state = self.model, self.optimizer.state_dict()
         random_state = capture_random_state(self.device)
         in_background = self.cfg.save_async and not wait
         if in_background:
@@ -417,7 +372,7 @@ class Run:
                     self.directory,
                     done,
                     model=model,
-                    tokenizer=self._tokenizer,
+                    tokenizer=self.tokenizer,
                     optimizer_state=optimizer_state,
                     training_state=training_state,
                     random_state=random_state,
@@ -426,7 +381,7 @@ class Run:
                 newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
                 raise TrainingFailed(
                     f"The checkpoint of step {done} was not written: {error}\n{newest}. Mend the disk, then start the "
-                    f"same command again:\n{command_to_continue(self.cfg)}"
+                    f"same command again:\n{command_to_continue(self.cfg.resume)}"
                 ) from error
             say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}{copied}")
             if removed := remove_superseded(self.directory, self.cfg, done):
@@ -437,11 +392,16 @@ class Run:
         else:
             write()
 
+    def _say_answers(self, when: str) -> None:
+        """Has the model answer held-out questions, where `eval_answers` asks for them."""
+        if self.cfg.eval_answers:
+            say_answers(when, self.model, self.tokenizer, self._held_out, self.cfg.eval_answers)
+
     # Ending -------------------------------------------------------------------------------------------------------
 
     def _stop(self, exit_code: int) -> None:
         say("stopped", f"after step {self._done_steps} of {self.total_steps}, all of it saved. To go on:")
-        say("", command_to_continue(self.cfg))
+        say("", command_to_continue(self.cfg.resume))
         raise SystemExit(exit_code)
 
     def _say_complete(self) -> None:

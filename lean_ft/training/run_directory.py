@@ -22,20 +22,17 @@ import torch
 
 import lean_ft
 from lean_ft.config import dump
+from lean_ft.log import say
 from lean_ft.redaction import redact, shorten_home
 from lean_ft.settings import RecipeConfig
-from lean_ft.training.checkpoint import checkpoint_name, list_checkpoints, write_json
-from lean_ft.training.progress import say
+from lean_ft.training.checkpoint import list_checkpoints, write_json
+from lean_ft.whole_files import LEFTOVER, remove, write_whole
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-LOG_SUFFIXES = (
-    ".log",
-    ".out",
-    ".err",
-)  # a scheduler or `tee` may open these in the directory before we start
+LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
 
 Settings = dict[str, Any]  # dotted key -> JSON value
 
@@ -128,6 +125,15 @@ def check_usable(directory: Path) -> None:
             )
 
 
+def remove_half_written(directory: Path) -> None:
+    """Delete what a process left behind that was killed as it wrote, and say so. Call it with the directory locked."""
+    for leftover in directory.iterdir():
+        if LEFTOVER.fullmatch(leftover.name):
+            remove(leftover)
+            what = "checkpoint" if "step_" in leftover.name else "file"
+            say("removed", f"{leftover}, a {what} whose writing was cut short")
+
+
 class DirectoryLock:
     """Keeps a second process out of a run directory for as long as this one lives; a killed process frees it."""
 
@@ -163,9 +169,8 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     facts = {name: redact(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
     comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
     text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{redact(dump(cfg))}"
-    temporary = directory / (CONFIG_FILE + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(directory / CONFIG_FILE)
+    with write_whole(directory / CONFIG_FILE) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
 
@@ -179,7 +184,3 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         return json.loads(path.read_text(encoding="utf-8"))["starts"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} cannot be read; delete it to go on without the record of earlier starts.") from None
-
-
-def later_checkpoints(directory: Path, step: int) -> list[str]:
-    return [p.name for p in list_checkpoints(directory) if p.name > checkpoint_name(step)]

@@ -4,16 +4,20 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from lean_ft.memory import loss_chunk_tokens
+from lean_ft.log import say
+from lean_ft.losses import loss_chunk_tokens
+from lean_ft.models import Decoder
 from lean_ft.peft import NF4Linear, adapted_layers
-from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig
+from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
 from lean_ft.training.metrics import Row
-from lean_ft.training.progress import duration, gibibytes, number, say
+from lean_ft.units import duration, gibibytes, number
+
+if TYPE_CHECKING:
+    from lean_ft.training.run import Run
 
 
 @dataclass
@@ -38,36 +42,29 @@ class Totals:
             self.first_loss = row["loss"]
 
 
-def say_start(
-    cfg: RecipeConfig,
-    model: nn.Module,
-    report: Any,
-    *,
-    state_bytes: int,
-    start_step: int,
-    total_steps: int,
-    steps_per_epoch: int,
-) -> None:
+def say_start(run: "Run") -> None:
     """A line each for the model, the data, the optimizer, the memory settings and the length of the run."""
-    say("model", describe_model(model))
-    if report is not None:
-        say("data", str(report))
-    optimizer, memory = getattr(cfg, "optimizer", None), getattr(cfg, "memory", None)
-    if isinstance(optimizer, OptimizerConfig):
+    cfg = run.cfg
+    say("model", describe_model(run.model))
+    say("data", str(run.batches.report))
+    if (optimizer := cfg.group(OptimizerConfig)) is not None:
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
         place = {"device": "", "paged": " of managed memory", "streamed": " in pinned host memory"}[optimizer.state]
-        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}, state {gibibytes(state_bytes)}{place}{in_backward}")
-    if isinstance(memory, MemoryConfig):
-        tokens = loss_chunk_tokens(model, memory.loss_chunk_tokens)
+        state = f"{gibibytes(run.optimizer.state_bytes)}{place}"
+        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}, state {state}{in_backward}")
+    if (memory := cfg.group(MemoryConfig)) is not None:
+        tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
         chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
     batch = f"{cfg.batch_size} sequences"
     if cfg.gradient_accumulation_steps > 1:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
-    begun = f", {start_step} of them done" if start_step else ""
-    say("steps", f"{total_steps}{begun}; {steps_per_epoch} an epoch, {batch} a step")
-    say("output", str(cfg.output_dir))
+    begun = f", {run.start_step} of them done" if run.start_step else ""
+    say("steps", f"{run.total_steps}{begun}; {run.steps_per_epoch} an epoch, {batch} a step")
+    say("output", str(run.directory))
+    for note in run.optimizer.notes:
+        say("adjusted", note)
 
 
 def describe_model(model: nn.Module) -> str:
@@ -80,55 +77,41 @@ def describe_model(model: nn.Module) -> str:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
     weights = sum(p.numel() * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
     text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
-    part_of = getattr(model, "part_of", "")
-    return f"{text}; the language model of a {part_of}, without what reads images" if part_of else text
+    if isinstance(model, Decoder) and model.part_of:
+        text += f"; the language model of a {model.part_of}, without what reads images"
+    return text
 
 
-def say_end(
-    cfg: RecipeConfig,
-    model: nn.Module,
-    totals: Totals,
-    *,
-    seconds: float,
-    steps: int,
-    checkpoint: Path | None,
-    device: torch.device,
-    report: Any,
-) -> None:
+def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     """A line each for loss, rows left out, speed, memory, time, and what can be done with the result."""
     evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
-    say(
-        "loss",
-        f"{number(totals.first_loss)} at the first step, {number(totals.last_loss)} at the last{evaluation}",
-    )
-    if (left_out := getattr(report, "left_out", None)) is not None:
+    say("loss", f"{number(totals.first_loss)} at the first step, {number(totals.last_loss)} at the last{evaluation}")
+    if (left_out := run.batches.report.left_out) is not None:
         say("data", left_out)
     if totals.step_seconds > 0:
         speed = totals.tokens / totals.step_seconds
         target_speed = totals.target_tokens / totals.step_seconds
         say("speed", f"{speed:,.0f} tokens a second, {target_speed:,.0f} of them targets")
-    kind = "resident" if device.type == "cpu" else "allocated"
+    kind = "resident" if run.device.type == "cpu" else "allocated"
     say("memory", f"{gibibytes(totals.peak_memory_bytes)} {kind} at the peak")
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
-    if checkpoint is not None:
-        say("checkpoint", str(checkpoint))
-        say("next", _command_to_generate(cfg, model, checkpoint))
+    if run.checkpoint is not None:
+        say("checkpoint", str(run.checkpoint))
+        say("next", _command_to_generate(run, run.checkpoint))
 
 
-def _command_to_generate(cfg: RecipeConfig, model: nn.Module, checkpoint: Path) -> str:
+def _command_to_generate(run: "Run", checkpoint: Path) -> str:
     """The command that asks the trained model something; an adapter goes on the model that it was trained beside."""
-    settings = getattr(cfg, "model", None)
-    if adapted_layers(model) and isinstance(settings, ModelConfig):
-        arguments = [f"model.path={settings.path}", f"adapter={checkpoint}"]
-    else:
-        arguments = [f"model.path={checkpoint}"]
+    arguments = [f"model.path={checkpoint}"]
+    if adapted_layers(run.model) and (model := run.cfg.group(ModelConfig)) is not None:
+        arguments = [f"model.path={model.path}", f"adapter={checkpoint}"]
     return shlex.join(["leanft", "run", "generate", *arguments])
 
 
-def command_to_continue(cfg: Any) -> str:
+def command_to_continue(resume: str) -> str:
     """The command that goes on with this run: the one that started it, which resumes by itself unless told not to."""
     program, *arguments = sys.argv
-    if getattr(cfg, "resume", "auto") != "auto":  # a recipe that does not train has nothing to resume
+    if resume != "auto":
         arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
     # `python -m lean_ft` too; a script of the user's may well lie in a checkout that is called lean_ft.
     is_leanft = Path(program).name == "leanft" or Path(program).parts[-2:] == ("lean_ft", "__main__.py")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.paths import resolve_model_path
 
 RECIPE = '''"""Looked at, never run."""
 

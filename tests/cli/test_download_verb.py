@@ -9,7 +9,7 @@ import sys
 import pytest
 from huggingface_hub import constants
 
-from lean_ft.assets import resolve_model_path
+from lean_ft.paths import resolve_model_path
 from tests.cli.conftest import CHECKOUT
 from tests.hub_server import SIGNATURE, TOKEN, Repository
 

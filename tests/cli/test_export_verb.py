@@ -19,7 +19,10 @@ def test_a_folder_and_a_gguf_file(leanft, tmp_path):
     [
         (["tyni", "out"], "does not exist"),
         (["tiny", "out", "--dtype", "int8"], "dtype is 'int8'; expected bfloat16, float16, float32."),
-        (["tiny", "out", "--max-shard-size", "5"], "'5' is no size of a file"),
+        (
+            ["tiny", "out", "--max-shard-size", "5"],
+            "--max-shard-size is '5'; expected a number and a unit: 24GiB, 5GB, 800MB.",
+        ),
         (["tiny", "out.gguf", "--gguf", "f32", "--dtype", "float32"], "leave out --dtype"),
         (["tiny", "out", "--gguf", "f32"], "expected one that ends in .gguf"),
         (["tiny", "out", "--shard-size", "1GB"], "no option --shard-size. Did you mean '--max-shard-size'?"),
@@ -55,8 +58,8 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     import torch
     import transformers
 
-    from lean_ft.assets import resolve_model_path
     from lean_ft.models import load_model
+    from lean_ft.paths import resolve_model_path
 
     answer = leanft("export", adapter, tmp_path / "merged", "--merge", "--dtype", "float32")
     assert answer.code == 0, answer.err

@@ -25,15 +25,19 @@ def with_arguments(arguments: Any) -> list[dict[str, Any]]:
     "value",
     [
         OPENAI,
-        with_arguments('{"x": [1, null]}'),
         [*OPENAI[:1], {"role": "user", "content": [{"type": "text", "text": "q"}]}, *OPENAI[2:]],
         '[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": null, '
-        '"tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": "{\\"x\\": [1, null]}"}}]}, '
+        '"tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": [1, null]}}}]}, '
         '{"role": "tool", "content": "7", "tool_call_id": "1"}, {"role": "assistant", "content": "a"}]',
     ],
 )
 def test_ways_to_write_messages(value: Any):
     assert read_chat(value, "messages").messages == OPENAI
+
+
+@pytest.mark.parametrize(("given", "read"), [('{"x":[1,  null]}', '{"x":[1,  null]}'), ("", "{}"), (" ", "{}")])
+def test_arguments_in_a_string_stay_as_they_are(given: str, read: str):
+    assert read_chat(with_arguments(given), "messages").messages == with_arguments(read)
 
 
 def test_sharegpt():
@@ -45,7 +49,7 @@ def test_sharegpt():
         [{"from": "function_call", "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'}], "conversations"
     )
     assert call.messages == [
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]}
     ]
 
 

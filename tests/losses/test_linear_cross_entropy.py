@@ -132,7 +132,7 @@ def test_accuracy_and_entropy_are_those_of_the_plain_logits_and_take_no_gradient
     logits = hidden.detach().flatten(0, 1) @ weight.detach().T
     right = logits.argmax(1)
     labels.view(-1)[::3] = right[::3]  # some predictions are right
-    statistics = TokenStatistics(hidden.device)
+    statistics = TokenStatistics()
     for rows in (slice(0, 1), slice(1, 3)):
         linear_cross_entropy(
             hidden[rows],

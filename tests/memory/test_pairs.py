@@ -18,14 +18,14 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from lean_ft import memory, optim
-from lean_ft.losses import linear_cross_entropy
-from lean_ft.memory import apply_memory, compiling, loss_chunk_tokens
+from lean_ft.losses import linear_cross_entropy, loss_chunk_tokens
+from lean_ft.memory import apply_memory, compiling
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
-from lean_ft.optim import LossScaler, build_optimizer
 from lean_ft.peft import apply_lora
-from lean_ft.settings import LoRAConfig, LossConfig, MemoryConfig, OptimizerConfig
+from lean_ft.settings import LoRAConfig, LossConfig, MemoryConfig
 from tests.late_link import LateLink
+from tests.optim.tiny_training import build
 
 # What leaves every number as it is.
 SILENT: dict[str, dict[str, Any]] = {
@@ -79,6 +79,9 @@ REFUSED = {
     frozenset(("rounding", "lora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
     frozenset(("rounding", "dora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
 }
+# How far two orders of the same sums may come apart: bfloat16 weights step by as much as the update moves them, and a
+# millionth of a gradient turns Muon's direction, five products in bfloat16, by up to 1.3 % a step.
+ROUNDING = {"rounding": 0.4, "muon": 0.05}
 LR, STEPS = 3e-3, 2
 
 
@@ -119,9 +122,8 @@ def started(settings: dict[str, Any]) -> Decoder:
 
 
 def optimizer_of(model: Decoder, settings: dict[str, Any]) -> optim.Optimizer:
-    cfg = OptimizerConfig.model_validate({"weight_decay": 0.1, **group(settings, "optimizer")})
-    clip = settings.get("clip_grad_norm")
-    optimizer = build_optimizer(model, cfg, clip_grad_norm=clip, uses_loss_scaling=False, compile=False)
+    optimizer_cfg = {"weight_decay": 0.1, **group(settings, "optimizer")}
+    optimizer = build(model, optimizer_cfg, clip_grad_norm=settings.get("clip_grad_norm"))
     optimizer.set_lr(LR)
     return optimizer
 
@@ -136,7 +138,6 @@ def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
     parts = settings.get("micro_batches", 1)
     for _ in range(STEPS):
         for i, (some_ids, some_labels) in enumerate(zip(ids.chunk(parts), labels.chunk(parts), strict=True)):
-            optimizer.update_in_backward(i == parts - 1)
             loss = linear_cross_entropy(
                 model(some_ids, return_hidden=True),
                 model.output_weight,
@@ -146,8 +147,8 @@ def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
                 label_smoothing=loss_cfg.label_smoothing,
                 z_loss=loss_cfg.z_loss,
             )
-            (loss / int((labels >= 0).sum())).backward()
-        optimizer.finish_gradients(LossScaler(False), settings.get("clip_grad_norm"))
+            optimizer.scale(loss / int((labels >= 0).sum()), last=i == parts - 1).backward()
+        optimizer.finish_gradients(settings.get("clip_grad_norm"))
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -186,9 +187,10 @@ def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
         if not param.requires_grad:
             assert torch.equal(param, before), name
             continue
-        moved = (expected.double() - before.double()).norm()
+        # Sums of magnitudes: a gradient within rounding of zero turns AdamW's first step of that one element around.
+        moved = (expected.double() - before.double()).abs().sum()
         assert moved > 0, name
-        assert (param.double() - expected.double()).norm() <= bound * moved, name
+        assert (param.double() - expected.double()).abs().sum() <= bound * moved, name
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         optim.build,
         "stream_state",
-        lambda rule, device: optim.streamed.Streamed(rule, LateLink(), smallest_bytes=512, ahead_bytes=2**13),
+        lambda device: optim.streamed.StreamedState(LateLink(), smallest_bytes=512, ahead_bytes=2**13),
     )
 
 
@@ -222,8 +224,7 @@ def test_two_settings_compose_or_are_refused(pair: tuple[str, str], late_links: 
         with pytest.raises(ValueError, match=reason):
             recipe_steps({**first, **second})
         return
-    rounds = "rounding" in pair  # bfloat16 weights: its steps are as large as the update's
-    check(pair, recipe_steps({**first, **second}), 0.4 if rounds else 0.02)
+    check(pair, recipe_steps({**first, **second}), max(ROUNDING.get(name, 0.02) for name in pair))
 
 
 @pytest.mark.parametrize("names", COMPILED, ids=" + ".join)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from lean_ft.models import RopeConfig, decoder_config
 from lean_ft.models.families import FAMILIES
@@ -166,6 +167,23 @@ def test_absent_fields_mean_what_they_mean_to_transformers(family):
     said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
     assert len(said_in_full) > len(sizes) + 20
     assert decoder_config({"model_type": family, **sizes}) == decoder_config(said_in_full)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_null_means_what_it_means_to_transformers_or_is_refused(family):
+    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
+    said_in_full = transformers.AutoConfig.for_model(family, **sizes, num_attention_heads=32).to_dict()
+    compared = set()
+    for name in sorted({*said_in_full, *FAMILIES[family].defaults, "rope_scaling"} - {"model_type"}):
+        settings = {**sizes, "num_attention_heads": 32, name: None}
+        try:
+            ours = decoder_config({"model_type": family, **settings})
+            theirs = transformers.AutoConfig.for_model(family, **settings).to_dict()
+        except (ValueError, StrictDataclassError):  # one of the two refuses it
+            continue
+        assert ours == decoder_config(theirs), name
+        compared.add(name)
+    assert {"rope_parameters", "rope_scaling"} <= compared
 
 
 def test_linear_scaling_in_its_oldest_spelling():

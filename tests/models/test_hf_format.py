@@ -1,6 +1,7 @@
 """Folders in and out against transformers and the safetensors library, and every folder that must be refused."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from lean_ft.models import build_decoder, load_model, save_model
+from lean_ft.models.hf_format import weights_fingerprint
 
 IDS = torch.arange(40).view(2, 20)
 
@@ -37,6 +39,52 @@ def replace_weights(folder: Path, change) -> None:
 def folder(make_checkpoint, tmp_path) -> Path:
     """A folder of its own, to damage."""
     return Path(shutil.copytree(make_checkpoint("qwen2_tied")[0], tmp_path / "model"))
+
+
+def test_weights_have_their_fingerprint_wherever_and_however_they_lie(folder, make_checkpoint, tmp_path):
+    fingerprint = weights_fingerprint(folder)
+    _, reference = make_checkpoint("qwen2_tied")
+    for place, max_shard_size in (("moved", "5GB"), ("cut", "40KB")):
+        reference.save_pretrained(tmp_path / place, max_shard_size=max_shard_size)
+        os.utime(tmp_path / place / "config.json", (0, 0))
+        assert weights_fingerprint(tmp_path / place) == fingerprint
+    (folder / "model.safetensors").unlink()
+    assert weights_fingerprint(folder) is None
+
+
+@pytest.mark.parametrize("change", ["a value", "a type", "a name", "a shape"])
+def test_other_weights_have_another_fingerprint(change, folder):
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        weight = tensors.pop(name)
+        if change == "a value":
+            weight[3, 5] += 1e-6
+        tensors[name + "s" if change == "a name" else name] = {"a type": weight.half(), "a shape": weight.T}.get(
+            change, weight
+        ).contiguous()
+
+    fingerprint = weights_fingerprint(folder)
+    replace_weights(folder, edit)
+    assert weights_fingerprint(folder) != fingerprint
+
+
+def test_a_fingerprint_is_of_pages_all_through_a_large_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr("lean_ft.models.hf_format._FINGERPRINT_PAGES", 9)
+    weight = torch.zeros(100, 4096, dtype=torch.uint8).view(torch.bfloat16)  # a page a row
+    read = torch.zeros(100, dtype=torch.bool)
+    for row in [None, *range(100)]:
+        changed = weight.clone()
+        if row is not None:
+            changed[row] = 1.0
+        safetensors.torch.save_file({"weight": changed}, tmp_path / "model.safetensors")
+        if row is None:
+            fingerprint = weights_fingerprint(tmp_path)
+        else:
+            read[row] = weights_fingerprint(tmp_path) != fingerprint
+    places = read.nonzero().flatten()
+    assert 9 <= len(places) <= 18  # a page may lie over two rows
+    assert (places[0], places[-1]) == (0, 99)
+    assert places.diff().max() <= 100 / 8 + 1
 
 
 @pytest.mark.parametrize("case_name", ["llama", "qwen2_tied"])

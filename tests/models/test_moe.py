@@ -180,9 +180,8 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def loss_of(model: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     ids, is_token, labels = batch
-    logits = model(ids)
-    cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    return cross_entropy + model.auxiliary_loss(is_token)
+    logits, balance = model(ids, return_router_loss=True, is_token=is_token)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + balance
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -192,8 +191,9 @@ def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, 
     assert model.router_aux_loss_coef == 0.7
     ids, is_token, labels = batch
     expected = reference(ids, attention_mask=is_token.long(), labels=labels, output_router_logits=True)
-    model(ids)
-    torch.testing.assert_close(model.auxiliary_loss(is_token), 0.7 * expected.aux_loss, rtol=1e-5, atol=0)
+    _, balance = model(ids, return_router_loss=True, is_token=is_token)
+    model(ids[:1])  # a forward pass in between, as of a reference, takes nothing with it
+    torch.testing.assert_close(balance, 0.7 * expected.aux_loss, rtol=1e-5, atol=0)
     loss = loss_of(model, batch)
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
     loss.backward()
@@ -210,22 +210,22 @@ def test_the_routers_loss_is_left_out_unless_asked_for(make_checkpoint, batch):
     coefficients = [load_model(silent), load_model(silent, router_aux_loss_coef=0.2)]
     coefficients += [load_model(asking), load_model(asking, router_aux_loss_coef=0.0)]
     assert [model.router_aux_loss_coef for model in coefficients] == [0.0, 0.2, 0.7, 0.0]
-    values = []
-    for model in coefficients:
-        model(batch[0])
-        values.append(model.auxiliary_loss())
-    assert [value.requires_grad for value in values] == [False, True, True, False]
-    assert [float(value) > 0 for value in values] == [False, True, True, False]
-    with torch.no_grad():  # an evaluation keeps no logits
-        coefficients[1](batch[0])
-    assert coefficients[1].auxiliary_loss() == 0
+    values = [model(batch[0], return_router_loss=True)[1] for model in coefficients]
+    assert [value is not None and value.requires_grad and float(value) > 0 for value in values] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    with torch.no_grad():  # an evaluation is without it
+        assert coefficients[1](batch[0], return_router_loss=True)[1] is None
 
 
 def test_a_loss_of_a_router_that_is_not_there_is_refused(make_checkpoint):
     folder, _ = make_checkpoint("llama")
     with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0\.1, but .* is no mixture of experts"):
         load_model(folder, router_aux_loss_coef=0.1)
-    assert load_model(folder, router_aux_loss_coef=0.0).auxiliary_loss() == 0
+    assert load_model(folder, router_aux_loss_coef=0.0)(torch.tensor([[1, 2]]), return_router_loss=True)[1] is None
 
 
 @pytest.mark.parametrize(

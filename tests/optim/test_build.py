@@ -21,7 +21,7 @@ from tests.optim.tiny_training import TinyModel, build
             {"clip_grad_norm": 0.5},
             ["clip_grad_norm=null, or set optimizer.in_backward=false"],
         ),
-        ({"in_backward": True}, {"uses_loss_scaling": True}, ["float16", "model.dtype=bfloat16"]),
+        ({"in_backward": True}, {"float16": True}, ["float16", "model.dtype=bfloat16"]),
         ({"name": "sgd", "update_clipping": True}, {}, ["optimizer.name=sgd", "update_clipping=false"]),
         ({"name": "adafactor", "update_clipping": True}, {}, ["limits its updates by itself"]),
         ({"name": "adamw", "momentum": 0.9}, {}, ["optimizer.name=sgd", "optimizer.betas"]),
@@ -45,7 +45,7 @@ def test_stochastic_rounding_is_for_bfloat16_weights() -> None:
 
 
 def test_clipping_and_loss_scaling_are_for_the_plain_step() -> None:
-    build(TinyModel(torch.float32), {"name": "adamw_8bit"}, clip_grad_norm=1.0, uses_loss_scaling=True)
+    build(TinyModel(torch.float32), {"name": "adamw_8bit"}, clip_grad_norm=1.0, float16=True)
 
 
 def test_paged_state_without_cuda_is_ordinary_memory_and_said_so() -> None:

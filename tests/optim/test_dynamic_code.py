@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lean_ft.optim.dynamic_code import ArithmeticCode, DynamicCode, TableCode, code_values
+from lean_ft.optim.dynamic_code import DynamicCode, code_values
 
-CPU = torch.device("cpu")
 SIGNED = pytest.mark.parametrize("signed", [True, False])
-CODES = pytest.mark.parametrize("kind", ["table", "arithmetic"])
+WAYS = pytest.mark.parametrize("way", ["tables", "arithmetic"])
 
 
-def make(kind: str, signed: bool) -> DynamicCode:
-    return TableCode(signed=signed, device=CPU) if kind == "table" else ArithmeticCode(signed=signed)
+def encode(way: str, signed: bool, numbers: Tensor) -> Tensor:
+    code = DynamicCode(signed=signed)
+    return code.encode_by_tables(numbers) if way == "tables" else code.encode_by_arithmetic(numbers)
+
+
+def decode(way: str, signed: bool, codes: Tensor) -> Tensor:
+    code = DynamicCode(signed=signed)
+    return code.decode_by_tables(codes) if way == "tables" else code.decode_by_arithmetic(codes)
 
 
 def numbers(signed: bool) -> Tensor:
@@ -32,41 +37,54 @@ def test_values_are_bitsandbytes_values_bitwise(signed: bool) -> None:
 
 
 @SIGNED
-@CODES
-def test_encode_takes_the_nearest_value(signed: bool, kind: str) -> None:
+@WAYS
+def test_encode_takes_the_nearest_value(signed: bool, way: str) -> None:
     x = numbers(signed)
     distances = (x.double()[:, None] - code_values(signed).double()).abs()
-    chosen = distances.gather(1, make(kind, signed).encode(x).long()[:, None])[:, 0]
+    chosen = distances.gather(1, encode(way, signed, x).long()[:, None])[:, 0]
     # Arithmetic rounds in float32, so where two values are equally near to a few parts in 1e7, either will do.
     assert (chosen <= distances.amin(1) + 1e-6 * x.abs().double()).all()
 
 
 @SIGNED
-@CODES
-def test_decode_gives_the_values_and_encode_gives_them_back(signed: bool, kind: str) -> None:
-    code = make(kind, signed)
+@WAYS
+def test_decode_gives_the_values_and_encode_gives_them_back(signed: bool, way: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    torch.testing.assert_close(code.decode(codes), code_values(signed), rtol=1e-6, atol=0.0)
-    assert torch.equal(code.encode(code_values(signed)), codes)
+    torch.testing.assert_close(decode(way, signed, codes), code_values(signed), rtol=1e-6, atol=0.0)
+    assert torch.equal(encode(way, signed, code_values(signed)), codes)
 
 
 @SIGNED
 def test_tables_and_arithmetic_agree(signed: bool) -> None:
     x = numbers(signed)
-    differing = make("table", signed).encode(x) != make("arithmetic", signed).encode(x)
+    differing = encode("tables", signed, x) != encode("arithmetic", signed, x)
     assert differing.float().mean() < 1e-4
 
 
 def test_shapes_are_kept_and_numbers_unchanged() -> None:
     x = torch.rand(4, 6).t()
     before = x.clone()
-    for kind in ("table", "arithmetic"):
-        codes = make(kind, signed=False).encode(x)
+    for way in ("tables", "arithmetic"):
+        codes = encode(way, False, x)
         assert codes.shape == x.shape
-        assert make(kind, signed=False).decode(codes).shape == x.shape
+        assert decode(way, False, codes).shape == x.shape
     assert torch.equal(x, before)
 
 
 def test_a_number_that_is_none_gets_some_code() -> None:
     """Its block's scale is NaN, which is what shows; a table's index must not run over its end."""
-    assert make("table", signed=True).encode(torch.tensor([math.nan, math.inf, -math.nan])).shape == (3,)
+    assert encode("tables", True, torch.tensor([math.nan, math.inf, -math.nan])).shape == (3,)
+
+
+@SIGNED
+def test_plain_calls_look_up_and_compiled_ones_compute(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(0.0, 1.0, 40)
+    expected = encode("arithmetic", signed, x)
+    with monkeypatch.context() as patch:
+        patch.delattr(DynamicCode, "encode_by_arithmetic")
+        patch.delattr(DynamicCode, "decode_by_arithmetic")
+        code = DynamicCode(signed=signed)
+        code.decode(code.encode(x))
+    monkeypatch.delattr(DynamicCode, "encode_by_tables")
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(DynamicCode(signed=signed).encode, backend="eager", fullgraph=True)(x), expected)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lean_ft.optim import LossScaler, Optimizer, ParameterState, Rule, StepInfo
+from lean_ft.optim import Optimizer, ParameterState, Rule, StepInfo
 from tests.optim.tiny_training import TinyModel, build, loss_of, make_batches, same_weights, train
 
 LRS = [0.0, 3e-3, 1e-2, 1e-3, 0.0, 5e-3]  # a schedule: a hook that reads a stale or constant rate shows
@@ -122,9 +122,8 @@ def test_a_function_that_returns_the_tied_weights_gradient_updates_it_once() -> 
     optimizer, updates = counting(embed)
     ids = torch.tensor([1, 4, 4])
     optimizer.set_lr(0.5)
-    optimizer.update_in_backward(True)
-    Head.apply(embed(ids), embed.weight).square().sum().backward()
-    optimizer.finish_gradients(LossScaler(False), None)
+    optimizer.scale(Head.apply(embed(ids), embed.weight).square().sum(), last=True).backward()
+    optimizer.finish_gradients()
     optimizer.step()
     assert updates == {"weight": 1}
 
@@ -140,25 +139,24 @@ def test_two_gradients_for_one_parameter_in_one_step_are_an_assertion() -> None:
     """Reentrant checkpointing over a shared layer runs backward inside backward, once a use."""
     model = TinyModel(torch.float32)
     optimizer, _ = counting(model)
-    optimizer.update_in_backward(True)
     shared = model.layers[0]
     x = model.embed(torch.tensor([[1, 2]]))
     for _ in range(2):
         x = checkpoint(shared, x, use_reentrant=True)
     with pytest.raises(AssertionError, match=r"layers\.0\.\w+ got a gradient twice"):
-        x.sum().backward()
+        optimizer.scale(x.sum(), last=True).backward()
 
 
 def test_gradients_are_freed_while_backward_goes_on() -> None:
     """When a layer's hook runs, no other layer's gradient is alive."""
     model = TinyModel()
-    build(model, {"name": "sgd", "in_backward": True}).update_in_backward(True)
+    optimizer = build(model, {"name": "sgd", "in_backward": True})
     alive = []
     for layer in model.layers:
         layer.weight.register_post_accumulate_grad_hook(
             lambda _: alive.append([name for name, p in model.named_parameters() if p.grad is not None])
         )
-    loss_of(model, make_batches(1)[0][0]).backward()
+    optimizer.scale(loss_of(model, make_batches(1)[0][0]), last=True).backward()
     assert len(alive) == 3
     assert all(len(names) <= 2 for names in alive)  # the layer's own weight and bias
 
@@ -166,10 +164,9 @@ def test_gradients_are_freed_while_backward_goes_on() -> None:
 def test_without_the_last_micro_batch_told_gradients_are_kept_and_the_step_is_an_assertion() -> None:
     model = TinyModel()
     optimizer = build(model, {"name": "sgd", "in_backward": True})
-    optimizer.update_in_backward(False)
-    loss_of(model, make_batches(1)[0][0]).backward()
+    optimizer.scale(loss_of(model, make_batches(1)[0][0]), last=False).backward()
     assert all(param.grad is not None for param in model.parameters())
-    with pytest.raises(AssertionError, match="update_in_backward"):
+    with pytest.raises(AssertionError, match="last=True"):
         optimizer.step()
 
 
@@ -180,11 +177,9 @@ def test_a_part_that_the_last_micro_batch_leaves_out_is_updated_all_the_same() -
         model = TinyModel()
         optimizer = build(model, {"name": "adamw", "in_backward": in_backward})
         optimizer.set_lr(1e-2)
-        optimizer.update_in_backward(False)
-        loss_of(model, ids).backward()
-        optimizer.update_in_backward(True)
-        model.embed(ids).float().square().sum().backward()  # the layers get nothing
-        optimizer.finish_gradients(LossScaler(False), None)
+        optimizer.scale(loss_of(model, ids), last=False).backward()
+        optimizer.scale(model.embed(ids).float().square().sum(), last=True).backward()  # the layers get nothing
+        optimizer.finish_gradients()
         optimizer.step()
         optimizer.zero_grad()
         after.append(model)
@@ -198,13 +193,13 @@ def test_clipping_scales_gradients_to_the_norm_and_returns_the_one_before() -> N
     loss_of(model, make_batches(1)[0][0]).backward()
     grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
     norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-    returned = optimizer.finish_gradients(LossScaler(False), 0.25)
+    returned = optimizer.finish_gradients(0.25)
     assert returned.item() == pytest.approx(norm.item(), rel=1e-5)
     assert norm > 0.25
     for param, grad in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(param.grad.double(), grad * 0.25 / norm, rtol=1e-4, atol=1e-9)
     kept = [param.grad.clone() for param in model.parameters()]
-    optimizer.finish_gradients(LossScaler(False), 1.0)  # under the limit: nothing changes
+    optimizer.finish_gradients(1.0)  # under the limit: nothing changes
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), kept, strict=True))
 
 
@@ -218,7 +213,7 @@ def test_a_gradient_of_another_memory_layout_is_clipped_and_used_all_the_same() 
         model.weight.grad = grad.t().contiguous().t() if transposed else grad
         optimizer = build(model, {"name": "sgd"}, clip_grad_norm=1.0)
         optimizer.set_lr(0.1)
-        optimizer.finish_gradients(LossScaler(False), 1.0)
+        optimizer.finish_gradients(1.0)
         optimizer.step()
         weights.append(model.weight.detach())
     torch.testing.assert_close(*weights)
@@ -228,21 +223,20 @@ def test_a_gradient_of_another_memory_layout_is_clipped_and_used_all_the_same() 
 def test_loss_scaling_gives_the_unscaled_update_and_skips_an_overflow() -> None:
     model, plain = TinyModel(torch.float32), TinyModel(torch.float32)
     ids = make_batches(1)[0][0]
-    optimizer = build(model, {"name": "adamw"}, uses_loss_scaling=True)
-    scaler = LossScaler(enabled=True)
+    optimizer = build(model, {"name": "adamw"}, float16=True)
     optimizer.set_lr(1e-2)
 
-    scaler.scale(loss_of(model, ids)).backward()
+    optimizer.scale(loss_of(model, ids), last=True).backward()
     model.norm.weight.grad[3] = float("inf")
-    norm = optimizer.finish_gradients(scaler, 0.5)
+    norm = optimizer.finish_gradients(0.5)
     optimizer.step()
     optimizer.zero_grad()
     assert not norm.isfinite()
     assert same_weights(model, plain)
-    assert (optimizer.step_count, optimizer.skipped_steps, scaler.value) == (0, 1, 2.0**15)
+    assert (optimizer.step_count, optimizer.skipped_steps, optimizer.scaler.value) == (0, 1, 2.0**15)
 
-    scaler.scale(loss_of(model, ids)).backward()
-    norm = optimizer.finish_gradients(scaler, 0.5)
+    optimizer.scale(loss_of(model, ids), last=True).backward()
+    norm = optimizer.finish_gradients(0.5)
     optimizer.step()
     plain_norm = train(plain, build(plain, {"name": "adamw"}), [[ids]], [1e-2], max_norm=0.5)[0]
     torch.testing.assert_close(norm, plain_norm)

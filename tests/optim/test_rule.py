@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from lean_ft.optim import build_optimizer
-from lean_ft.settings import OptimizerConfig
+from tests.optim.tiny_training import build
 
 
 class Parameters(nn.Module):
@@ -17,8 +16,7 @@ class Parameters(nn.Module):
 
 def test_stacked_matrices_decay_and_stacked_biases_do_not(settings) -> None:
     model = Parameters()
-    cfg = OptimizerConfig(**{**settings, "stochastic_rounding": False})
-    optimizer = build_optimizer(model, cfg, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
+    optimizer = build(model, {**settings, "stochastic_rounding": False})
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.set_lr(0.5)

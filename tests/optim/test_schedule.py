@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from lean_ft.optim import learning_rate
-from lean_ft.settings import ScheduleConfig
+from lean_ft.settings import OptimizerConfig, ScheduleConfig
+from tests.optim.tiny_training import Config
 
 transformers = pytest.importorskip("transformers")
 
 PEAK, TOTAL = 3e-4, 50
+
+
+def config(peak: float, **schedule: Any) -> Config:
+    return Config(optimizer=OptimizerConfig(lr=peak), schedule=ScheduleConfig.model_validate(schedule))
 
 
 def reference(name: str, warmup: int, ratio: float) -> list[float]:
@@ -37,21 +42,19 @@ def reference(name: str, warmup: int, ratio: float) -> list[float]:
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize(("name", "ratio"), [("constant", 0.0), ("linear", 0.0), ("cosine", 0.0), ("cosine", 0.1)])
 def test_equals_transformers(name: str, ratio: float, warmup: int) -> None:
-    schedule = ScheduleConfig.model_validate({"name": name, "warmup_steps": warmup, "min_lr_ratio": ratio})
-    ours = [learning_rate(PEAK, schedule, step, TOTAL) for step in range(TOTAL)]
+    cfg = config(PEAK, name=name, warmup_steps=warmup, min_lr_ratio=ratio)
+    ours = [learning_rate(cfg, step, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(reference(name, warmup, ratio), rel=1e-12, abs=0.0)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_ends_at_the_minimum_and_stays_there(name: str) -> None:
-    schedule = ScheduleConfig.model_validate({"name": name, "warmup_steps": 5, "min_lr_ratio": 0.2})
-    assert learning_rate(PEAK, schedule, 5, TOTAL) == PEAK
-    assert [learning_rate(PEAK, schedule, step, TOTAL) for step in (TOTAL, 2 * TOTAL)] == pytest.approx(
-        [0.2 * PEAK] * 2
-    )
+    cfg = config(PEAK, name=name, warmup_steps=5, min_lr_ratio=0.2)
+    assert learning_rate(cfg, 5, TOTAL) == PEAK
+    assert [learning_rate(cfg, step, TOTAL) for step in (TOTAL, 2 * TOTAL)] == pytest.approx([0.2 * PEAK] * 2)
 
 
 def test_a_warmup_longer_than_the_run_only_rises() -> None:
-    schedule = ScheduleConfig(warmup_steps=10)
-    rates = [learning_rate(1.0, schedule, step, 4) for step in range(4)]
+    cfg = config(1.0, warmup_steps=10)
+    rates = [learning_rate(cfg, step, 4) for step in range(4)]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

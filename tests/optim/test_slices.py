@@ -83,7 +83,6 @@ MEASURE_WORKSPACE = """
 import sys
 import torch
 import torchao.optim  # the library itself is no workspace
-from lean_ft.optim import LossScaler
 from tests.optim.test_slices import ELEMENTWISE
 from tests.optim.tiny_training import build
 
@@ -99,7 +98,7 @@ for name, settings in ELEMENTWISE.items():
         tensor.add_(0)  # makes its pages resident
     open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before = peak_kib()
-    optimizer.finish_gradients(LossScaler(enabled=False), None)
+    optimizer.finish_gradients()
     optimizer.step()
     print(name, (peak_kib() - before) // 1024)
     del optimizer, tensor

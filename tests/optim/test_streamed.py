@@ -1,12 +1,13 @@
 """State in host memory: the same bits as on the device, ahead of its update, and no more of it after a resume."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from lean_ft.optim import Optimizer
-from lean_ft.optim.streamed import Streamed
+from lean_ft import optim
+from lean_ft.optim.streamed import StreamedState
 from tests.late_link import LateLink
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
 
@@ -17,10 +18,9 @@ LARGE = 2**12  # bytes from which state is streamed here
 def streamed(model: TinyModel, settings: dict[str, Any], in_flight_bytes: int = 0, ahead_bytes: int = 2**14):
     """The optimizer of these settings over a link whose copies are as late as they can be."""
     link = LateLink(in_flight_bytes)
-    rule = build(model, {**settings, "in_backward": False}).rule
-    away = Streamed(rule, link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes)
-    optimizer = Optimizer(model.named_parameters(), away, in_backward=settings.get("in_backward", False))
-    return optimizer, link
+    away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes)
+    with mock.patch.object(optim.build, "stream_state", return_value=away):
+        return build(model, {**settings, "state": "streamed"}), link
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -28,6 +28,8 @@ def streamed(model: TinyModel, settings: dict[str, Any], in_flight_bytes: int = 
 def test_weights_are_bitwise_those_of_state_on_the_device(
     settings: dict[str, Any], in_backward: bool, in_flight_bytes: int
 ) -> None:
+    if settings["name"] == "paged_adamw_8bit":
+        pytest.skip("its state cannot be in two places")
     settings = {**settings, "in_backward": in_backward}
     plain, away = TinyModel(), TinyModel()
     torch.manual_seed(5)

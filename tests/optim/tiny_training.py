@@ -1,13 +1,14 @@
 """A tiny model with a tied weight, and a training loop as recipes write it."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lean_ft.optim import LossScaler, Optimizer, build_optimizer
-from lean_ft.settings import OptimizerConfig
+from lean_ft.optim import Optimizer, build_optimizer
+from lean_ft.settings import ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 
 # Every rule and what changes its arithmetic.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -74,10 +75,17 @@ def loss_of(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def build(model: nn.Module, settings: dict[str, Any], **kwargs: Any) -> Optimizer:
-    cfg = OptimizerConfig.model_validate(settings)
-    defaults: dict[str, Any] = {"clip_grad_norm": None, "uses_loss_scaling": False, "compile": False}
-    return build_optimizer(model, cfg, **(defaults | kwargs))
+class Config(RecipeConfig):
+    output_dir: Path = Path("unused")
+    model: ModelConfig = ModelConfig(path="unused")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+def build(model: nn.Module, settings: dict[str, Any], *, float16: bool = False, **others: Any) -> Optimizer:
+    """The optimizer that a recipe with these settings has."""
+    loaded = ModelConfig(path="unused", dtype="float16" if float16 else "bfloat16")
+    return build_optimizer(model, Config(model=loaded, optimizer=OptimizerConfig.model_validate(settings), **others))
 
 
 def train(
@@ -89,14 +97,13 @@ def train(
     **kwargs: Any,
 ) -> list[Tensor]:
     """The loop of a recipe; returns the gradient norms."""
-    scaler = LossScaler(enabled=False)
     norms = []
     for micro_batches, lr in zip(batches, lrs, strict=True):
         optimizer.set_lr(lr)
         for i, ids in enumerate(micro_batches):
-            optimizer.update_in_backward(i == len(micro_batches) - 1)
-            (loss_of(model, ids, **kwargs) / len(micro_batches)).backward()
-        norms.append(optimizer.finish_gradients(scaler, max_norm))
+            loss = loss_of(model, ids, **kwargs) / len(micro_batches)
+            optimizer.scale(loss, last=i == len(micro_batches) - 1).backward()
+        norms.append(optimizer.finish_gradients(max_norm))
         optimizer.step()
         optimizer.zero_grad()
     return norms

@@ -72,6 +72,31 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
     torch.testing.assert_close(merged(IDS), expected, atol=5e-4, rtol=5e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"init": "pissa"}, {"dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
+    folder, base = make_checkpoint(family)
+    model = load_model(folder)
+    router = "router" if family == "gpt_oss" else "gate"
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "q_proj"], **settings))
+    randomize(model)
+    save_adapter(model, tmp_path)
+    expected = model.eval()(IDS)
+    assert (expected - load_model(folder)(IDS)).abs().max() > 0.1
+    reference = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(reference(IDS).logits, expected, atol=5e-4, rtol=5e-4)
+    again = load_model(folder)
+    load_adapter(again, tmp_path)
+    torch.testing.assert_close(again(IDS), expected, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("target", ["mlp.gate", "gate_proj"])
+def test_what_peft_adapts_as_a_parameter_takes_no_dora(target, make_checkpoint):
+    folder, _ = make_checkpoint("qwen3_moe_some_layers")
+    with pytest.raises(ValueError, match=r"mlp\.gate.* is to PEFT a parameter.* plain LoRA there.*: lora\.dora cannot"):
+        apply_lora(load_model(folder), LoRAConfig(targets=[target], dora=True))
+
+
 def test_checkpointing_changes_no_gradient(make_checkpoint):
     folder, _ = make_checkpoint("olmoe")
     results = []

@@ -34,7 +34,7 @@ def tiny_model():
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adafactor"])
 def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_model, name: str):
     recipe, cfg = settings(tmp_path, f"optimizer.name={name}")
-    optimizer = build_optimizer(tiny_model, cfg.optimizer, clip_grad_norm=None, uses_loss_scaling=False, compile=False)
+    optimizer = build_optimizer(tiny_model, cfg)
     parts = rehearse(recipe, cfg, CPU).peak.bytes_by_label
     assert parts["weights"] == sum(p.nbytes for p in tiny_model.parameters())
     # What the optimizer makes beside its state (lookup tables) is of some KiB.

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ from safetensors.torch import load_file
 
 from lean_ft.catalog import load_recipe, recipes
 from lean_ft.config import load_config
-from lean_ft.models import generate, load_model
+from lean_ft.models import generate, load_model, save_model
+from lean_ft.models.hf_format import stored_dtype
+from lean_ft.paths import resolve_model_path
 from lean_ft.peft import load_adapter
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.checkpoint import _manifest, write_json
 from tests.recipes.test_full_finetune_single_device import SETTINGS, numbers
 
 NAME, SIBLING = "lora_finetune_single_device", "full_finetune_single_device"
@@ -74,6 +78,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, settings):
     assert all(torch.equal(first[name], second[name]) for name in first)
     weights = {file.name for file in checkpoints[0].glob("*.safetensors")} | {"adapter_config.json"}
     assert weights == ADAPTER_FILES
+
+
+def test_an_adapter_goes_on_over_the_weights_that_it_was_trained_beside(train, tmp_path):
+    base, dtype = (
+        shutil.copytree(resolve_model_path("tiny"), tmp_path / "base"),
+        stored_dtype(resolve_model_path("tiny")),
+    )
+    settings = (f"model.path={base}",)
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=3", output="parts")
+    other = load_model("tiny", dtype=dtype)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+    save_model(other, base)
+    with pytest.raises(
+        ValueError, match=r"step_00000003 holds an adapter of another model.*\n  fingerprint of the weights "
+    ):
+        train(*settings, output="parts")
+
+    save_model(load_model("tiny", dtype=dtype), base, max_shard_bytes=400_000)  # the same weights, in other files
+    train(*settings, "max_steps=5", output="parts")
+    checkpoint = tmp_path / "parts" / "step_00000005"
+    state_file = checkpoint / "training_state" / "training_state.json"
+    state = json.loads(state_file.read_text())
+    assert state.pop("base_fingerprint")  # an earlier version wrote none
+    write_json(state_file, state)
+    (checkpoint / "manifest.json").unlink()
+    write_json(checkpoint / "manifest.json", _manifest(checkpoint, 5))
+    assert numbers(train(*settings, output="parts")) == numbers(whole)
 
 
 def test_memory_settings_change_no_number(train):

@@ -263,16 +263,23 @@ class TestMask:
         )
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
 
-    def test_a_turn_that_another_token_ends_once_it_is_history_is_refused(self, tokenizer_with):
+    def test_a_turn_that_another_token_ends_once_it_is_history_is_trained_as_the_last_message_alone(
+        self, tokenizer_with
+    ):
         # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
         tokenizer = tokenizer_with(
-            "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+            "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}"
             "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
-        with pytest.raises(ValueError, match=r"message 1 ends.*data.train_on=last"):
-            tokenizer.render(chat("a", "b", "c", "d"))
-        assert runs(tokenizer, tokenizer.render(chat("a", "b"))) == ["b<|endoftext|>"]
+        for said in ("b", "", " "):
+            passage = tokenizer.passage(chat("a", said, "c", "d"))
+            assert [passage.text[start:end] for start, end in passage.trained] == ["<|im_start|>d<|endoftext|>"]
+            assert passage.num_rewritten == 1
+            assert tokenizer.passage(chat("a", said, "c", "d"), untrained={1}).num_rewritten == 0
+            assert runs(tokenizer, tokenizer.render(chat("a", said))) == [f"<|im_start|>{said}<|endoftext|>"]
+        with pytest.raises(ValueError, match="message 1 ends"):  # it must be known where, to leave it out
+            tokenizer.passage(chat("a", "b", "c", "d"), train_on="all", untrained={1})
 
     def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
         tokenizer = tokenizer_with(PLAIN_TEXT)

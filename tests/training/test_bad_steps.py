@@ -132,7 +132,7 @@ def test_weights_that_are_not_finite_are_not_saved(train_real, monkeypatch, tmp_
 
 
 def test_overflows_that_the_loss_scale_is_there_for_are_no_bad_steps(tmp_path):
-    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    steps = BadSteps(tmp_path, None, max_bad_steps=0)
     row = {"step": 1, "loss": 2.0, "grad_norm": None, "non_finite": {"grad_norm": "inf"}, "skipped": True}
     steps.look_at(row, loss_scale=2.0**15)
     assert not steps.count
@@ -141,7 +141,7 @@ def test_overflows_that_the_loss_scale_is_there_for_are_no_bad_steps(tmp_path):
 
 
 def test_a_spike_is_told_of_once_and_noise_is_not(tmp_path, capsys):
-    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    steps = BadSteps(tmp_path, None, max_bad_steps=0)
     generator = torch.Generator().manual_seed(0)
     noise = (2.0 + 0.1 * torch.randn(300, generator=generator)).tolist()
     for step, loss in enumerate([*noise[:200], 4.0, *noise[200:]], 1):
@@ -151,7 +151,7 @@ def test_a_spike_is_told_of_once_and_noise_is_not(tmp_path, capsys):
 
 
 def test_batches_without_a_target_are_counted(tmp_path, capsys):
-    steps = BadSteps(tmp_path, None, max_bad_steps=0, can_skip=True)
+    steps = BadSteps(tmp_path, None, max_bad_steps=0)
     for step, targets in enumerate([(3, 0), (0, 0), (1, 1)]):
         steps.keep(step, [SimpleNamespace(num_targets=number) for number in targets])
     steps.say_totals()

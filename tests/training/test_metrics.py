@@ -16,7 +16,8 @@ def batch(tokens, targets):
 
 def record(metrics, step, loss=1.0, grad_norm=None):
     metrics.begin_step()
-    metrics.record(step, loss=loss, lr=0.1, grad_norm=grad_norm, micro_batches=[batch(10, 4), batch(6, 1)])
+    values = {"loss": loss, "grad_norm": grad_norm}
+    metrics.record(step, lr=0.1, values=values, micro_batches=[batch(10, 4), batch(6, 1)])
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def test_further_values_of_a_step_end_its_line_and_none_is_left_out(path):
     metrics = Metrics(path, CPU, steps_per_epoch=1)
     for step, extra in enumerate((torch.tensor(0.25), None, 0.5), start=1):
         metrics.begin_step()
-        metrics.record(step, loss=1.0, lr=0.1, grad_norm=2.0, micro_batches=[batch(8, 4)], router_aux_loss=extra)
+        values = {"loss": 1.0, "grad_norm": 2.0, "router_aux_loss": extra}
+        metrics.record(step, lr=0.1, values=values, micro_batches=[batch(8, 4)])
     metrics.flush()
     lines = read(path)
     assert [line.get("router_aux_loss", "absent") for line in lines] == [0.25, "absent", 0.5]
@@ -102,7 +104,7 @@ def test_on_a_gpu_recording_waits_for_nothing_and_times_the_device(path):
         metrics.begin_step()
         torch.cuda._sleep(200_000_000)  # cycles: 0.1 s or more
         loss = torch.ones((), device=device)
-        metrics.record(1, loss=loss, lr=0.1, grad_norm=loss, micro_batches=[batch(10, 4)])
+        metrics.record(1, lr=0.1, values={"loss": loss, "grad_norm": loss}, micro_batches=[batch(10, 4)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     (row,) = metrics.flush()

@@ -3,8 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
+from lean_ft import log
 from lean_ft.training import progress
-from lean_ft.training.progress import ProgressBar, duration, gibibytes
+from lean_ft.training.progress import ProgressBar
 
 
 def row(step, loss=1.25):
@@ -23,7 +24,8 @@ def screen(monkeypatch):
     def replace(**settings):
         file = io.StringIO()
         settings = {"file": file, "highlight": False, "markup": False, "soft_wrap": True, **settings}
-        monkeypatch.setattr(progress, "console", Console(**settings))
+        for module in (log, progress):
+            monkeypatch.setattr(module, "console", Console(**settings))
         return file
 
     return replace
@@ -58,7 +60,7 @@ def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     file = screen(force_terminal=True, width=150)
     with ProgressBar(0, 10) as bar:
         bar.update(row(4, loss=None))
-        progress.say("saved", "somewhere")
+        log.say("saved", "somewhere")
     shown = file.getvalue()
     assert "4/10" in shown
     assert "loss not finite" in shown
@@ -77,19 +79,5 @@ def test_a_bar_fits_into_80_columns(screen):
 
 def test_long_lines_are_not_wrapped(screen):
     file = screen(width=40)
-    progress.say("saved", "/a/very/long/path" * 10)
+    log.say("saved", "/a/very/long/path" * 10)
     assert file.getvalue().count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (9.6, "9.6 s"), (42.2, "42 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(5, "5 B"), (2048, "2.0 KiB"), (5 * 2**20, "5.0 MiB"), (13.25 * 2**30, "13.25 GiB")]
-)
-def test_gibibytes(count, text):
-    assert gibibytes(count) == text

@@ -8,14 +8,17 @@ from tests.training.test_checkpoint import flip_a_byte
 from tests.training.toy_runs import digests
 
 
-def test_the_newest_the_multiples_and_the_best_stay():
+def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
     losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan"), 60: 2.0}
-    steps = list(losses)
-    assert kept_steps(steps, losses, keep_last=None, keep_every=0, keep_best=0) == set(steps)
-    assert kept_steps(steps, losses, keep_last=2, keep_every=0, keep_best=0) == {50, 60}
-    assert kept_steps(steps, losses, keep_last=1, keep_every=30, keep_best=0) == {30, 60}
-    assert kept_steps(steps, losses, keep_last=1, keep_every=0, keep_best=2) == {20, 40, 60}
-    assert kept_steps(steps, losses, keep_last=1, keep_every=0, keep_best=9) == {10, 20, 40, 60}
+
+    def kept(**settings):
+        return kept_steps(losses, config(tmp_path, **settings))
+
+    assert kept() == set(losses)
+    assert kept(keep_last=2) == {50, 60}
+    assert kept(keep_last=1, keep_every=30) == {30, 60}
+    assert kept(keep_last=1, keep_best=2) == {20, 40, 60}
+    assert kept(keep_last=1, keep_best=9) == {10, 20, 40, 60}
 
 
 @pytest.mark.parametrize("save_async", ["false", "true"])

@@ -192,16 +192,17 @@ def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_a_loss_that_is_not_finite_stops_the_run(log_every, config, recipe, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "BAD_STEP", 5)
-        with pytest.raises(RuntimeError, match=r"of step 6 are not finite.*newest checkpoint is .*step_00000004"):
-            recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, log_every=log_every, seed=1))
+def test_one_bad_step_more_than_allowed_stops_the_run(log_every, config, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "BAD_STEP", 4)
+    with pytest.raises(
+        TrainingFailed, match=r"(?s)1 step of this run had .* not finite .*: 5\), more than max_bad_steps=0"
+    ):
+        recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, log_every=log_every, max_bad_steps=0))
     rows = metrics(tmp_path / "run")
-    assert rows[5]["loss"] is None
-    assert rows[5]["non_finite"] == {"loss": "inf"}
-    # Step 4 was whole and saved; what came after the bad loss was not.
-    assert sorted(p.name for p in (tmp_path / "run").glob("step_*"))[-1] == "step_00000004"
+    assert rows[4]["loss"] is None
+    assert (rows[4]["non_finite"]["loss"], rows[4]["skipped"]) == ("inf", True)
+    # Found when its line was written, and the weights, which are without that step, were saved then.
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*"))[-1] == f"step_0000000{5 if log_every == 1 else 6}"
 
 
 def test_log_is_called_once_a_step(config, recipe, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A recipe in miniature, with the real decoder and stand-ins for data and optimizer, for the tests of `Run`.
+"""A recipe in miniature, with the real decoder and optimizer and stand-ins for data and tokenizer, for the tests of `Run`.
 
     python toy_recipe.py key=value ...
 
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from lean_ft.config import load_config
+from lean_ft.data import DataReport
 from lean_ft.models import load_model
+from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 from lean_ft.training import Run, start
 
@@ -35,15 +37,15 @@ class Config(RecipeConfig):
 
 class Batch:
     def __init__(self, rows: torch.Tensor):
-        self.rows = rows  # (B, T + 1)
-        self.num_tokens = rows[:, :-1].numel()
+        self.input_ids, self.labels = rows[:, :-1], rows[:, 1:]  # (B, T)
+        self.num_tokens = self.labels.numel()
         self.num_targets = self.num_tokens - 1
 
 
 class Batches:
     """Rows of random tokens, shuffled each epoch; the last batch of an epoch may be short."""
 
-    report = "random tokens"
+    report = DataReport("random tokens")
 
     def __init__(self, num_rows: int, batch_size: int, seed: int):
         self._rows = torch.randint(0, 64, (num_rows, 9), generator=torch.Generator().manual_seed(seed))
@@ -67,36 +69,18 @@ class Batches:
         self._epoch, self._next = state["epoch"], state["next"]
 
 
-class AdamW:
-    """torch's AdamW with its state as a flat mapping."""
-
-    def __init__(self, model: nn.Module, lr: float):
-        self._names = [name for name, _ in model.named_parameters()]
-        self._inner = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.state_bytes = 8 * sum(p.numel() for p in model.parameters())
-        self.zero_grad, self.step = self._inner.zero_grad, self._inner.step
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        state = self._inner.state_dict()["state"]
-        return {f"{self._names[i]}.{key}": tensor for i, kept in state.items() for key, tensor in kept.items()}
-
-    def load_state_dict(self, tensors) -> None:
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            parameter, _, key = name.rpartition(".")
-            state.setdefault(self._names.index(parameter), {})[key] = tensor
-        self._inner.load_state_dict({**self._inner.state_dict(), "state": state})
-
-
 class Tokenizer:
     def save(self, path: Path) -> None:
         (path / "tokenizer.json").write_text("{}")
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
 
 
 def main(cfg: Config) -> None:
     device = start(cfg)
     model = load_model(cfg.model.path, device=device, random_init=cfg.model.random_init)
-    optimizer = AdamW(model, cfg.optimizer.lr)
+    optimizer = build_optimizer(model, cfg)
     batches = Batches(cfg.num_rows, cfg.batch_size, cfg.seed)
     run = Run(cfg, model=model, optimizer=optimizer, batches=batches, tokenizer=Tokenizer())
 
@@ -106,21 +90,21 @@ def main(cfg: Config) -> None:
             time.sleep(SLEEP_SECONDS)
         if step == FAILING_STEP:
             raise KeyError("the loop's body failed")
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)
         micro_batches = batches.take(cfg.gradient_accumulation_steps)
         loss_sum = torch.zeros((), device=device)
-        for batch in micro_batches:
-            rows = batch.rows.to(device)
-            logits = model(rows[:, :-1])
+        for i, batch in enumerate(micro_batches):
+            logits = model(batch.input_ids.to(device))
             logits = logits + torch.randn_like(logits) * random.random() * np.random.rand()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / len(micro_batches)
-            loss.backward()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten().to(device))
+            loss = loss / len(micro_batches) * (torch.inf if step == BAD_STEP else 1.0)
+            optimizer.scale(loss, last=i == len(micro_batches) - 1).backward()
             loss_sum += loss.detach()
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm or float("inf"))
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if step == BAD_STEP:
-            loss_sum.fill_(torch.inf)
-        run.log(loss=loss_sum, lr=cfg.optimizer.lr, grad_norm=grad_norm, micro_batches=micro_batches)
+        run.log(loss=loss_sum, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
         loss_sum.fill_(-1)  # what was logged is what it was then
         if run.evaluation_due():
             run.log_evaluation(loss=1.5, num_eval_tokens=12)

@@ -10,16 +10,16 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from lean_ft import hub
-from lean_ft.assets import pin_model_path, repository_name
+from lean_ft.log import say
+from lean_ft.paths import path_at_commit, repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
 from lean_ft.training.checkpoint import list_checkpoints, read_training_state
-from lean_ft.training.progress import say
 from lean_ft.training.run_directory import Settings, read_starts
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-def pin_models(cfg: ConfigT) -> ConfigT:
+def hold_models_to_commits(cfg: ConfigT) -> ConfigT:
     """Returns the settings with every model of the hub at a commit; a training run says which.
 
     `org/name` is the commit that the run in `output_dir` began with, else the newest of its main branch; a branch or
@@ -27,18 +27,18 @@ def pin_models(cfg: ConfigT) -> ConfigT:
     Raises as `lean_ft.hub.download` does.
     """
     recorded = _recorded_settings(cfg) if isinstance(cfg, RecipeConfig) else {}
-    pinned: dict[str, ModelConfig] = {}
+    held: dict[str, ModelConfig] = {}
     for key, model in cfg:
         name = repository_name(model.path) if isinstance(model, ModelConfig) else None
         if name is None or name.names_commit:
             continue
         begun = hub.parse_name(str(recorded.get(f"{key}.path")))
         goes_on = name.revision is None and begun is not None and begun.repo == name.repo and begun.names_commit
-        path = str(begun) if goes_on else str(pin_model_path(model.path))
-        pinned[key] = model.model_copy(update={"path": path})
+        path = str(begun) if goes_on else str(path_at_commit(model.path))
+        held[key] = model.model_copy(update={"path": path})
         if isinstance(cfg, RecipeConfig):
             say("hub", f"{key} {path}{', as when this run began' if goes_on else ''}")
-    return cfg.model_copy(update=pinned)
+    return cfg.model_copy(update=held)
 
 
 def _recorded_settings(cfg: RecipeConfig) -> Settings:

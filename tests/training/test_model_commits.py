@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lean_ft.settings import ModelConfig, Settings
-from lean_ft.training.pinning import pin_models
+from lean_ft.training.model_commits import hold_models_to_commits
 from tests.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
@@ -28,7 +28,7 @@ def repository(hub_server):
 @pytest.fixture
 def train(recipe, config):
     def run(output_dir, **settings):
-        cfg = pin_models(config(output_dir, **{"model__path": "org/toy", **settings}))
+        cfg = hold_models_to_commits(config(output_dir, **{"model__path": "org/toy", **settings}))
         recipe.main(cfg)
         return output_dir
 
@@ -85,7 +85,7 @@ def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path)
 
 def test_folders_are_left_alone(config, model_folder, tmp_path):
     cfg = config(tmp_path / "run")
-    assert pin_models(cfg) == cfg
+    assert hold_models_to_commits(cfg) == cfg
 
 
 def test_other_recipes_are_pinned_without_a_word(repository, capsys):
@@ -94,6 +94,6 @@ def test_other_recipes_are_pinned_without_a_word(repository, capsys):
         teacher: ModelConfig
 
     cfg = Config(model=ModelConfig(path="org/toy"), teacher=ModelConfig(path="org/toy@v1"))
-    pinned = pin_models(cfg)
+    pinned = hold_models_to_commits(cfg)
     assert (pinned.model.path, pinned.teacher.path) == (f"org/toy@{OLD}",) * 2
     assert capsys.readouterr().out == ""

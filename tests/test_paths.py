@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft import assets
+from lean_ft import paths
 from lean_ft.peft.peft_format import read_adapter
 from tests.hub_server import Repository
 
@@ -12,67 +12,67 @@ COMMIT = "c" * 40
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
-    assert assets.resolve_model_path(tmp_path) == tmp_path
-    assert assets.resolve_model_path(str(tmp_path)) == tmp_path
+    assert paths.resolve_model_path(tmp_path) == tmp_path
+    assert paths.resolve_model_path(str(tmp_path)) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert assets.resolve_model_path("org/name") == Path("org/name")
+    assert paths.resolve_model_path("org/name") == Path("org/name")
 
 
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert assets.resolve_model_path("~/model") == tmp_path / "model"
+    assert paths.resolve_model_path("~/model") == tmp_path / "model"
 
 
 def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(assets, "_TINY", tmp_path / "tiny")
+    monkeypatch.setattr(paths, "_TINY", tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"embedded model is missing.*reinstall"):
-        assets.resolve_model_path("tiny")
+        paths.resolve_model_path("tiny")
     (tmp_path / "tiny" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "tiny" / "model")
-    assert assets.resolve_model_path("tiny") == tmp_path / "tiny" / "model"
+    assert paths.resolve_model_path("tiny") == tmp_path / "tiny" / "model"
 
 
 def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").mkdir()
     with pytest.raises(ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), or `tiny`"):
-        assets.resolve_model_path("nowhere")
+        paths.resolve_model_path("nowhere")
     with pytest.raises(ValueError, match=r"does not exist\. Did you mean 'llama-1b'\?"):
-        assets.resolve_model_path("lama-1b")
+        paths.resolve_model_path("lama-1b")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="is a file; expected the folder"):
-        assets.resolve_model_path(tmp_path / "model.safetensors")
+        paths.resolve_model_path(tmp_path / "model.safetensors")
 
 
 def test_of_a_run_directory_a_checkpoint_is_wanted(tmp_path):
     for step in (2, 10):
         (tmp_path / "run" / f"step_{step:08}").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"run' is no model\. It is a run directory: .* such as .*step_00000010\.$"):
-        assets.resolve_model_path(tmp_path / "run")
+        paths.resolve_model_path(tmp_path / "run")
     with pytest.raises(ValueError, match=r"holds no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
         read_adapter(tmp_path / "run")
     (tmp_path / "run" / "config.json").touch()
-    assert assets.resolve_model_path(tmp_path / "run") == tmp_path / "run"
+    assert paths.resolve_model_path(tmp_path / "run") == tmp_path / "run"
 
 
 def test_a_repository_is_a_folder_in_the_cache(hub_server, tmp_path):
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
     hub_server.repositories["org/name"] = Repository({COMMIT: files}, {"main": COMMIT, "v1": COMMIT})
-    folder = assets.resolve_model_path("org/name", weights=False)
+    folder = paths.resolve_model_path("org/name", weights=False)
     assert folder.is_relative_to(tmp_path)
     assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json"}
-    assert assets.resolve_model_path("org/name@v1") == folder
+    assert paths.resolve_model_path("org/name@v1") == folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert assets.pin_model_path("org/name@v1") == f"org/name@{COMMIT}"
+    assert paths.path_at_commit("org/name@v1") == f"org/name@{COMMIT}"
 
 
 def test_what_is_no_repository_either_names_the_nearest_folder(hub_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    for resolve in (assets.resolve_model_path, assets.pin_model_path):
+    for resolve in (paths.resolve_model_path, paths.path_at_commit):
         with pytest.raises(
             ValueError, match=r"'runs/tinny' is no folder here\. Did you mean 'runs/tiny'\?.*hub knows no"
         ):
@@ -83,4 +83,4 @@ def test_what_is_no_repository_either_names_the_nearest_folder(hub_server, tmp_p
 def test_what_means_the_same_for_good_needs_no_pin(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    assert assets.pin_model_path(path) == path
+    assert paths.path_at_commit(path) == path

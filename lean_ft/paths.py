@@ -1,13 +1,13 @@
-"""What ships inside the package, and the rules by which a path that a user gives becomes a folder or a file."""
+"""What a path that a user gives means: a folder or file on disk, a model of the hub, or what ships inside the package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lean_ft import hub
+from lean_ft import hub, hub_errors
 from lean_ft.spelling import did_you_mean
 
-_TINY = Path(__file__).parent / "tiny"
+_TINY = Path(__file__).parent / "assets" / "tiny"
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
@@ -45,7 +45,7 @@ def checkpoint_hint(folder: Path) -> str:
     return f" It is a run directory: give one of its checkpoints, such as {checkpoints[-1]}." if checkpoints else ""
 
 
-def pin_model_path(path: str | Path) -> str | Path:
+def path_at_commit(path: str | Path) -> str | Path:
     """Returns a model path that means the same model for good: a repository of the hub at the commit that it is at now
     (`org/name@commit`), anything else as it is. Of the repository all but its weights is fetched. Raises as
     `resolve_model_path` does for one.
@@ -54,7 +54,7 @@ def pin_model_path(path: str | Path) -> str | Path:
     if name is None or name.names_commit:
         return path
     with _no_folder_either(path):
-        return str(name.at(hub.model_folder(name, weights=False).name))
+        return str(hub.RepositoryName(name.repo, hub.model_folder(name, weights=False).name))
 
 
 def repository_name(path: str | Path) -> hub.RepositoryName | None:
@@ -67,7 +67,7 @@ def _no_folder_either(path: str | Path) -> Iterator[None]:
     """Says of a repository that is not found that there is no such folder either: one of them was meant."""
     try:
         yield
-    except (hub.RepositoryNotFound, hub.HubUnreachable) as error:
+    except (hub_errors.RepositoryNotFound, hub_errors.HubUnreachable) as error:
         hint = _nearest_folder(Path(path).expanduser())
         raise type(error)(f"model path {str(path)!r} is no folder here.{hint} As a repository: {error}") from error
 

@@ -1,0 +1,12 @@
+"""What a run says while it works: lines that begin with a word for what they are about."""
+
+from rich.console import Console
+
+from lean_ft.redaction import redact
+
+console = Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def say(label: str, text: str) -> None:
+    """Print one line of the log: a word for what it is about, then the text. Goes above the bar where one is shown."""
+    console.print(redact(f"{label:<12}{text}"))

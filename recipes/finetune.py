@@ -1,0 +1,68 @@
+"""Finetuning of all parameters, or of an adapter beside them; the loop below is plain PyTorch.
+
+leanft run finetune --config tiny/full
+leanft run finetune --config tiny/lora             # LoRA, DoRA, QLoRA: settings `lora.*`
+leanft cp  finetune mine.py                        # edit the loop, then: leanft run mine.py --config tiny/lora
+
+This is full_finetune_single_device with adapters. A checkpoint of one holds it alone, in PEFT's format.
+"""
+
+from lean_ft.data import sft_batches
+from lean_ft.losses import CrossEntropy, TokenStatistics
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.settings import (
+    LoRAConfig,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    SFTDataConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import Run, start
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: SFTDataConfig
+    lora: LoRAConfig | None = None  # null: all parameters train
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: LossConfig = LossConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    tokenizer = load_tokenizer(cfg.model.path)
+    batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
+    cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time
+    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
+
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
+        statistics = TokenStatistics()
+        for i, batch in enumerate(micro_batches, start=1):
+            # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
+            loss = cross_entropy(model, batch.to(device), statistics) / num_targets
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **statistics.means(num_targets))
+
+        if run.evaluation_due():
+            run.log_evaluation(**cross_entropy.evaluate(model, run.held_out()))
