@@ -332,11 +332,6 @@ class EvalBatches:
         self._bytes_left = KEPT_BYTES
         self.report = report
 
-    @property
-    def num_targets(self) -> int:
-        """Of all batches, without building them."""
-        return self.report.target_tokens
-
     def __len__(self) -> int:
         return len(self._plan)
 
