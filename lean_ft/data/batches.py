@@ -65,9 +65,9 @@ class Batch:
 
 def longest_batch(config: DataConfig, batch_size: int) -> Batch:
     """The batch that takes most, without contents: every row `max_length` tokens, and every token a target."""
-    num_rows = (
-        batch_size * len(config.sides) if config.batch_tokens is None else config.batch_tokens // config.max_length
-    )
+    sides = len(config.sides)
+    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
+    num_rows *= sides
     shape = (num_rows, config.max_length)
     return Batch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
@@ -331,11 +331,6 @@ class EvalBatches:
         self._built: list[Batch] = []
         self._bytes_left = KEPT_BYTES
         self.report = report
-
-    @property
-    def num_targets(self) -> int:
-        """Of all batches, without building them."""
-        return self.report.target_tokens
 
     def __len__(self) -> int:
         return len(self._plan)

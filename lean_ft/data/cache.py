@@ -63,31 +63,30 @@ class EntryWriter:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._files: dict[str, tuple[BinaryIO, np.dtype, int]] = {}
+        self._files: dict[str, tuple[BinaryIO, np.dtype]] = {}
         self.about: dict[str, Any] = {}
 
     def append(self, arrays: dict[str, np.ndarray]) -> None:
         """Adds to each array named the values (n,); all parts of one are of one type."""
         for name, values in arrays.items():
             if name not in self._files:
-                self._files[name] = ((self._folder / name).open("wb"), values.dtype, 0)
-            file, dtype, length = self._files[name]
+                self._files[name] = (self._folder / name).open("wb"), values.dtype
+            file, dtype = self._files[name]
             assert values.dtype == dtype
-            file.write(values.tobytes())
-            self._files[name] = file, dtype, length + len(values)
+            file.write(np.ascontiguousarray(values).data)
 
     def finish(self) -> None:
         """Puts everything on the disk; the description last."""
-        arrays = {name: {"dtype": dtype.str, "length": length} for name, (_, dtype, length) in self._files.items()}
-        for file, _, _ in self._files.values():
-            _close_on_disk(file)
+        lengths = {name: file.tell() // dtype.itemsize for name, (file, dtype) in self._files.items()}
+        arrays = {name: {"dtype": self._files[name][1].str, "length": length} for name, length in lengths.items()}
+        self.close()
         description = {"format": FORMAT, "byte_order": sys.byteorder, "arrays": arrays, **self.about}
-        file = (self._folder / ABOUT).open("wb")
-        file.write(json.dumps(description, indent=2).encode())
-        _close_on_disk(file)
+        (self._folder / ABOUT).write_text(json.dumps(description, indent=2), encoding="utf-8")
+        for name in (*arrays, ABOUT):
+            sync(self._folder / name)
 
     def close(self) -> None:
-        for file, _, _ in self._files.values():
+        for file, _ in self._files.values():
             file.close()
 
 
@@ -199,8 +198,3 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         (path / ABOUT).unlink()
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _close_on_disk(file: BinaryIO) -> None:
-    file.close()
-    sync(Path(file.name))

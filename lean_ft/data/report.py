@@ -7,6 +7,7 @@ from typing import Any
 from lean_ft.settings import DataConfig
 
 NUM_BAD_ROWS_SHOWN = 3
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "rewritten_answers", "bad_rows", "tokens", "target_tokens")
 
 
 @dataclass
@@ -120,14 +121,8 @@ class DataReport:
 
     def add(self, other: "DataReport") -> None:
         """Adds the counts of `other`, a part of the same source; what packing made is no count of rows."""
-        self.rows += other.rows
-        self.kept += other.kept
-        self.truncated += other.truncated
-        self.lost_tokens += other.lost_tokens
-        self.rewritten_answers += other.rewritten_answers
-        self.tokens += other.tokens
-        self.target_tokens += other.target_tokens
-        self.bad_rows += other.bad_rows
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]

@@ -1,7 +1,6 @@
 """One row of data and where it stands; the sequence that it becomes."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +16,7 @@ class Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Named fields and where they stand, or why they could not be read."""
 
     fields: dict[str, Any]

@@ -3,7 +3,6 @@
 import glob
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def read_rows(source: Sources, digest: Digest | None = None, config: DataConfig 
     """
     for number, one in enumerate(list_sources(source, config)):
         for row in _read_source(one, digest, streaming=config is not None and config.streaming):
-            yield replace(row, source=number) if number else row
+            yield row._replace(source=number) if number else row
 
 
 def first_rows(source: Sources, count: int, config: DataConfig | None = None) -> list[Row]:
@@ -34,7 +33,7 @@ def first_rows(source: Sources, count: int, config: DataConfig | None = None) ->
     rows: list[Row] = []
     for number, one in enumerate(list_sources(source, config)):
         some = _read_source(one, None, streaming=config is not None and config.streaming)
-        rows += [replace(row, source=number) for row in islice(some, count)]
+        rows += [row._replace(source=number) for row in islice(some, count)]
     return rows
 
 
