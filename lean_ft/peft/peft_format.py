@@ -441,6 +441,4 @@ def _set_values(layer: AdaptedLayer, values: dict[str, Tensor]) -> None:
 def _read(stored: StoredTensor) -> Tensor:
     if stored.dtype is None or not stored.dtype.is_floating_point:
         raise ValueError(f"{stored.file}: a tensor is stored as {stored.dtype_name}; expected F32, BF16 or F16.")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read_into(tensor)
-    return tensor
+    return stored.read()
