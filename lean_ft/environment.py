@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "bitsandbytes", "torchao", "safetensors", "tokenizers", "transformers", "pydantic", "numpy")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-_VARIABLES = (*CUDA_ALLOCATOR_VARIABLES, "THP_MEM_ALLOC_ENABLE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_VARIABLES = (
+    *CUDA_ALLOCATOR_VARIABLES,
+    "THP_MEM_ALLOC_ENABLE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "LRU_CACHE_CAPACITY",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)
 
 
 def describe_environment() -> dict[str, Any]:
