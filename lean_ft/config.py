@@ -30,6 +30,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
 
 COMMAND_LINE = "command line"
+RECIPE = "recipe"  # what a preset may say beside settings
 
 
 def load_config(config_class: type[ConfigT], preset: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
@@ -62,6 +63,13 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
     return not reader.problems
 
 
+def preset_recipe(preset: Path) -> str | None:
+    """The recipe that a preset names as its own, in `recipe: NAME` beside its settings; None where it names none."""
+    values, _ = read_yaml_file(preset)
+    name = values.get(RECIPE) if isinstance(values, dict) else None
+    return str(name) if isinstance(name, str) else None
+
+
 def preset_values(preset: Path) -> dict[str, str]:
     """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
 
@@ -73,7 +81,7 @@ def preset_values(preset: Path) -> dict[str, str]:
                 yield prefix + name, value if isinstance(value, Plain) else to_yaml(value, flow=True)
 
     values, _ = read_yaml_file(preset)
-    return dict(flatten(values, "")) if isinstance(values, dict) else {}
+    return {k: v for k, v in flatten(values, "") if k != RECIPE} if isinstance(values, dict) else {}
 
 
 def dump(config: BaseModel) -> str:
@@ -246,6 +254,8 @@ class _Reader:
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
         for name, value in values.items():
+            if name == RECIPE and name not in self.settings:  # whose preset it is: for who starts the recipe
+                continue
             self._take(name, value, lambda key: f"{preset}, line {lines[key]}")
 
     def read_override(self, override: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
 from lean_ft.cli.output import stdout
 from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 @app.command()
 def stats(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     png: Annotated[
@@ -91,7 +91,7 @@ def stats(
 
 @app.command()
 def preview(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")] = 3,
@@ -124,11 +124,13 @@ def preview(
     console.print(Text(f"of {found.report}"))
 
 
-def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
+def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
     """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
-    module, cfg = load_run(recipe, config, overrides, unused=["output_dir"])  # nothing is written
+    module, cfg = recipe_and_settings(recipe, config, overrides, writes=False)
     if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
-        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no `data`, or no `model`.")
+        raise ValueError(
+            f"the recipe {recipe or config} has no rows to look at: its settings have no `data`, or no `model`."
+        )
     return module, cfg
 
 

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
 from lean_ft.cli.output import stdout
 from lean_ft.units import gibibytes, parse_bytes
 
@@ -20,7 +20,7 @@ _SHOWN = 5  # settings listed from those that fit
 
 
 def plan(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     budget: Annotated[
@@ -39,7 +39,7 @@ def plan(
     One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
     model's config.json. The batch is the longest that the settings allow.
     """
-    module, cfg = load_run(recipe, config, overrides)
+    module, cfg = recipe_and_settings(recipe, config, overrides, writes=False)
 
     # Here, because it brings torch, which the other verbs must not wait for.
     from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
@@ -48,7 +48,9 @@ def plan(
 
     device = choose_device(device_name, cfg.device)
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
-    rehearsal = rehearse(module, cfg, device)
+    console = stdout()
+    with console.status("rehearsing a step on shapes"):
+        rehearsal = rehearse(module, cfg, device)
     _print_rehearsal(rehearsal, device)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
@@ -59,10 +61,15 @@ def plan(
         return
     reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
     typer.echo("")
-    console = stdout()
     with console.status("rehearsing other settings") as status:
-        tell = lambda settings: status.update(f"rehearsing {settings}")  # noqa: E731
-        found = search(module, cfg, device, budget_bytes - reserved, tell)
+        found = search(
+            module,
+            cfg,
+            device,
+            budget_bytes - reserved,
+            lambda settings: status.update(f"rehearsing {settings}"),
+            own=rehearsal,
+        )
     _print_search(found, rehearsal, budget_bytes, reserved)
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft.allocators import prepare_allocators
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.catalog import is_shipped
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, recipe_and_settings
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.paths import repository_name
@@ -31,7 +32,7 @@ def _refuse_torchrun(value: str | None) -> None:
 
 
 def run(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     torchrun: Annotated[str | None, typer.Option(*_TORCHRUN_FLAGS, hidden=True, callback=_refuse_torchrun)] = None,
@@ -44,12 +45,12 @@ def run(
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_allocators()
-        module, cfg = load_run(recipe, config, overrides)
+        module, cfg = recipe_and_settings(recipe, config, overrides)
         if names_repository(cfg):
             from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
             cfg = hold_models_to_commits(cfg)
-        if isinstance(cfg, RecipeConfig) and cfg.plan:
+        if isinstance(cfg, RecipeConfig) and plans_itself(module, cfg):
             _tell_outlook(module, cfg)
         try:
             module.main(cfg)
@@ -59,6 +60,11 @@ def run(
             if is_out_of_memory(error):
                 error.add_note(memory_advice(module, cfg))
             raise
+
+
+def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
+    """Whether a run is rehearsed before it begins: a user's own file, which may do anything, is not run twice unasked."""
+    return is_shipped(recipe) if cfg.plan == "auto" else cfg.plan
 
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
@@ -86,7 +92,9 @@ def names_repository(cfg: Any) -> bool:
 def memory_advice(recipe: ModuleType, cfg: Any) -> str:
     """What to do about a run that was out of memory: settings that take less, with what each leaves."""
     advice = "A smaller batch_size or a shorter data.max_length takes less."
-    if isinstance(cfg, RecipeConfig):
+    if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
+        advice += " The same arguments after `leanft plan` name settings that fit."
+    elif isinstance(cfg, RecipeConfig):
         from lean_ft.plan.beforehand import what_takes_less
 
         with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all
