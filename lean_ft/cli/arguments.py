@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft import catalog
-from lean_ft.config import load_config, preset_fits, preset_recipe
+from lean_ft.settings_text import load_config, preset_fits, preset_recipe
 
 Recipe = Annotated[
     str | None,

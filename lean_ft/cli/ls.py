@@ -8,7 +8,7 @@ import typer
 from lean_ft import catalog
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_rows, stdout
-from lean_ft.config import describe, preset_fits, preset_values
+from lean_ft.settings_text import describe, preset_fits, preset_values
 
 
 def ls(
