@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lean_ft import catalog, hub
-from lean_ft.config import describe, load_config, preset_values
 from lean_ft.paths import resolve_model_path
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import describe, load_config, preset_values
 
 GIB = 2**30
 _CHUNK_TOKENS = 1024  # of the loss; `auto` takes more where there is room

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.config import load_config
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
 
 RECIPE = "full_finetune_single_device"
 ROWS, COLUMNS = 2, 256
