@@ -29,6 +29,7 @@ MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -
 # The scripts whose results are tables: each has COLUMNS, table_cells(result) and describe(result).
 BENCHMARKS = (
     "memory_ladder",
+    "host_pool",
     "compare_trl",
     "linear_cross_entropy",
     "attention",

@@ -121,6 +121,8 @@ def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[
         raise ValueError(f"{wanted}: expected a {what}, which is a {kinds} file.")
     if path.suffix in suffixes:
         raise FileNotFoundError(f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}")
+    if what == "recipe" and wanted in presets():
+        raise ValueError(f"'{wanted}' is a preset: leanft run --config {wanted}")
     if "=" in wanted:
         raise ValueError(f"expected the {what} before any key=value, came '{wanted}'.")
     raise ValueError(
@@ -183,6 +185,11 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
             "`leanft cp RECIPE DEST` gives you one to start from."
         )
     return module
+
+
+def is_shipped(recipe: ModuleType) -> bool:
+    """Whether a loaded recipe is one that comes with lean_ft, and no file of the user's."""
+    return Path(recipe.__file__ or "") in recipes().values()
 
 
 def _line_in(recipe: Path, error: BaseException) -> str:

@@ -30,13 +30,15 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
 
 COMMAND_LINE = "command line"
+RECIPE = "recipe"  # what a preset may say beside settings
 
 
 def load_config(config_class: type[ConfigT], preset: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
     """Reads a preset (a YAML file, or None), applies `key=value` overrides in order, and validates the result.
 
     Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). Of two values for one key the last
-    wins. A group's default instance holds for the keys of it that nobody gives.
+    wins. A group's default instance holds for the keys of it that nobody gives. An item of a list in an override may
+    begin with `*` and hold brackets, in pairs: `lora.targets=[model.layers.[0-3].*]`.
 
     Raises ValueError with every problem in one message: unknown keys with the nearest valid one, values of the
     wrong type with what was expected, and the required settings that are missing. A preset that cannot be opened
@@ -61,6 +63,13 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
     return not reader.problems
 
 
+def preset_recipe(preset: Path) -> str | None:
+    """The recipe that a preset names as its own, in `recipe: NAME` beside its settings; None where it names none."""
+    values, _ = read_yaml_file(preset)
+    name = values.get(RECIPE) if isinstance(values, dict) else None
+    return str(name) if isinstance(name, str) else None
+
+
 def preset_values(preset: Path) -> dict[str, str]:
     """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
 
@@ -72,7 +81,7 @@ def preset_values(preset: Path) -> dict[str, str]:
                 yield prefix + name, value if isinstance(value, Plain) else to_yaml(value, flow=True)
 
     values, _ = read_yaml_file(preset)
-    return dict(flatten(values, "")) if isinstance(values, dict) else {}
+    return {k: v for k, v in flatten(values, "") if k != RECIPE} if isinstance(values, dict) else {}
 
 
 def dump(config: BaseModel) -> str:
@@ -112,11 +121,6 @@ class Setting:
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
 
-    @property
-    def is_off(self) -> bool:
-        """Whether it is a group that is null by default."""
-        return self.group is not None and not self.required and self.default is None
-
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Every setting of a recipe, in the order they are declared."""
@@ -132,11 +136,12 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
         *groups, name = setting.key.split(".")
         if lines and not groups:
             lines.append("")
-        off = off if off and setting.key.startswith(f"{off}.") else setting.key if setting.is_off else ""
+        is_off = setting.group is not None and setting.default is None and not setting.required
+        off = off if off and setting.key.startswith(f"{off}.") else setting.key if is_off else ""
         indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
         comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
-        if setting.is_off:
+        if is_off:
             lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
         elif setting.group:
             lines.append(f"{indent}{name}:")
@@ -249,6 +254,8 @@ class _Reader:
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
         for name, value in values.items():
+            if name == RECIPE and name not in self.settings:  # whose preset it is: for who starts the recipe
+                continue
             self._take(name, value, lambda key: f"{preset}, line {lines[key]}")
 
     def read_override(self, override: str) -> None:

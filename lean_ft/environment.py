@@ -18,30 +18,13 @@ from lean_ft.units import gibibytes
 if TYPE_CHECKING:
     import torch
 
-_PACKAGES = (
-    "torch",
-    "bitsandbytes",
-    "torchao",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-    "pydantic",
-    "numpy",
-)
-_CPU_FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "asimd",
-    "bf16",
-    "sve",
-)
+_PACKAGES = ("torch", "bitsandbytes", "torchao", "safetensors", "tokenizers", "transformers", "pydantic", "numpy")
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _VARIABLES = (
     *CUDA_ALLOCATOR_VARIABLES,
     "THP_MEM_ALLOC_ENABLE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "LRU_CACHE_CAPACITY",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
 )
@@ -94,12 +77,7 @@ def _gpus(torch: Any) -> list[str]:
 def _driver_version() -> str:
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi"
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        return f"nvidia-smi failed ({type(error).__name__})"
-    return answer.stdout.strip().partition("\n")[0] or "unknown"
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
 
 
 def _compiler() -> str:
@@ -107,11 +85,16 @@ def _compiler() -> str:
     name = os.environ.get("CXX") or next((n for n in ("g++", "clang++") if shutil.which(n)), None)
     if name is None or shutil.which(name) is None:
         return "none (torch.compile needs one on a CPU)"
+    return _first_line(name, "--version")
+
+
+def _first_line(program: str, *arguments: str) -> str:
+    """Of what a program prints, or that it failed."""
     try:
-        answer = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError) as error:
-        return f"{name} failed ({type(error).__name__})"
-    return answer.stdout.partition("\n")[0]
+        return f"{program} failed ({type(error).__name__})"
+    return answer.stdout.strip().partition("\n")[0]
 
 
 def _cpu_info(*fields: str) -> str:

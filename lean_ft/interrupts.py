@@ -12,28 +12,29 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 SHOW_CURSOR = "\x1b[?25h"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 SAVING = signal.SIGUSR1
 
 
-class _Handlers:
-    """Handlers that hold while entered."""
+class _Handlers(ABC):
+    """Handlers that hold while entered; what they do for a first stop and for a save, those below say."""
 
     def __init__(self) -> None:
         self._process = 0
         self._previous: dict[signal.Signals, object] = {}
 
-    def _install(self) -> None:
+    def __enter__(self) -> Self:
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in (*STOPPING, SAVING):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._receive)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         for number, action in self._previous.items():
@@ -44,21 +45,21 @@ class _Handlers:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
         if os.getpid() != self._process:  # a worker forked from the run, which has nothing to save
-            _restore_defaults((received,))
+            signal.signal(received, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif received == SAVING:
             self._save()
         else:
             # The second signal needs no help from Python, so it works in the middle of a long kernel too. The process
             # then ends as killed by that signal (a shell shows 130 or 143).
-            _restore_defaults(other for other in self._previous if other != SAVING)
+            for other in self._previous.keys() - {SAVING}:
+                signal.signal(other, signal.SIG_DFL)
             self._stop(received)
 
-    def _save(self) -> None:
-        raise NotImplementedError
-
-    def _stop(self, received: signal.Signals) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _save(self) -> None: ...
+    @abstractmethod
+    def _stop(self, received: signal.Signals) -> None: ...
 
 
 class StopSignals(_Handlers):
@@ -68,10 +69,6 @@ class StopSignals(_Handlers):
         super().__init__()
         self.received: signal.Signals | None = None
         self._save_requested = False
-
-    def __enter__(self) -> "StopSignals":
-        self._install()
-        return self
 
     def take_save_request(self) -> bool:
         """Whether SIGUSR1 came since the last call."""
@@ -97,10 +94,6 @@ class OutsideTraining(_Handlers):
         super().__init__()
         self._command = command  # that starts the run again
 
-    def __enter__(self) -> "OutsideTraining":
-        self._install()
-        return self
-
     def _save(self) -> None:
         _write("SIGUSR1: no step is under way, so there is nothing to save.")
 
@@ -110,11 +103,6 @@ class OutsideTraining(_Handlers):
             f"To start again, or go on from the newest checkpoint:\n            {self._command}"
         )
         raise SystemExit(128 + received)
-
-
-def _restore_defaults(signals: Iterable[signal.Signals]) -> None:
-    for number in signals:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _write(message: str) -> None:

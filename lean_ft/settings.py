@@ -443,10 +443,10 @@ class RecipeConfig(Settings):
     )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
-    plan: bool = Field(
-        True,
-        description="Rehearse one step on shapes before weights are loaded, and tell its peak memory where that matters. "
-        "For a copied recipe that does more than train: false, as the rehearsal calls its main.",
+    plan: Literal["auto"] | bool = Field(
+        "auto",
+        description="Rehearse one step on shapes before weights are loaded, and tell its peak memory. `auto` does for the "
+        "recipes that come with lean_ft, and runs no file of yours twice; `leanft plan` plans that.",
     )
     output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         description="The run directory: config, metrics and checkpoints."

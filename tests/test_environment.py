@@ -25,7 +25,7 @@ def test_versions_and_cores():
 def test_memory_is_the_machines(monkeypatch):
     psutil = pytest.importorskip("psutil")
     expected = psutil.virtual_memory().total / 2**30
-    assert describe_environment()["memory"].startswith(f"{expected:.1f} GiB")
+    assert describe_environment()["memory"].startswith(f"{expected:.2f} GiB")
 
 
 def test_cpu_features_are_torchs():

@@ -47,9 +47,14 @@ def test_it_has_its_name_when_the_block_ends_and_replaces_what_was_there(write, 
 def test_a_block_that_fails_leaves_what_was_there_and_nothing_else(write, before, tmp_path):
     if before:
         write(tmp_path / "it", "old")
-    with pytest.raises(KeyError), write_whole(tmp_path / "it") as place:
-        write(place, "new")
-        raise KeyError
+
+    def fail():
+        with write_whole(tmp_path / "it") as place:
+            write(place, "new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert names(tmp_path) == ["it"] * before
     assert not before or read(tmp_path / "it") == "old"
 

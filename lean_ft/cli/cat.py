@@ -7,15 +7,12 @@ from typing import Annotated
 import typer
 
 from lean_ft import catalog
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, RecipeOrPreset
 from lean_ft.config import commented_yaml, config_schema
 
 
 def cat(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="CONFIG|RECIPE", help="A name from `leanft ls`, or a path.", show_default=False),
-    ],
+    name: RecipeOrPreset,
     schema: Annotated[
         bool, typer.Option("--schema", help="For a recipe: the JSON schema of its presets, for an editor.")
     ] = False,

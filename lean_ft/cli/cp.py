@@ -5,14 +5,11 @@ from typing import Annotated
 import typer
 
 from lean_ft import catalog
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, RecipeOrPreset
 
 
 def cp(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE|CONFIG", help="A name from `leanft ls`, or a path.", show_default=False),
-    ],
+    name: RecipeOrPreset,
     destination: Annotated[str, typer.Argument(metavar="DEST", help="A file or a folder.", show_default=False)],
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,

@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from lean_ft import catalog
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import stdout
-from lean_ft.config import load_config
 from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
 
@@ -31,7 +29,7 @@ app = typer.Typer(
 
 @app.command()
 def stats(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     png: Annotated[
@@ -93,7 +91,7 @@ def stats(
 
 @app.command()
 def preview(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")] = 3,
@@ -126,17 +124,13 @@ def preview(
     console.print(Text(f"of {found.report}"))
 
 
-def _settings(recipe: str, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
+def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
     """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
-    recipe_file = catalog.find_recipe(recipe)
-    preset_file = catalog.find_preset(config) if config is not None else None
-    module = catalog.load_recipe(recipe_file)
-    config_class = module.Config
-    # Nothing is written, so nobody has to say where to.
-    unused = ["output_dir=unused"] if "output_dir" in config_class.model_fields else []
-    cfg = load_config(config_class, preset_file, [*unused, *(overrides or [])])
+    module, cfg = load_run(recipe, config, overrides, writes=False)
     if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
-        raise ValueError(f"the recipe {recipe} has no rows to look at: its settings have no `data`, or no `model`.")
+        raise ValueError(
+            f"the recipe {recipe or config} has no rows to look at: its settings have no `data`, or no `model`."
+        )
     return module, cfg
 
 

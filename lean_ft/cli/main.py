@@ -22,15 +22,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
 )
-app.command("run")(run.run)
-app.command("ls")(ls.ls)
-app.command("cp")(cp.cp)
-app.command("cat")(cat.cat)
-app.command("validate")(validate.validate)
-app.command("plan")(plan.plan)
-app.command("download")(download.download)
-app.command("export")(export.export)
-app.command("env")(env.env)
+for verb in (run.run, ls.ls, cp.cp, cat.cat, validate.validate, plan.plan, download.download, export.export, env.env):
+    app.command(verb.__name__)(verb)
 app.add_typer(data.app, name="data")
 
 

@@ -7,10 +7,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import stdout
-from lean_ft.config import load_config
 from lean_ft.units import gibibytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ _SHOWN = 5  # settings listed from those that fit
 
 
 def plan(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     budget: Annotated[
@@ -41,10 +39,7 @@ def plan(
     One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
     model's config.json. The batch is the longest that the settings allow.
     """
-    recipe_file = find_recipe(recipe)
-    preset_file = find_preset(config) if config is not None else None
-    module = load_recipe(recipe_file)
-    cfg = load_config(module.Config, preset_file, overrides or [])
+    module, cfg = load_run(recipe, config, overrides, writes=False)
 
     # Here, because it brings torch, which the other verbs must not wait for.
     from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
@@ -53,7 +48,9 @@ def plan(
 
     device = choose_device(device_name, cfg.device)
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
-    rehearsal = rehearse(module, cfg, device)
+    console = stdout()
+    with console.status("rehearsing a step on shapes"):
+        rehearsal = rehearse(module, cfg, device)
     _print_rehearsal(rehearsal, device)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
@@ -64,7 +61,6 @@ def plan(
         return
     reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
     typer.echo("")
-    console = stdout()
     with console.status("rehearsing other settings") as status:
         found = search(
             module,
@@ -72,6 +68,7 @@ def plan(
             device,
             budget_bytes - reserved,
             lambda settings: status.update(f"rehearsing {settings}"),
+            own=rehearsal,
         )
     _print_search(found, rehearsal, budget_bytes, reserved)
 

@@ -9,13 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft.allocators import prepare_allocators
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.catalog import is_shipped
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import is_out_of_memory
-from lean_ft.config import load_config
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
+
+_TORCHRUN_FLAGS = (
+    *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--standalone"),
+    *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
+)
 
 
 def _refuse_torchrun(value: str | None) -> None:
@@ -27,33 +32,10 @@ def _refuse_torchrun(value: str | None) -> None:
 
 
 def run(
-    recipe: Recipe,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    torchrun: Annotated[
-        str | None,
-        typer.Option(
-            *(
-                "--nproc-per-node",
-                "--nproc_per_node",
-                "--nnodes",
-                "--node-rank",
-                "--node_rank",
-                "--standalone",
-            ),
-            *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
-            *(
-                "--rdzv-backend",
-                "--rdzv_backend",
-                "--rdzv-endpoint",
-                "--rdzv_endpoint",
-                "--rdzv-id",
-                "--rdzv_id",
-            ),
-            hidden=True,
-            callback=_refuse_torchrun,
-        ),
-    ] = None,
+    torchrun: Annotated[str | None, typer.Option(*_TORCHRUN_FLAGS, hidden=True, callback=_refuse_torchrun)] = None,
     debug: Debug = False,
 ) -> None:
     """Run a recipe.
@@ -62,16 +44,13 @@ def run(
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
-        recipe_file = find_recipe(recipe)
-        preset_file = find_preset(config) if config is not None else None
         prepare_allocators()
-        module = load_recipe(recipe_file)
-        cfg = load_config(module.Config, preset_file, overrides or [])
+        module, cfg = load_run(recipe, config, overrides)
         if names_repository(cfg):
             from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
             cfg = hold_models_to_commits(cfg)
-        if isinstance(cfg, RecipeConfig) and cfg.plan:
+        if isinstance(cfg, RecipeConfig) and plans_itself(module, cfg):
             _tell_outlook(module, cfg)
         try:
             module.main(cfg)
@@ -81,6 +60,11 @@ def run(
             if is_out_of_memory(error):
                 error.add_note(memory_advice(module, cfg))
             raise
+
+
+def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
+    """Whether a run is rehearsed before it begins: a user's own file, which may do anything, is not run twice unasked."""
+    return is_shipped(recipe) if cfg.plan == "auto" else cfg.plan
 
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
@@ -108,7 +92,9 @@ def names_repository(cfg: Any) -> bool:
 def memory_advice(recipe: ModuleType, cfg: Any) -> str:
     """What to do about a run that was out of memory: settings that take less, with what each leaves."""
     advice = "A smaller batch_size or a shorter data.max_length takes less."
-    if isinstance(cfg, RecipeConfig):
+    if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
+        advice += " The same arguments after `leanft plan` name settings that fit."
+    elif isinstance(cfg, RecipeConfig):
         from lean_ft.plan.beforehand import what_takes_less
 
         with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all

@@ -5,21 +5,18 @@ from typing import Any
 
 import typer
 
-from lean_ft import catalog
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
-from lean_ft.config import dump, load_config
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.config import dump
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_model_path
 
 
-def validate(recipe: Recipe, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
+def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
     """Check a run's settings and the files they name, without running it.
 
     Prints every setting as it would be used.
     """
-    recipe_file = catalog.find_recipe(recipe)
-    preset_file = catalog.find_preset(config) if config is not None else None
-    cfg = load_config(catalog.load_recipe(recipe_file).Config, preset_file, overrides or [])
+    _, cfg = load_run(recipe, config, overrides)
     if problems := list(_missing_files(cfg)):
         raise ValueError("\n".join(problems))
     typer.echo(f"{dump(cfg)}{_fetched_later(cfg)}# ok: the settings are valid, and the files they name are there.")

@@ -137,18 +137,13 @@ def _from_sentencepiece(path: Path) -> GGUFVocabulary:
     processor: Any = SentencePieceProcessor(model_file=str(path))
     ids = range(processor.get_piece_size())
     scores = [float(processor.get_score(i)) for i in ids]
-    types = [
-        BYTE
-        if processor.is_byte(i)
-        else UNKNOWN
-        if processor.is_unknown(i)
-        else CONTROL
-        if processor.is_control(i)
-        else UNUSED
-        if processor.is_unused(i)
-        else NORMAL
-        for i in ids
-    ]
+    kinds = {
+        BYTE: processor.is_byte,
+        UNKNOWN: processor.is_unknown,
+        CONTROL: processor.is_control,
+        UNUSED: processor.is_unused,
+    }
+    types = [next((kind for kind, is_kind in kinds.items() if is_kind(i)), NORMAL) for i in ids]
     # A BPE model's score is the piece's place among the merges, negated; a unigram model's is a logarithm.
     if any(score != int(score) for score, kind in zip(scores, types, strict=True) if kind == NORMAL):
         raise ValueError(f"{path} is a unigram model, which llama.cpp does not read for these families.")

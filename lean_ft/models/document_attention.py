@@ -9,13 +9,16 @@ Three facts of some models change the softmax: a window (keys that are too far b
 cap (scores become cap * tanh(score / cap)) and sinks (a learned logit for each head joins the softmax and takes its
 share of the weight, but has no value).
 
+Whatever the documents' lengths, the products' shapes are of a short list: zeros fill a block up to one of a few sizes.
+A CPU's library compiles code for each new shape, which takes as long as a dozen products and a third of a megabyte.
+
 On CPUs with bfloat16 instructions this takes less than half the time of PyTorch's own flash kernel, which does not
 use them, at the same accuracy. It is one custom op, which torch.compile sees as one opaque operation.
 
 Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
 Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features
-of a head, R = G * (queries of a block) rows, C keys that a block sees.
+of a head, R = G * (queries of a block) rows, C keys that a block sees, P of a document and the zeros behind it.
 """
 
 from collections.abc import Iterator
@@ -23,9 +26,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK_QUERIES = 64
+_SHORTEST_BLOCK = 16  # queries, of documents that have fewer
+_KEY_SIZES = 32  # how many numbers of keys the blocks of a long document have
 # Scores of one block over all heads, 16 MiB in float32: very long documents take smaller blocks.
 _BLOCK_SCORES = 2**22
 
@@ -49,13 +55,13 @@ def document_attention(
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for document in _documents(cu_seqlens, len(query)):
-        queries, keys, values = _by_group(query[document], key[document], value[document])
+        queries, outs = (_by_group(x[document], key) for x in (query, out))
+        blocks = _blocks(queries, window)
+        keys, values = (_filled(x[document], blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
-        outs = _by_group(out[document], key[document])[0]
-        for block in _blocks(queries, window):
+        for block in blocks:
             weights = softmax(block).weights.to(query.dtype)  # (K, R, C)
-            attended = torch.bmm(weights, values[:, block.keys])  # (K, R, D)
-            outs[:, :, block.queries] = attended.view(outs[:, :, block.queries].shape)
+            _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
     return out
 
 
@@ -95,34 +101,35 @@ def document_attention_backward(
     )
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=torch.float32)  # (H,)
     for document in _documents(cu_seqlens, len(query)):
-        queries, keys, values = _by_group(query[document], key[document], value[document])
-        grads, outs, grad_queries = (_by_group(x[document], key[document])[0] for x in (grad_out, out, grad_query))
+        queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
+        blocks = _blocks(queries, window)
+        keys, values = (_filled(x[document], blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
         delta = (grads.float() * outs.float()).sum(-1, keepdim=True)  # (K, G, T, 1)
-        # (K, D + 3, T)
-        values_and_ones = torch.cat((values, values.new_ones(*values.shape[:2], 3)), -1).transpose(1, 2)
-        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, T, D)
-        for block in _blocks(queries, window):
+        # (K, D + 3, P); F.pad and not cat keeps a token's features together, so that strides come again as well
+        values_and_ones = F.pad(values.transpose(0, 1), (0, 3), value=1.0).permute(1, 2, 0)
+        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
+        for block in blocks:
             weights, slope, sink_weights = softmax(block)
             weights = weights.to(query.dtype)  # (K, R, C)
-            grad_rows = grads[:, :, block.queries].flatten(1, 2)  # (K, R, D)
+            grad_rows = _rows(grads, block)  # (K, R, D)
             grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
             # Delta rides along as three more features, whose sum is it to 24 bits: subtracted inside the product,
             # where sums are float32, not after the difference of two large numbers has been rounded.
-            rows_delta = delta[:, :, block.queries].flatten(1, 2)  # (K, R, 1)
+            rows_delta = _rows(delta, block)  # (K, R, 1)
             minus_delta = _in_three(-rows_delta, query.dtype)
             grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
             grad_scores *= weights
             if slope is not None:
                 grad_scores *= slope
-            grad_rows = torch.bmm(grad_scores, keys[:, block.keys])
-            grad_queries[:, :, block.queries] = grad_rows.view(grad_queries[:, :, block.queries].shape) * softmax.scale
-            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, queries[:, :, block.queries].flatten(1, 2))
+            _put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
+            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block))
             if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
-        grad_key[document] = (grad_keys * softmax.scale).transpose(0, 1)
-        grad_value[document] = grad_values.transpose(0, 1)
+        num_tokens = queries.shape[2]
+        grad_key[document] = (grad_keys * softmax.scale).transpose(0, 1)[:num_tokens]
+        grad_value[document] = grad_values.transpose(0, 1)[:num_tokens]
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
@@ -159,8 +166,8 @@ document_attention.register_autograd(_backward, setup_context=_save_for_backward
 
 
 class _Block(NamedTuple):
-    queries: slice
-    keys: slice  # those that any of the queries sees
+    queries: slice  # the last block's goes on behind the document's end
+    keys: slice  # those that any of the queries sees, and some more
 
 
 class _Weights(NamedTuple):
@@ -170,7 +177,7 @@ class _Weights(NamedTuple):
 
 
 class _Softmax:
-    """The attention weights of one document's queries (K, G, T, D) to its keys (K, T, D), a block at a time."""
+    """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
     def __init__(
         self,
@@ -182,7 +189,7 @@ class _Softmax:
         softcap: float | None,
     ) -> None:
         self.queries = queries
-        self.keys = keys.float().transpose(1, 2)  # (K, D, T)
+        self.keys = keys.float().transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
         self.sinks = None if sinks is None else sinks.float().view(*queries.shape[:2], 1, 1)
         self.scale = queries.shape[-1] ** -0.5 if scale is None else scale
@@ -193,7 +200,7 @@ class _Softmax:
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> _Weights:
         num_queries = block.queries.stop - block.queries.start
-        rows = (self.queries[:, :, block.queries].float() * self.scale).flatten(1, 2)
+        rows = _rows(self.queries, block).float() * self.scale
         scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
         slope = None
         if self.softcap is not None:
@@ -201,9 +208,10 @@ class _Softmax:
             slope = 1 - tanh.square()
             scores = tanh.mul_(self.softcap)
         by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
-        # Only the block's own keys can lie in a query's future,
-        future = torch.full((num_queries, num_queries), float("-inf"), device=scores.device).triu(1)
-        by_query[..., -num_queries:] += future
+        # Only the block's own keys and those behind them lie in a query's future,
+        num_last = block.keys.stop - block.queries.start
+        future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
+        by_query[..., -num_last:] += future
         if self.window is not None:  # and only those before the last query's window too far in a query's past.
             oldest = block.queries.start - block.keys.start - self.window  # hidden from the block's first query
             num_hidden = oldest + num_queries
@@ -227,21 +235,49 @@ def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise(bounds) if start < end)
 
 
-def _blocks(queries: Tensor, window: int | None) -> Iterator[_Block]:
+def _blocks(queries: Tensor, window: int | None) -> list[_Block]:
+    """Cuts a document's queries (K, G, T, D) into blocks of one size, and their keys where few sizes come about."""
     num_groups, group, num_tokens, _ = queries.shape
-    num_keys = num_tokens if window is None else min(num_tokens, window + _BLOCK_QUERIES)
-    step = min(_BLOCK_QUERIES, max(1, _BLOCK_SCORES // (num_groups * group * num_keys)))
+    step = min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
+    num_keys = num_tokens if window is None else min(num_tokens, window + step)
+    key_step = max(step, _power_of_two(num_keys) // _KEY_SIZES)
+    while step > 1 and num_groups * group * step * num_keys > _BLOCK_SCORES:
+        step //= 2
+    blocks = []
     for start in range(0, num_tokens, step):
-        end = min(start + step, num_tokens)
         first = 0 if window is None else max(0, start - window + 1)
-        yield _Block(slice(start, end), slice(first, end))
+        last = -(-(start + step) // key_step) * key_step
+        blocks.append(_Block(slice(start, start + step), slice(first, last)))
+    return blocks
 
 
-def _by_group(query: Tensor, *keys_and_values: Tensor) -> list[Tensor]:
-    """Views (T, H, D) as (K, G, T, D), and each (T, K, D) as (K, T, D)."""
-    num_groups = keys_and_values[0].shape[1]
-    grouped = query.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
-    return [grouped, *(x.transpose(0, 1) for x in keys_and_values)]
+def _power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _by_group(query: Tensor, key: Tensor) -> Tensor:
+    """Views (T, H, D) as (K, G, T, D), with the K of a key (N, K, D)."""
+    return query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
+
+
+def _filled(x: Tensor, blocks: list[_Block]) -> Tensor:
+    """A document's keys or values (T, K, D) and zeros behind them, as many as its blocks want: (K, P, D)."""
+    missing = blocks[-1].keys.stop - len(x)
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()).transpose(0, 1)
+
+
+def _rows(x: Tensor, block: _Block) -> Tensor:
+    """The block's part of x (K, G, T, D), with zeros where it goes on behind the document: (K, R, D)."""
+    rows = x[:, :, block.queries]
+    missing = block.queries.stop - block.queries.start - rows.shape[2]
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).flatten(1, 2)
+
+
+def _put_rows(rows: Tensor, target: Tensor, block: _Block) -> None:
+    """The inverse: rows (K, R, D) go to the block's part of target (K, G, T, D), but for those behind the document."""
+    target = target[:, :, block.queries]
+    target.copy_(rows.unflatten(1, (target.shape[1], -1))[:, :, : target.shape[2]])
 
 
 def _in_three(x: Tensor, dtype: torch.dtype) -> Tensor:

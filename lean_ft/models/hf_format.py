@@ -33,6 +33,7 @@ _STORED_DTYPES = (*_DTYPES, torch.float64)
 _FINGERPRINT_PAGES = 8192
 
 AfterModule = Callable[[Decoder, str], None]
+Fill = Callable[[str, Tensor], None]
 
 
 @counted_as("weights")
@@ -51,9 +52,8 @@ def load_model(
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
     for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
-    module has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError
-    where the folder, its config.json or its weights are not what is
-    expected; nothing is allocated before that is known.
+    module has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError where
+    the folder, its config.json or its weights are not what is expected; nothing is allocated before that is known.
     """
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
@@ -63,27 +63,8 @@ def load_model(
     watcher = stage()
     random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
-    hf_config, config, part_of = _described(folder, router_aux_loss_coef)
-    if random_init:
-        model = build_decoder(config, device, dtype, after_module)
-        model.hf_config = hf_config
-    else:
-        model = _empty_decoder(config, dtype)
-        model.hf_config = hf_config
-        stored = _stored_tensors(folder)
-        if part_of:
-            names = {name: name_in_language_model(name) for name in stored}
-            stored = {own: stored[name] for name, own in names.items() if own is not None}
-        stored = _match(model, stored, folder)
-
-        def read(name: str, parameter: Tensor) -> None:
-            for place, tensor in parameters_on_disk(hf_config, name, parameter):
-                stored[place].read_into(tensor)
-
-        _fill(model, device, read, after_module)
-    model.source_folder, model.part_of = folder, part_of
-    if router_aux_loss_coef is not None:
-        model.router_aux_loss_coef = router_aux_loss_coef
+    model = _described(folder, dtype, router_aux_loss_coef)
+    _fill(model, device, _drawn(model.config) if random_init else _read_from(folder, model), after_module)
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if watcher is not None:
@@ -118,48 +99,33 @@ def weights_fingerprint(folder: Path) -> str | None:
 
 def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
     """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
-    folder = resolve_model_path(path, weights=False)
-    hf_config, config, _ = _described(folder, router_aux_loss_coef)
-    model = _empty_decoder(config, dtype)
-    model.hf_config = hf_config
+    return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef)
+
+
+def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | None) -> Decoder:
+    """The model of a folder's config.json, of shapes alone; where that reads images too, its language model."""
+    file = folder / "config.json"
+    whole = _read_json(file, "it says what the model computes; is this a model's folder?")
+    hf_config = language_model_config(whole, where=str(file))
+    model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
+    model.source_folder, model.hf_config = folder, hf_config
+    model.part_of = "" if hf_config is whole else whole["model_type"]
+    if router_aux_loss_coef and model.mixture is None:
+        raise ValueError(
+            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
+            "load of experts to balance. Leave it out."
+        )
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
     return model
 
 
-def _described(folder: Path, router_aux_loss_coef: float | None) -> tuple[dict[str, Any], DecoderConfig, str]:
-    """The config.json of the folder's language model, what it makes the decoder compute, and the model_type of the whole
-    where there is more to it."""
-    whole = _read_json(folder / "config.json", "it says what the model computes; is this a model's folder?")
-    hf_config = language_model_config(whole, where=str(folder / "config.json"))
-    config = decoder_config(hf_config, where=str(folder / "config.json"))
-    if router_aux_loss_coef and not any(layer.mixture for layer in config.layers):
-        raise ValueError(
-            f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
-            "load of experts to balance. Leave it out."
-        )
-    return hf_config, config, "" if hf_config is whole else whole["model_type"]
-
-
 def build_decoder(
-    config: DecoderConfig,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    after_module: AfterModule | None = None,
+    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that
-    scale by 1."""
-
-    def draw(name: str, parameter: Tensor) -> None:
-        if name.endswith("bias"):  # of experts too, whose stacks are not modules
-            parameter.zero_()
-        elif name.endswith("norm.weight"):
-            parameter.fill_(1.0 - config.norm_weight_offset)
-        else:
-            parameter.normal_(0.0, config.initializer_range)
-
+    """Returns a decoder with random weights: normal ones of `initializer_range`, biases 0, norms that scale by 1."""
     model = _empty_decoder(config, dtype)
-    _fill(model, device, draw, after_module)
+    _fill(model, device, _drawn(config))
     return model
 
 
@@ -189,16 +155,17 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write(folder / WEIGHTS_INDEX, _as_json(index))
+        _write_json(folder / WEIGHTS_INDEX, index)
     current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
     for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
     dtype = str(model.output_weight.dtype).removeprefix("torch.")
-    _write(folder / "config.json", _as_json({**model.hf_config, **dict.fromkeys(spelled, dtype)}))
+    _write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})
     if model.generation_config is not None:
-        _write(folder / "generation_config.json", model.generation_config)
+        with write_whole(folder / "generation_config.json") as temporary:
+            temporary.write_bytes(model.generation_config)
 
 
 def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
@@ -224,9 +191,7 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
 
 
 @torch.no_grad()
-def _fill(
-    model: Decoder, device: str | torch.device, fill: Callable[[str, Tensor], None], after_module: AfterModule | None
-) -> None:
+def _fill(model: Decoder, device: str | torch.device, fill: Fill, after_module: AfterModule | None = None) -> None:
     """Gives the parameters of a model of shapes alone memory and values, a module at a time."""
     # Names, and not the modules: what `after_module` has replaced must be free to go.
     for name in [name for name, _ in model.named_modules()]:
@@ -237,6 +202,35 @@ def _fill(
         del module
         if after_module is not None:
             after_module(model, name)
+
+
+def _drawn(config: DecoderConfig) -> Fill:
+    """Fills parameters with random numbers."""
+
+    def draw(name: str, parameter: Tensor) -> None:
+        if name.endswith("bias"):  # of experts too, whose stacks are not modules
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1.0 - config.norm_weight_offset)
+        else:
+            parameter.normal_(0.0, config.initializer_range)
+
+    return draw
+
+
+def _read_from(folder: Path, model: Decoder) -> Fill:
+    """Fills the model's parameters from the folder's files; raises ValueError unless they match."""
+    stored = _stored_tensors(folder)
+    if model.part_of:
+        names = {name: name_in_language_model(name) for name in stored}
+        stored = {own: stored[name] for name, own in names.items() if own is not None}
+    stored = _match(model, stored, folder)
+
+    def read(name: str, parameter: Tensor) -> None:
+        for place, tensor in parameters_on_disk(model.hf_config, name, parameter):
+            stored[place].read_into(tensor)
+
+    return read
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -376,13 +370,9 @@ def _read_json(file: Path, purpose: str) -> dict[str, Any]:
     return content
 
 
-def _as_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _write(file: Path, content: bytes) -> None:
+def _write_json(file: Path, content: dict[str, Any]) -> None:
     with write_whole(file) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _some(names: Iterable[str]) -> str:

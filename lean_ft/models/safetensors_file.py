@@ -50,6 +50,12 @@ class StoredTensor:
     def dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.dtype_name)
 
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own on the CPU."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
+
     def read_into(self, target: Tensor) -> None:
         """Fills `target`, contiguous and of this shape, on any device and in any floating dtype.
 

@@ -15,7 +15,7 @@ Shapes: I inputs, O outputs, R rank.
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,38 +39,18 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
-_LINEAR_NAMES = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight"}
-_EMBEDDING_NAMES = {"lora_A": ".lora_embedding_A", "lora_B": ".lora_embedding_B"}
+# How the names of a layer's two matrices end.
+_OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
+_OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 _MAGNITUDE = ".lora_magnitude_vector"
 
-# Fields that change nothing once an adapter is trained, or that the tensors answer for.
+# Fields that are read, and fields that change nothing once an adapter is trained or that the tensors answer for.
 _ANSWERED = {
-    "alpha_pattern",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "rank_pattern",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "target_parameters",
-    "task_type",
-    "use_dora",
-    "use_rslora",
+    *("peft_type", "base_model_name_or_path", "revision", "lora_alpha", "alpha_pattern", "use_dora", "use_rslora"),
+    *("r", "rank_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "lora_dropout", "init_lora_weights", "corda_config", "eva_config", "loftq_config"),
+    *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
+    *("runtime_config", "task_type"),
 }
 # What `init_lora_weights` may be: the other ways to begin change the model's own weights.
 _HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
@@ -193,25 +173,26 @@ def read_adapter(folder: Path) -> StoredAdapter:
         tensors[name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name] = stored
     shapes = {}
     for name, stored in tensors.items():
-        for suffix in (_LINEAR_NAMES["lora_A"], _EMBEDDING_NAMES["lora_A"]):
-            if name.endswith(suffix):
-                layer = name.removesuffix(suffix)
-                shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
-    return StoredAdapter(folder, config, _named_model(config), shapes, tensors)
+        if name.endswith((_OF_LINEAR[0], _OF_EMBEDDING[0])):
+            layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
+            shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
+    model, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return StoredAdapter(
+        folder, config, f"{model}@{revision}" if model and revision else model or None, shapes, tensors
+    )
 
 
 # Out -----------------------------------------------------------------------------------------------------------
 
 
-def _suffixes(layer: nn.Module) -> dict[str, str]:
-    return _EMBEDDING_NAMES if isinstance(layer, LoRAEmbedding | nn.Embedding) else _LINEAR_NAMES
+def _endings(layer: nn.Module) -> tuple[str, str]:
+    """How the names of the matrices A and B of a layer, adapted or not, end."""
+    return _OF_EMBEDDING if isinstance(layer, LoRAEmbedding | nn.Embedding) else _OF_LINEAR
 
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     """The layer's adapter as it is stored: tensors by the ends of their names."""
-    suffixes = _suffixes(layer)
-    a, b = layer.factors()
-    tensors = {suffixes["lora_A"]: a.detach(), suffixes["lora_B"]: b.detach()}
+    tensors = {ending: factor.detach() for ending, factor in zip(_endings(layer), layer.factors(), strict=True)}
     if layer.lora_magnitude_vector is not None:
         tensors[_MAGNITUDE] = layer.lora_magnitude_vector.detach()
     return tensors
@@ -324,7 +305,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "model's weights. Have peft convert it: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     for name, value in config.items():
-        known = name in (*_ANSWERED, "init_lora_weights") or (name == "bias" and value == "none")
+        known = name in _ANSWERED or (name == "bias" and value == "none")
         if not known and value not in (None, False, 0, "", [], {}):
             raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
     for name in ("r", "lora_alpha"):
@@ -333,23 +314,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _named_model(config: dict[str, Any]) -> str | None:
-    name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    return f"{name}@{revision}" if name and revision else name or None
-
-
 def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
     patterns = config.get("alpha_pattern") or {}
-    alpha = next(
-        (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)), config["lora_alpha"]
-    )
-    return AdapterShape(
-        rank=rank,
-        alpha=float(alpha),
-        rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")),
-        dropout=0.0,
-    )
+    matching = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    return AdapterShape(rank, float(next(matching, config["lora_alpha"])), rslora, dora)
 
 
 def _with_experts_named(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
@@ -357,57 +326,53 @@ def _with_experts_named(model: Decoder, adapter: StoredAdapter) -> StoredAdapter
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
     for name in adapter.shapes:
         place = name.removesuffix(".base_layer")
-        experts = modules.get(place)
-        if not isinstance(experts, Experts):
+        if not isinstance(modules.get(place), Experts):
             continue
-        names = [name + suffix for suffix in _LINEAR_NAMES.values()]
-        stored = [adapter.tensors[n].shape for n in names if n in adapter.tensors]
-        for projection in PROJECTIONS:
-            num_experts, num_outputs, num_inputs = _linear_shape(experts, projection)
+        stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
+        for layer in (f"{place}.{projection}" for projection in PROJECTIONS):
+            num_experts, num_outputs, num_inputs = _sizes(modules, layer)
             if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                rank = shapes.pop(name).rank // num_experts
-                shapes[f"{place}.{projection}"] = _stored_shape(adapter.config, f"{place}.{projection}", rank)
-                for old, suffix in zip(names, _LINEAR_NAMES.values(), strict=True):
-                    tensors[f"{place}.{projection}{suffix}"] = tensors.pop(old)
+                shapes[layer] = _stored_shape(adapter.config, layer, shapes.pop(name).rank // num_experts)
+                for ending in _OF_LINEAR:
+                    tensors[layer + ending] = tensors.pop(name + ending)
     return replace(adapter, shapes=shapes, tensors=tensors)
 
 
-def _linear_shape(experts: Experts, projection: str) -> tuple[int, int, int]:
-    """(experts, outputs, inputs) of a stacked projection."""
-    num_experts, *sides = getattr(experts, projection).shape
-    num_outputs, num_inputs = reversed(sides) if experts.config.input_first else sides
-    return num_experts, num_outputs, num_inputs
+def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
+    """(layers, outputs, inputs) of a layer, or a stack of them, that takes an adapter. Raises KeyError for any other."""
+    place, _, projection = name.rpartition(".")
+    experts, layer = modules.get(place), modules.get(name)
+    if isinstance(experts, Experts) and projection in PROJECTIONS:
+        num_experts, *sides = getattr(experts, projection).shape
+        num_outputs, num_inputs = reversed(sides) if experts.config.input_first else sides
+        return num_experts, num_outputs, num_inputs
+    if isinstance(layer, nn.Embedding):
+        return 1, layer.embedding_dim, layer.num_embeddings
+    if isinstance(layer, nn.Linear | NF4Linear):
+        return 1, layer.out_features, layer.in_features
+    if isinstance(layer, Router):
+        return 1, layer.weight.shape[0], layer.weight.shape[1]
+    raise KeyError(name)
 
 
 def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raises ValueError unless every tensor of the adapter has its place in the model."""
     modules, expected = dict(model.named_modules()), {}
+    what = "the model" if model.source_folder is None else f"the model of {model.source_folder}"
+    other = f"It is an adapter of another model{f', {adapter.base_model}' if adapter.base_model else ''}."
     for name, shape in adapter.shapes.items():
-        place, _, projection = name.rpartition(".")
-        experts, rank = modules.get(place), shape.rank
-        module = experts if isinstance(experts, Experts) else modules.get(name)
-        if not isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | Experts):
+        try:
+            num_layers, num_outputs, num_inputs = _sizes(modules, name)
+        except KeyError:
+            raise ValueError(f"{adapter.folder} adapts {name}, which {what} has not. {other}") from None
+        if isinstance(modules.get(name), nn.Embedding) and model.config.tied_embeddings:
             raise ValueError(
-                f"{adapter.folder} adapts {name}, which {_what(model)} has not. It is an adapter of another model"
-                f"{f', {adapter.base_model}' if adapter.base_model else ''}."
+                f"{adapter.folder} adapts {name}, which is the output layer too in {what} (tie_word_embeddings); an "
+                "adapter that changes one of the two is not supported."
             )
-        if isinstance(module, Experts):
-            num_experts, num_outputs, num_inputs = _linear_shape(module, projection)
-            rank *= num_experts
-        elif isinstance(module, nn.Embedding):
-            num_inputs, num_outputs = module.num_embeddings, module.embedding_dim
-            if model.config.tied_embeddings:
-                raise ValueError(
-                    f"{adapter.folder} adapts {name}, which is the output layer too in {_what(model)} "
-                    "(tie_word_embeddings); an adapter that changes one of the two is not supported."
-                )
-        else:
-            num_outputs, num_inputs = (
-                module.weight.shape if isinstance(module, Router) else (module.out_features, module.in_features)
-            )
-        suffixes = _suffixes(module)
-        expected[name + suffixes["lora_A"]] = (rank, num_inputs)
-        expected[name + suffixes["lora_B"]] = (num_outputs, rank)
+        a, b = _endings(modules[name]) if name in modules else _OF_LINEAR
+        expected[name + a] = (shape.rank * num_layers, num_inputs)
+        expected[name + b] = (num_outputs, shape.rank * num_layers)
         if shape.dora:
             expected[name + _MAGNITUDE] = (num_outputs,)
     missing = sorted(expected.keys() - adapter.tensors.keys())
@@ -423,9 +388,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             )
         if stored.shape != expected[name]:
             raise ValueError(
-                f"{stored.file}: {name} has the shape {list(stored.shape)}; {_what(model)} makes it "
-                f"{list(expected[name])}. It is an adapter of another model"
-                f"{f', {adapter.base_model}' if adapter.base_model else ''}."
+                f"{stored.file}: {name} has the shape {list(stored.shape)}; {what} makes it {list(expected[name])}. "
+                f"{other}"
             )
 
 
@@ -435,29 +399,25 @@ def _is_own_weight(model: Decoder, name: str, stored: StoredTensor) -> bool:
     return own is not None and own.shape == stored.shape and torch.equal(_read(stored).to(own), own.detach())
 
 
-def _what(model: Decoder) -> str:
-    return "the model" if model.source_folder is None else f"the model of {model.source_folder}"
-
-
 def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) -> None:
     """Puts the stored adapters of one layer on it, as one."""
     is_stack = is_projection_of_experts(model, name)
-    suffixes = _LINEAR_NAMES if is_stack else _suffixes(model.get_submodule(name))
+    a, b = _OF_LINEAR if is_stack else _endings(model.get_submodule(name))
     first = adapters[0].shapes[name]
-    matrices_a = [_read(adapter.tensors[name + suffixes["lora_A"]]) for adapter in adapters]
-    matrices_b = [_read(adapter.tensors[name + suffixes["lora_B"]]).float() for adapter in adapters]
-    if len(adapters) > 1 and is_stack:
-        raise ValueError(
-            f"{name} is a stack of experts, on which several adapters at a time are not supported. Give one, or merge "
-            "the others first: leanft export --merge."
-        )
+    matrices_a = [_read(adapter.tensors[name + a]) for adapter in adapters]
+    matrices_b = [_read(adapter.tensors[name + b]).float() for adapter in adapters]
     if len(adapters) > 1:
-        for adapter, b in zip(adapters, matrices_b, strict=True):
-            b.mul_(adapter.shapes[name].scaling)
-        rank = sum(a.shape[0] for a in matrices_a)
+        if is_stack:
+            raise ValueError(
+                f"{name} is a stack of experts, on which several adapters at a time are not supported. Give one, or "
+                "merge the others first: leanft export --merge."
+            )
+        for adapter, matrix in zip(adapters, matrices_b, strict=True):
+            matrix.mul_(adapter.shapes[name].scaling)
+        rank = sum(matrix.shape[0] for matrix in matrices_a)
         first = AdapterShape(rank=rank, alpha=float(rank))  # a scaling of 1: each has its own in B
     layer = put_adapter(model, name, first, torch.float32)
-    values = {suffixes["lora_A"]: torch.cat(matrices_a), suffixes["lora_B"]: torch.cat(matrices_b, dim=1)}
+    values = {a: torch.cat(matrices_a), b: torch.cat(matrices_b, dim=1)}
     if first.dora:
         values[_MAGNITUDE] = _read(adapters[0].tensors[name + _MAGNITUDE])
     _set_values(layer, values)
@@ -467,8 +427,8 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
 @torch.no_grad()
 def _set_values(layer: AdaptedLayer, values: dict[str, Tensor]) -> None:
     """Sets a layer's adapter to stored tensors, by the ends of their names; the second half is PiSSA's start."""
-    suffixes, rank = _suffixes(layer), layer.lora_A.shape[0]
-    a, b = values[suffixes["lora_A"]], values[suffixes["lora_B"]]
+    rank = layer.lora_A.shape[0]
+    a, b = (values[ending] for ending in _endings(layer))
     layer.lora_A.copy_(a[:rank])
     layer.lora_B.copy_(b[:, :rank])
     if layer.start_A is not None and layer.start_B is not None:
@@ -481,6 +441,4 @@ def _set_values(layer: AdaptedLayer, values: dict[str, Tensor]) -> None:
 def _read(stored: StoredTensor) -> Tensor:
     if stored.dtype is None or not stored.dtype.is_floating_point:
         raise ValueError(f"{stored.file}: a tensor is stored as {stored.dtype_name}; expected F32, BF16 or F16.")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read_into(tensor)
-    return tensor
+    return stored.read()

@@ -22,7 +22,7 @@ from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
 from lean_ft.settings import RecipeConfig
 from lean_ft.units import gibibytes
 
-_TIMEOUT_SECONDS = 120.0  # of a rehearsal; an 8 B model takes under 10
+_TIMEOUT_SECONDS = 20.0  # of a rehearsal; an 8 B model takes under 10
 
 
 @dataclass(frozen=True)

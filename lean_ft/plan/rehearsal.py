@@ -76,6 +76,12 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         )
     except StepTaken:
         pass
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ValueError(
+            "a tensor of this step would have more elements than 64 bits can count. Lower data.max_length or batch_size."
+        ) from None
     finally:
         torch._dynamo.reset()
     return Rehearsal(
@@ -92,7 +98,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
 def _quiet_compiler() -> Iterator[None]:
     """What the compiler has to say of the recipe it says in the run; here nobody asked it."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:

@@ -48,7 +48,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What was tried: those that fit from the fastest on, and the others from the smallest on."""
+    """What was tried: those that fit, the settings as they are and then from the fastest on; and the others from the
+    smallest on."""
 
     fitting: list[Candidate]
     too_large: list[Candidate]
@@ -83,9 +84,15 @@ def search(
     device: Device,
     budget_bytes: int,
     progress: Callable[[str], None] = lambda settings: None,
+    own: Rehearsal | None = None,
 ) -> Search:
-    """Rehearses the settings that `cfg` can be varied to and ranks them against `budget_bytes`."""
+    """Rehearses the settings that `cfg` can be varied to and ranks them against `budget_bytes`.
+
+    `own` is what a step takes as `cfg` is, where that is known; if it fits it comes first.
+    """
     rehearsals = _Rehearsals(recipe, cfg, device, progress)
+    if own is not None:
+        rehearsals.found[str({})] = Candidate({}, own)
 
     def fits(candidate: Candidate | None) -> bool:
         return candidate is not None and candidate.peak_bytes <= budget_bytes
@@ -99,6 +106,10 @@ def search(
                 beyond = middle
             else:
                 first = middle + 1
+        if first < len(rungs):
+            for chunk in _larger_chunks(cfg):
+                if not fits(rehearsals.of({**rungs[first], **chunk})):
+                    break
     if not any(map(fits, rehearsals.found.values())) and rehearsals.found and cfg.batch_size > 1:
         leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.peak_bytes)
         for batch in _smaller_batches(cfg):
@@ -106,7 +117,7 @@ def search(
                 break
     found = list(rehearsals.found.values())
     return Search(
-        sorted(filter(fits, found), key=lambda candidate: (-candidate.tokens_per_second, candidate.peak_bytes)),
+        sorted(filter(fits, found), key=lambda c: (bool(c.overrides), -c.tokens_per_second, c.peak_bytes)),
         sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.peak_bytes),
         rehearsals.refused,
     )
@@ -171,6 +182,13 @@ def _states(cfg: Any, device: Device) -> list[Overrides]:
         return [{}] if device.is_cpu or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
     lean: Overrides = {"optimizer.name": "adamw_8bit"}
     return [{}, lean] if device.is_cpu else [{}, lean, {**lean, "optimizer.state": "streamed"}]
+
+
+def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
+    """More of the loss at a time, which adds the output weight's gradient up less often: as long as there are tokens."""
+    for tokens in (8192, 32768):
+        if tokens < cfg.batch_size * cfg.data.max_length * 2:
+            yield {"memory.loss_chunk_tokens": tokens}
 
 
 def _smaller_batches(cfg: Any) -> Iterator[Overrides]:

@@ -126,9 +126,8 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark", [nodes.DerivedContextReference()]), [], [], body).set_lineno(
-            line
-        )
+        mark = self.call_method("_mark", [nodes.DerivedContextReference()])
+        return nodes.CallBlock(mark, [], [], body).set_lineno(line)
 
     def _mark(self, context: Context, caller: Any) -> str:
         at_hand = context.get_all()

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, MappingView
+from collections.abc import Callable, Iterable, Iterator, KeysView, ValuesView
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,58 +28,16 @@ MAX_TOTAL = 100_000_000
 PER_INPUT = 64  # both bounds grow by this times the weight of the messages
 MAX_SECONDS = 10.0  # of processor time
 MAX_INTEGER_BITS = 4096
-ELEMENT, STEP = 8, 20  # what an element of a list weighs, and what a step costs
+ELEMENT, STEP = 8, 50  # what an element of a list weighs, and what a step costs
 
 # Filters and methods that make no more than a few times what they are given, whatever their arguments say.
-MAKE_LITTLE = frozenset(
-    [
-        "attr",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "e",
-        "endswith",
-        "escape",
-        "find",
-        "first",
-        "forceescape",
-        "get",
-        "groupby",
-        "index",
-        "int",
-        "items",
-        "keys",
-        "last",
-        "length",
-        "list",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "removeprefix",
-        "removesuffix",
-        "reverse",
-        "safe",
-        "select",
-        "selectattr",
-        "sort",
-        "split",
-        "startswith",
-        "string",
-        "title",
-        "truncate",
-        "unique",
-        "urlencode",
-        "values",
-        "wordcount",
-    ]
+MAKE_LITTLE = re.compile(
+    "attr|count|d|default|dictsort|e|endswith|escape|find|first|forceescape|get|groupby|index|int|items|keys|last|length|"
+    "list|map|max|min|reject|rejectattr|removeprefix|removesuffix|reverse|safe|select|selectattr|sort|split|startswith|"
+    "string|title|truncate|unique|urlencode|values|wordcount"
 )
 # Slow, random, or of no use in a chat; no published template has them.
-NOT_THERE = frozenset(
-    ["decode", "encode", "filesizeformat", "pprint", "random", "striptags", "unescape", "urlize", "wordwrap", "xmlattr"]
-)
+NOT_THERE = re.compile("decode|encode|filesizeformat|pprint|random|striptags|unescape|urlize|wordwrap|xmlattr")
 # A width or precision of a format that is computed, or has four digits and more: of `%`, and of braces.
 WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\*|\d{4})|\{[^{}]*:[^{}]*(\{|\d{4})")
 
@@ -127,11 +85,11 @@ class Budget:
 
         Returns `given`, with lists for iterators, whose weight nobody knows.
         """
-        if name in NOT_THERE:
+        if NOT_THERE.fullmatch(name):
             raise TemplateLimitError(f"it calls {name}, which chat templates have no use for here")
-        if name in MAKE_LITTLE:
+        if MAKE_LITTLE.fullmatch(name):
             return given
-        given = [list(value) if isinstance(value, Iterator | MappingView) else value for value in given]
+        given = [list(value) if isinstance(value, Iterator | KeysView | ValuesView) else value for value in given]
         times = 1 + sum(abs(value) if isinstance(value, int) else self.weigh(value) for value in given[1:])
         if name == "replace":
             text, old, new = [*map(str, given), "", ""][:3]
@@ -213,7 +171,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget, owner = ACTIVE.get(), getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | list | tuple | dict | type):  # Jinja wraps str.format
-            args = budget.foresee(__obj.__name__, [owner, *args, *kwargs.values()])[1 : len(args) + 1]
+            args = tuple(budget.foresee(__obj.__name__, [owner, *args, *kwargs.values()])[1 : len(args) + 1])
         else:
             budget.weigh([*args, *kwargs.values()])  # a macro sees them as a tuple
         return budget.made(super().call(__context, __obj, *args, **kwargs))
@@ -230,13 +188,10 @@ class _Counting(NodeTransformer):
             node.test = node.test and _filter("(made)", node.test)
         elif isinstance(node, nodes.Concat):
             return _filter("join", nodes.List(node.nodes, lineno=node.lineno))
-        elif (
-            isinstance(node, nodes.List | nodes.Dict | nodes.Compare)
-            or (isinstance(node, nodes.Tuple) and node.ctx == "load")
-            or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
-        ):
-            return _filter("(made)", node)
-        return node
+        is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        is_tuple = isinstance(node, nodes.Tuple) and node.ctx == "load"
+        makes = is_slice or is_tuple or isinstance(node, nodes.List | nodes.Dict | nodes.Compare)
+        return _filter("(made)", node) if makes else node
 
 
 def _filter(name: str, node: Any) -> nodes.Filter:

@@ -11,11 +11,11 @@ recorded turn lacks (DeepSeek-R1's `<think>`); both are followed where the text 
 where it does.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, REASONING
@@ -108,9 +108,7 @@ class Turns:
                 break
             end, num_closed = len(self.full) - len(behind) + len(token), num_closed + 1
         if num_closed < len(closing) and self._closing_before_prompt(i, prompt, num_closed) != closing[:num_closed]:
-            return (
-                None  # the token that is not there did not end the whole chat, as Phi-3's last one does, but the turn
-            )
+            return None  # what is not there ended the turn, not the whole chat as Phi-3's last token does
         there = iter(self._names(as_last))
         here = [name for name in self._names(self.full[start:end]) if name in self.control]
         # In this order (`in` advances the iterator): it does not run on into another turn.
@@ -121,7 +119,8 @@ class Turns:
         followed = self.render(self.messages[: i + 1], True)
         turn = self._names(followed[self._start(followed, i, prompt) :])
         asked, before = self._names(prompt), self._names(self.render(self.messages[:i], False))
-        num_opening = len(asked) - len(os.path.commonprefix([asked, before]))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, before, strict=False))
+        num_opening = len(asked) - len(list(same))
         return turn[: len(turn) - num_opening][-count:]
 
     def _start(self, text: str, i: int, prompt: str) -> int:

@@ -15,12 +15,12 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lean_ft.log import say
@@ -275,20 +275,8 @@ def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
     optimizer.load_state_dict(_TensorsOnDisk(stored))
 
 
-class _TensorsOnDisk(Mapping[str, Tensor]):
+class _TensorsOnDisk(UserDict[str, Any]):
     """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for."""
 
-    def __init__(self, stored: dict[str, StoredTensor]):
-        self._stored = stored
-
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._stored[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        entry.read_into(tensor)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        return self.data[name].read()

@@ -137,13 +137,52 @@ def test_users_messages_cannot_be_left_out_of_all(ours):
         render(ours["plain"], {"messages": messages}, train_on="all")
 
 
+def published(name: str) -> str:
+    spec = importlib.util.find_spec("trl")
+    template = Path(str(spec and spec.origin)).parent / "chat_templates" / f"{name}.jinja"
+    if not template.is_file():
+        pytest.skip("needs a TRL that ships this chat template")
+    return template.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseekv3"])
+def test_arguments_in_a_string_reach_a_template_that_writes_strings(name: str, tmp_path: Path):
+    folder = folder_with(published(name), tmp_path / "t")
+    call = {"type": "function", "function": {"name": "size", "arguments": '{"of":"1 & 2",  "x": 1.0}'}}
+    messages = [*TURNS[:2], {**TURNS[2], "tool_calls": [call]}, *TURNS[3:5]]
+    ids, mask = render(load_tokenizer(folder), {"messages": messages})
+    assert ids == AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=False)
+    assert call["function"]["arguments"] in said(load_tokenizer(folder), (ids, mask))[0]
+
+
+@pytest.mark.parametrize("spelling", ["plain", "tagged"])
+def test_arguments_in_a_string_are_written_as_json_once(spelling: str, ours):
+    call = {**CALL, "function": {"name": "size", "arguments": '{"of":"1 & 2"}'}}
+    messages = [*TURNS[:2], {**TURNS[2], "tool_calls": [call]}, *TURNS[3:]]
+    assert render(ours[spelling], {"messages": messages}) == render(ours[spelling], {"messages": TURNS})
+
+
+def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer = load_tokenizer(folder_with(template, tmp_path / "t"))
+    chats = TURNS[5:], [TURNS[1], *TURNS[4:]], [TURNS[0], *TURNS[5:]]
+    rows = [Row({"messages": messages}, "here") for messages in chats]
+    config = SFTDataConfig(source="rows.jsonl", max_length=4096)
+    documents, report = Renderer(config, RowReader.of(config, rows, tokenizer), tokenizer)(rows)
+    answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
+    assert answers == ["Fourteen.<|endoftext|>"] * 3
+    assert "; 1 answers not trained (messages follow them, and" in str(report)
+    report.add(report)
+    assert report.rewritten_answers == 2
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma"])
 def test_published_templates_with_blocks(name: str, tmp_path: Path):
-    spec = importlib.util.find_spec("trl")
-    template = Path(str(spec and spec.origin)).parent / "chat_templates" / f"{name}_training.jinja"
-    if not template.is_file():
-        pytest.skip("needs a TRL that ships this chat template with generation tags")
-    folder = folder_with(template.read_text(encoding="utf-8"), tmp_path / "t")
+    folder = folder_with(published(f"{name}_training"), tmp_path / "t")
     theirs = AutoTokenizer.from_pretrained(folder)
     tools = TOOLS if name.startswith("qwen") else None
     messages = TURNS if tools else [TURNS[1], TURNS[4], *TURNS[5:]]

@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_or_refused(run_directory, d
     with pytest.raises(ValueError, match="does not match its checksum"):
         export_folder(run_directory / "step_00000002", destination, force=True)
     damage(run_directory / "step_00000001" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no whole checkpoint is left in .*step_00000001"):
+    with pytest.raises(ValueError, match=r"No whole checkpoint is left in .*step_00000001"):
         export_folder(run_directory, destination, force=True)
 
 

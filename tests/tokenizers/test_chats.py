@@ -263,9 +263,7 @@ class TestMask:
         )
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
 
-    def test_a_turn_that_another_token_ends_once_it_is_history_is_trained_as_the_last_message_alone(
-        self, tokenizer_with
-    ):
+    def test_a_turn_that_another_token_ends_as_history_is_trained_as_the_last_message(self, tokenizer_with):
         # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}"
@@ -280,6 +278,45 @@ class TestMask:
             assert runs(tokenizer, tokenizer.render(chat("a", said))) == [f"<|im_start|>{said}<|endoftext|>"]
         with pytest.raises(ValueError, match="message 1 ends"):  # it must be known where, to leave it out
             tokenizer.passage(chat("a", "b", "c", "d"), train_on="all", untrained={1})
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for m in messages %}SAY{% endfor %}",
+            "{% for i in range(messages | length) %}{% set m = messages[i] %}SAY{% endfor %}",
+            "{% macro say(m) %}SAY{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+            "{% set messages = messages[1:] %}user: a\n{% for m in messages %}SAY{% endfor %}",
+            "{% for m in messages %}{% for n in [m] %}SAY{% endfor %}{% endfor %}",
+        ],
+    )
+    def test_blocks_of_each_message(self, tokenizer_with, template: str):
+        say = (
+            "{{ m.role }}: {% if m.role != 'assistant' %}{{ m.content }}{% else %}[[{{ m.content }}[[!]]]]{% endif %}\n"
+        )
+        tokenizer = tokenizer_with(tagged(template.replace("SAY", say)))
+        messages = [*chat("a", "b"), {"role": "assistant", "content": "b"}, *chat("c", "d")]
+        for untrained in ({1}, {2}, {4}, {1, 4}, {1, 2, 4}):
+            passage = tokenizer.passage(messages, untrained=untrained)
+            starts = [m.end() for m in re.finditer("assistant: ", passage.text)]
+            kept = [start for start, i in zip(starts, (1, 2, 4), strict=True) if i not in untrained]
+            assert [start for start, _ in passage.trained] == kept
+            assert all(passage.text[start:end] in ("b!", "d!") for start, end in passage.trained)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "[[{{ messages | map(attribute='content') | join }}]]",
+            "{% for m in messages %}{% set last = messages[-1] %}[[{{ m.content }}]]{% endfor %}",
+            "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% endif %}{% endfor %}|[[end]]",
+        ],
+    )
+    def test_blocks_of_nobody_knows_whom_cannot_be_left_out(self, tokenizer_with, template: str):
+        tokenizer = tokenizer_with(tagged(template))
+        assert tokenizer.passage(chat("a", "b", "c", "d")).trained
+        assert tokenizer.passage(chat("a", "b", "c", "d"), untrained={1, 3}).trained == []
+        for settings in ({"untrained": {1}}, {"train_on": "last"}, {"train_on": "all", "untrained": {3}}):
+            with pytest.raises(ValueError, match="whose message the block writes"):
+                tokenizer.passage(chat("a", "b", "c", "d"), **settings)
 
     def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
         tokenizer = tokenizer_with(PLAIN_TEXT)

@@ -121,10 +121,8 @@ def test_blocks_are_told_apart_by_message(name: str, answers_in_a_row: int, fold
             # What is trained of some messages and what is of the others are the whole.
             others = tokenizer.passage(messages, untrained=kept).trained
             assert sorted(trained + others) == whole.trained
-    assert (
-        tokenizer.passage(messages, train_on="last").trained
-        == tokenizer.passage(messages, untrained=turns[:-1]).trained
-    )
+    last = tokenizer.passage(messages, train_on="last").trained
+    assert last == tokenizer.passage(messages, untrained=turns[:-1]).trained
 
 
 @pytest.mark.parametrize("name", ["phi3_training", "phi3_5_training"])
@@ -160,8 +158,9 @@ class TestArguments:
     def test_a_template_that_writes_strings_gets_the_string(self, name: str, folder_of: FolderOf):
         folder, messages = folder_of(name), self.chat(self.GIVEN)
         tokenizer = load_tokenizer(folder)
-        ids, mask = tokenizer.render(messages)
-        assert ids == AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=False)
+        assert tokenizer.render(messages)[0] == AutoTokenizer.from_pretrained(folder).apply_chat_template(
+            messages, return_dict=False
+        )
         assert self.GIVEN in "".join(trained_texts(tokenizer, messages))
 
     @pytest.mark.parametrize("name", ["qwen2_5", "gptoss", "qwen3_6", "nemotron_3_nano"])

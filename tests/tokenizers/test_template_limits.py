@@ -53,6 +53,15 @@ LONG_TEXTS = {
     "nested namespaces": NEST + "namespace(a=ns.x, b=ns.x)" + END + "{{ ns.x }}",
     "namespaces filled later": "{% set all = namespace() %}{% set ns = namespace(x=namespace(v=1)) %}{% for i in range(60) %}"
     "{% set n = namespace() %}{% set n.a = ns.x %}{% set n.b = ns.x %}{% set ns.x = n" + END + "{{ ns.x }}",
+    "arguments of a macro": "{% set ns = namespace(x=(1, 2)) %}{% macro m() %}{% set ns.x = varargs %}{% endmacro %}"
+    "{% for i in range(60) %}{{ m(ns.x, ns.x) }}{% endfor %}{{ ns.x }}",
+    "written lists that are kept": "{% set x = ['a'] * 20000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
+    "a dictionary's method of its type": "{% set d = {} %}{% for i in range(60) %}{{ dict.update(d, {i: d}) }}{% endfor %}{{ d }}",
+    "join of a loop's turns": "{{ range(99999) | map('string') | join('a' * 30000) }}",
+    "reversed": "{{ (range(9999) | map('string') | list | reverse) | join('a' * 300000) }}",
+    "pieces that are kept": "{% set ns = namespace(x='a b' * 99999) %}{% set all = namespace(a=[]) %}{% for i in range(9999) %}"
+    "{% set all.a = all.a + [ns.x.split('a')]" + END,
+    "strings of a filter that are kept": "{{ range(99999) | map('string') | map('center', 99999) | list | length }}",
     "lipsum": "{{ lipsum(n=1000000) }}",
     "expandtabs": "{{ '\t'.expandtabs(1000000000) }}",
     "translate": "{{ 'a'.translate({97: 'b' * 1000000}) }}",
@@ -79,6 +88,13 @@ LONG_TIMES = {
     "tests": "{% for i in range(99999) %}{% for j in range(99999) %}{% if i is odd and j is in [1, 2] %}{% endif %}"
     "{% endfor %}{% endfor %}",
     "slices": "{% set x = 'a' * 3000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "a search from the right": "{% set x = 'a' * 3000000 %}{{ x.rfind('b' + 'a' * 1000000) }}",
+    "a codec": "{{ ('\u00e9' * 3000000).encode('punycode') }}",
+    "tags": "{{ (('<!--' * 300000) | safe).striptags() }}",
+    "a power of a power": "{{ (2 ** 4000) ** 300000 }}",
+    "divisions": "{% set x = 2 ** 4000 %}{% for i in range(99999) %}{% for j in range(99999) %}{% set y = x // 3 %}{% endfor %}"
+    "{% endfor %}",
+    "strips": "{% set x = 'a' * 3000000 %}{{ x.strip('b' * 1000000 + 'a') }}",
     "maps of maps": "{{ range(99999) | map('string') | map('center', 900) | map('upper') | list | length }}",
 }
 ESCAPES = {

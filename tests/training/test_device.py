@@ -1,4 +1,5 @@
 import random
+import re
 
 import numpy as np
 import pytest
@@ -84,3 +85,24 @@ def test_start_on_a_gpu(config, tmp_path):
     first = torch.rand(4, device=device)
     start(config(tmp_path / "run", device="cuda", seed=3))
     assert torch.equal(torch.rand(4, device=device), first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"compile": "true"}, r"from a pool, .*\(as compile=true asks; memory.host_pool=false turns that off\)"),
+        ({"compile": "true", "memory__host_pool": "false"}, "freed memory goes back to the system"),
+        ({"memory__host_pool": "true"}, r"from a pool, .*\(memory.host_pool\)"),
+        ({}, "freed memory goes back to the system"),
+    ],
+    ids=str,
+)
+def test_the_device_line_says_where_a_cpus_memory_comes_from(settings, said, config, monkeypatch, tmp_path, capsys):
+    pooled = []
+    monkeypatch.setattr("lean_ft.training.device.pool_host_memory", lambda: pooled.append(True))  # is for good
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr("lean_ft.training.host_memory.return_freed_memory", lambda: True)
+    start(config(tmp_path / "run", **settings))
+    assert re.search(f"^device      cpu .*{said}", capsys.readouterr().out)
+    assert bool(pooled) == ("pool," in said)
