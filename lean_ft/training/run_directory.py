@@ -127,7 +127,7 @@ def check_usable(directory: Path) -> None:
 
 def remove_half_written(directory: Path) -> None:
     """Delete what a process left behind that was killed as it wrote, and say so. Call it with the directory locked."""
-    for leftover in directory.iterdir():
+    for leftover in sorted(directory.iterdir()):
         if LEFTOVER.fullmatch(leftover.name):
             remove(leftover)
             what = "checkpoint" if "step_" in leftover.name else "file"

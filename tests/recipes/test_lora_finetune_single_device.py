@@ -173,7 +173,7 @@ from lean_ft.models import load_model
 from lean_ft.peft import quantize_as_loaded, NF4Linear
 from lean_ft.settings import LoRAConfig
 from lean_ft.training.host_memory import return_freed_memory
-from lean_ft.training.measure import peak_memory_bytes
+from lean_ft.training.process_memory import peak_memory_bytes
 return_freed_memory()
 NF4Linear(torch.nn.Linear(64, 64))  # what libraries take when they are first used
 before = peak_memory_bytes(torch.device("cpu"))
