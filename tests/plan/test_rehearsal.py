@@ -85,7 +85,7 @@ def test_a_rehearsal_needs_and_leaves_nothing(tmp_path: Path):
 
 def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     """A copy that keeps a tensor of 8 MiB through the step takes 8 MiB more."""
-    source = find_recipe(RECIPE).read_text()
+    source = find_recipe(RECIPE).read_text().replace("from lean_ft.data", "import torch\nfrom lean_ft.data", 1)
     edited = tmp_path / "mine.py"
     edited.write_text(
         source.replace(
