@@ -160,7 +160,7 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
         group = module.Config.model_fields[recipe.group]
         (settings,) = (kind for kind in get_args(group.annotation) if kind is not type(None))
         fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}
-        module.Config = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
+        vars(module)["Config"] = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
         return module
     name = f"recipes.{recipe.stem}"
     spec = spec_from_file_location(name, recipe)
