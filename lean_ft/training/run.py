@@ -211,11 +211,12 @@ class Run:
             watcher.begin_step()
             yield 0
             return
-        self._say_answers(f"at step {self.start_step}")
         if self.start_step >= self.total_steps:
             self._lock.release()
             self._say_complete()
+            self._say_answers(f"at step {self.total_steps}")
             return
+        self._say_answers(f"at step {self.start_step}")
         started = time.perf_counter()
         try:
             with self._signals as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:

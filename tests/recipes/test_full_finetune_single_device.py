@@ -94,17 +94,13 @@ def test_evaluation_is_weighted_by_tokens_and_answers_are_asked(train, capsys):
     assert "at step 8: " in out
 
 
-def test_the_file_reads_in_one_sitting():
-    assert len(recipes()[NAME].read_text().splitlines()) <= 150
-
-
 def test_a_complete_run_answers_with_what_it_learned(train, capsys):
     settings = ("data.validation_fraction=0.2", "eval_answers=5", "model.dtype=float32", "optimizer.lr=5e-3")
     train(*settings)
     learned = capsys.readouterr().out.rpartition("at step 8: ")[2]
     train(*settings)
     asked_again = capsys.readouterr().out
-    assert asked_again.count("at step 8: ") == 2
+    assert asked_again.count("at step 8: ") == 1
     assert asked_again.rpartition("at step 8: ")[2] == learned
     train(*settings, "max_steps=3")  # fewer than there are: none is undone, and the answers are those of all
     out = capsys.readouterr().out
