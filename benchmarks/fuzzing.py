@@ -36,12 +36,12 @@ from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
-from lean_ft.config import load_config
 from lean_ft.data.formats import RowReader
 from lean_ft.data.text_files import read_text_file
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.settings import SFTDataConfig
+from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import RANDOM_STATE_FILE, TRAINING_STATE_FILE, check_whole, read_training_state
 

@@ -271,8 +271,8 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any) -> Row:
     """What the planner says of a recipe with `settings` on one of its devices, as plain values."""
     from lean_ft.catalog import find_recipe, load_recipe
-    from lean_ft.config import load_config
     from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.settings_text import load_config
 
     module = load_recipe(find_recipe(recipe))
     rehearsal = rehearse(module, load_config(module.Config, None, overrides(settings)), device)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft import catalog
-from lean_ft.config import preset_fits
+from lean_ft.settings_text import preset_fits
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

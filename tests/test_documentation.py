@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft import catalog
-from lean_ft.config import load_config
+from lean_ft.settings_text import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

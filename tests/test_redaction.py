@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from lean_ft.config import load_config
 from lean_ft.redaction import redact
+from lean_ft.settings_text import load_config
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft import catalog
-from lean_ft.config import load_config, preset_fits, preset_recipe
+from lean_ft.settings_text import load_config, preset_fits, preset_recipe
 
 RECIPE: Any = typer.Argument(
     metavar="RECIPE", help="A recipe's name, or the path of a .py file; a preset may name it.", show_default=False
@@ -19,13 +19,18 @@ RecipeOrPreset = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--config", "-c", metavar="NAME|PATH", help="A preset's name (tiny/full), or the path of a .yaml file."
+        "--config",
+        "-c",
+        metavar="NAME|PATH",
+        help="A preset's name (tiny/full), or the path of a .yaml file.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="Settings that overrule the preset: optimizer.lr=1e-5", show_default=False
+        metavar="KEY=VALUE",
+        help="Settings that overrule the preset: optimizer.lr=1e-5",
+        show_default=False,
     ),
 ]
 # `run_command_line` looks for it itself, since errors reach it from before a verb has its arguments.

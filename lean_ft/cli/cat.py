@@ -8,7 +8,7 @@ import typer
 
 from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.config import commented_yaml, config_schema
+from lean_ft.settings_text import commented_yaml, config_schema
 
 
 def cat(

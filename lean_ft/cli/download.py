@@ -7,7 +7,7 @@ import typer
 
 from lean_ft import catalog, hub
 from lean_ft.cli.arguments import Debug
-from lean_ft.config import preset_values
+from lean_ft.settings_text import preset_values
 
 
 def download(

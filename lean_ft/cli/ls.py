@@ -3,13 +3,21 @@
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from lean_ft import catalog
-from lean_ft.cli.arguments import RECIPE, Debug
+from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_rows, stdout
-from lean_ft.config import describe, preset_fits, preset_values
+from lean_ft.settings_text import describe, preset_fits, preset_values
 
 
-def ls(recipe: Annotated[str | None, RECIPE] = None, debug: Debug = False) -> None:
+def ls(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="A recipe's name, or the path of a .py file.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """List recipes and presets, or what one recipe needs."""
     if recipe is None:
         recipes = {**catalog.recipes(), **catalog.aliases()}

@@ -6,9 +6,9 @@ from typing import Any
 import typer
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
-from lean_ft.config import dump
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_model_path
+from lean_ft.settings_text import dump
 
 
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:

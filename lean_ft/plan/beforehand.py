@@ -22,7 +22,8 @@ from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
 from lean_ft.settings import RecipeConfig
 from lean_ft.units import gibibytes
 
-_TIMEOUT_SECONDS = 20.0  # of a rehearsal; an 8 B model takes under 10
+_PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
+_PATIENCE_AFTER_SECONDS = 120.0  # for several, once a run has ended
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
         rehearsal = rehearse(recipe, cfg, device)
         return [rehearsal.peak_bytes, rehearsal.peak.where]
 
-    found = _in_child(peak)
+    found = _in_child(peak, _PATIENCE_SECONDS)
     if found is None:
         return None
     peak_bytes, where = found
@@ -90,7 +91,7 @@ def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
             ]
         )
 
-    return _in_child(lines) or ""
+    return _in_child(lines, _PATIENCE_AFTER_SECONDS) or ""
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
@@ -121,7 +122,7 @@ def _room_bytes(setting: str) -> int | None:
     return available_bytes()
 
 
-def _in_child(work: Callable[[], Any]) -> Any:
+def _in_child(work: Callable[[], Any], patience_seconds: float) -> Any:
     """What `work` returns, of a forked process, as JSON has it; None where it raises ValueError.
 
     Raises RuntimeError where it raises anything else, dies, or takes too long.
@@ -134,8 +135,8 @@ def _in_child(work: Callable[[], Any]) -> Any:
     process.start()
     sender.close()
     try:
-        if not receiver.poll(_TIMEOUT_SECONDS):
-            raise RuntimeError(f"the rehearsal took longer than {_TIMEOUT_SECONDS:.0f} s")
+        if not receiver.poll(patience_seconds):
+            raise RuntimeError(f"it took longer than {patience_seconds:.0f} s")
         answer = json.loads(receiver.recv_bytes())
     except EOFError:
         raise RuntimeError("the rehearsal's process died") from None

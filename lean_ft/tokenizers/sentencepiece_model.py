@@ -12,7 +12,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
-from lean_ft.tokenizers.vocabulary import Span, SpanEncoding, any_of, split_at_tokens
+from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Span, SpanEncoding, any_of
 
 WORD_START = "▁"
 # A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
@@ -20,7 +20,7 @@ WORD_START = "▁"
 WITHOUT_WORD_START = b"\x1a\x02\x18\x00"
 
 
-class SentencePieceModel:
+class SentencePieceModel(AddedTokensFirst):
     """A SentencePiece model and the tokens that `tokenizer_config.json` adds to it."""
 
     def __init__(
@@ -77,19 +77,6 @@ class SentencePieceModel:
                 )
             )
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[SpanEncoding]:
-        return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
-
-    def encode_ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for start, end, is_token in split_at_tokens(text, self._any_added, []):
-            piece = text[start:end]
-            if is_token:
-                ids.append(self._added_id(piece))
-            else:
-                ids.extend((self._processor if start == 0 else self._inside).encode(piece))
-        return ids
-
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         text: list[str] = []
         pending = bytearray()
@@ -121,25 +108,16 @@ class SentencePieceModel:
             return self._contents[token_id]
         return self._processor.id_to_piece(token_id) if token_id < self._processor.get_piece_size() else None
 
-    def _added_id(self, token: str) -> int:
-        return self.added[token] if token in self.added else self.added[token.strip()]  # one that eats spaces
-
     def _piece_id(self, piece: str) -> int | None:
         token_id = self._processor.piece_to_id(piece)
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
-    def _encode(self, text: str, literal: list[Span]) -> SpanEncoding:
-        ids: list[int] = []
-        spans: list[Span] = []
-        for start, end, is_token in split_at_tokens(text, self._any_added, literal):
-            if is_token:
-                ids.append(self._added_id(text[start:end]))
-                spans.append((start, end))
-                continue
-            piece_ids, piece_spans = _pieces(self._processor if start == 0 else self._inside, text[start:end])
-            ids.extend(piece_ids)
-            spans.extend((start + first, start + last) for first, last in piece_spans)
-        return SpanEncoding.of(ids, spans)
+    def _piece_ids(self, piece: str, start: int) -> list[int]:
+        return (self._processor if start == 0 else self._inside).encode(piece)
+
+    def _encode_piece(self, piece: str, start: int) -> SpanEncoding:
+        ids, spans = _pieces(self._processor if start == 0 else self._inside, piece)
+        return SpanEncoding.of(ids, [(start + first, start + last) for first, last in spans])
 
 
 def _pieces(processor: Any, text: str) -> tuple[list[int], list[Span]]:

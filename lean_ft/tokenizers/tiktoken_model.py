@@ -12,7 +12,7 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken
 
-from lean_ft.tokenizers.vocabulary import Span, SpanEncoding, any_of, split_at_tokens
+from lean_ft.tokenizers.vocabulary import AddedTokensFirst, SpanEncoding, any_of
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -48,7 +48,7 @@ def is_rank_file(path: Path) -> bool:
         return False
 
 
-class TiktokenModel:
+class TiktokenModel(AddedTokensFirst):
     """A rank file with the control tokens that stand behind its ranks."""
 
     adds_bos = True
@@ -78,16 +78,6 @@ class TiktokenModel:
         self._contents = {token_id: content for content, token_id in self.added.items()}
         self._any_added = any_of(self.added)
 
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[SpanEncoding]:
-        return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
-
-    def encode_ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for start, end, is_token in split_at_tokens(text, self._any_added, []):
-            piece = text[start:end]
-            ids.extend([self.added[piece]] if is_token else self._tiktoken.encode_ordinary(piece))
-        return ids
-
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens:
             ids = [token_id for token_id in ids if self._contents.get(token_id) not in self.control]
@@ -107,23 +97,10 @@ class TiktokenModel:
         except KeyError:
             return None
 
-    def _encode(self, text: str, literal: list[Span]) -> SpanEncoding:
-        encodings = []
-        for start, end, is_token in split_at_tokens(text, self._any_added, literal):
-            piece = text[start:end]
-            if is_token:
-                encodings.append(SpanEncoding.of([self.added[piece]], [(start, end)]))
-            else:
-                encodings.append(self._encode_plain(piece, start))
-        if not encodings:
-            return SpanEncoding.of([], [])
-        return SpanEncoding(
-            np.concatenate([encoding.ids for encoding in encodings]),
-            np.concatenate([encoding.starts for encoding in encodings]),
-            np.concatenate([encoding.ends for encoding in encodings]),
-        )
+    def _piece_ids(self, piece: str, start: int) -> list[int]:
+        return self._tiktoken.encode_ordinary(piece)
 
-    def _encode_plain(self, piece: str, start: int) -> SpanEncoding:
+    def _encode_piece(self, piece: str, start: int) -> SpanEncoding:
         ids = self._tiktoken.encode_ordinary(piece)
         lengths = np.array([len(token) for token in self._tiktoken.decode_tokens_bytes(ids)])
         byte_ends = np.cumsum(lengths)

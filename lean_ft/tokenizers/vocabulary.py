@@ -6,6 +6,7 @@ ordinary text.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,3 +100,39 @@ def split_at_tokens(text: str, pattern: re.Pattern[str], literal: Sequence[Span]
     if text_start < len(text):
         pieces.append((text_start, len(text), False))
     return pieces
+
+
+class AddedTokensFirst(ABC):
+    """Text around added tokens, which are found first: a subclass encodes the stretches between them."""
+
+    added: dict[str, int]
+    _any_added: re.Pattern[str]
+
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[SpanEncoding]:
+        return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
+
+    def encode_ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for start, end, is_token in split_at_tokens(text, self._any_added, []):
+            piece = text[start:end]
+            ids.extend([self._added_id(piece)] if is_token else self._piece_ids(piece, start))
+        return ids
+
+    def _encode(self, text: str, literal: list[Span]) -> SpanEncoding:
+        parts = [SpanEncoding.of([], [])]
+        for start, end, is_token in split_at_tokens(text, self._any_added, literal):
+            piece = text[start:end]
+            token = SpanEncoding.of([self._added_id(piece)], [(start, end)]) if is_token else None
+            parts.append(token or self._encode_piece(piece, start))
+        arrays = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "ends"))
+        return SpanEncoding(*map(np.concatenate, arrays))
+
+    def _added_id(self, token: str) -> int:
+        return self.added[token] if token in self.added else self.added[token.strip()]  # one that eats spaces
+
+    @abstractmethod
+    def _piece_ids(self, piece: str, start: int) -> list[int]: ...
+
+    @abstractmethod
+    def _encode_piece(self, piece: str, start: int) -> SpanEncoding:
+        """The piece that stands at `start` of the text, with its characters' places in the text."""

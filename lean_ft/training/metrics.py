@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
-from lean_ft.training.measure import peak_memory_bytes, rss_bytes
+from lean_ft.training.process_memory import peak_memory_bytes, rss_bytes
 
 Row = dict[str, Any]
 

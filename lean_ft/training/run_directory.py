@@ -21,10 +21,10 @@ import safetensors
 import torch
 
 import lean_ft
-from lean_ft.config import dump
 from lean_ft.log import say
 from lean_ft.redaction import redact, shorten_home
 from lean_ft.settings import RecipeConfig
+from lean_ft.settings_text import dump
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 from lean_ft.whole_files import LEFTOVER, remove, write_whole
 
@@ -127,7 +127,7 @@ def check_usable(directory: Path) -> None:
 
 def remove_half_written(directory: Path) -> None:
     """Delete what a process left behind that was killed as it wrote, and say so. Call it with the directory locked."""
-    for leftover in directory.iterdir():
+    for leftover in sorted(directory.iterdir()):
         if LEFTOVER.fullmatch(leftover.name):
             remove(leftover)
             what = "checkpoint" if "step_" in leftover.name else "file"

@@ -6,8 +6,8 @@ from convergence import BASE, ROWS, TASKS, beyond, draw_chart, main, state_told,
 from measure import overrides
 
 from lean_ft.catalog import load_recipe, recipes
-from lean_ft.config import load_config
 from lean_ft.models import load_model
+from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 
 REFERENCE = {"name": "float32", "label": "a", "status": "ok", "bound": 0.0, "state": "1 KiB", "losses": [4.0, 2.0]}

@@ -36,6 +36,61 @@ def run(tmp_path):
     return [tmp_path / "recipe.py", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=300"]
 
 
+PREFERENCE_RECIPE = '''"""Looked at, never run."""
+
+from lean_ft.settings import ModelConfig, PreferenceDataConfig, RecipeConfig
+
+
+class Data(PreferenceDataConfig):
+    note: str = "a setting of the recipe's own"
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: Data
+
+
+def main(cfg):
+    raise AssertionError("data ran the recipe")
+'''
+
+
+@pytest.fixture
+def run_on_pairs(run, tmp_path):
+    """As `run`, of a recipe that learns from pairs."""
+    (tmp_path / "recipe.py").write_text(PREFERENCE_RECIPE)
+    rows = [{"prompt": "Say it", "chosen": "yes " * count, "rejected": "no"} for count in (1, 2, 300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_stats_of_pairs(leanft, run_on_pairs):
+    answer = leanft("data", "stats", *run_on_pairs)
+    assert (answer.code, answer.err) == (0, "")
+    assert "3 rows (preference, told from their fields); 3 pairs" in answer.out
+    cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
+    assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # of six sequences, the long answer
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
+    answer = leanft("data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "data.num_processes=2")
+    assert (answer.code, answer.err) == (0, "")
+    for place in ("line 1, chosen", "line 1, rejected", "line 3, chosen", "line 3, rejected"):
+        assert f"rows.jsonl, {place}: " in answer.out
+    assert re.search(r"Say it<.*⟦yes <\|end\|>⟧", answer.out)
+    assert re.search(r"Say it<.*⟦no<\|end\|>⟧", answer.out)
+    assert re.search(r"line 3: cut by \d+ tokens", answer.out)
+
+
+def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say it", "completion": "yes"}\n')
+    for verb in ("stats", "preview"):
+        answer = leanft("data", verb, *run_on_pairs)
+        assert answer.code == 2
+        assert "the rows are prompt_completion, and this recipe learns from pairs" in answer.err
+
+
 def test_stats(leanft, run, tmp_path):
     answer = leanft("data", "stats", *run, "--png", tmp_path / "lengths.png")
     assert (answer.code, answer.err) == (0, "")

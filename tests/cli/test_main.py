@@ -38,7 +38,7 @@ def test_version(leanft):
     [
         (["rnu"], ["no such command 'rnu'", "'run'", "leanft --help"]),
         (["--verison"], ["leanft has no option --verison", "Did you mean '--version'?"]),
-        (["run"], ["missing argument 'RECIPE'", "leanft run --help"]),
+        (["run"], ["expected a RECIPE, as there is no --config to name it", "leanft ls"]),
         (["cp", "toy_single_device"], ["missing argument 'DEST'", "leanft cp --help"]),
         (["env", "extra"], ["extra", "leanft env --help"]),
         (["run", "toy_single_device", "--confg", "x"], ["Did you mean '--config'?"]),

@@ -69,7 +69,8 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
     recipe = tmp_path / "mine.py"
     recipe.write_text(TRAINING_RECIPE)
     arguments = ["run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}"]
-    assert leanft(*arguments, "plan=false").out == "ran\n"
+    assert leanft(*arguments).out == "ran\n", "a file of the user's own runs once"
+    arguments += ["plan=true"]
     fitting = leanft(*arguments)
     assert (fitting.code, fitting.out.splitlines()[-1]) == (0, "ran")
     assert fitting.out.startswith("plan        takes less than ")
@@ -87,7 +88,7 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
     recipe = tmp_path / "mine.py"
     recipe.write_text(TRAINING_RECIPE)
     monkeypatch.setattr(beforehand, "foresee", failing)
-    answer = leanft("run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}")
+    answer = leanft("run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true")
     assert answer.code == 0
     assert answer.out == "plan        none, as the rehearsal of a step failed: no such operator\nran\n"
 
@@ -102,7 +103,7 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
         (["toy"], ["Did you mean 'toy_single_device'?"]),
         (["mine/toy.py"], ["no such file: mine/toy.py"]),
         (["toy_single_device.py"], ["no such file", "Did you mean 'toy_single_device'?"]),
-        (["tiny/toy"], ["no recipe is called 'tiny/toy'"]),
+        (["tiny/toy"], ["'tiny/toy' is a preset: leanft run --config tiny/toy"]),
         (["batch_size=3"], ["expected the recipe before any key=value, came 'batch_size=3'"]),
         (["toy_single_device", "-c", "tiny/toi"], ["no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"]),
         (["toy_single_device", "-c", "none.yaml"], ["no such file: none.yaml"]),

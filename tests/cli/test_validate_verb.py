@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lean_ft.config import load_config
 from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
+from lean_ft.settings_text import load_config
 
 RECIPE = '''"""Validated, never run."""
 

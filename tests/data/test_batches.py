@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import Batch, Batches, EvalBatches, sft_batches
+from lean_ft.data import Batch, Batches, EvalBatches, longest_batch, preference_batches, sft_batches
+from lean_ft.data import batches as batches_module
+from lean_ft.settings import PreferenceDataConfig, SFTDataConfig
 
 Config = Callable[..., Any]
 BATCH_SIZE = 4
@@ -277,8 +279,6 @@ class TestOrder:
 
 class TestFingerprint:
     def test_tells_content_tokenizer_and_settings_but_not_paths(self, write, plain_tokenizer, chat_tokenizer):
-        from lean_ft.settings import SFTDataConfig
-
         def fingerprint(path: str, tokenizer: Any, **settings: Any) -> str:
             config = SFTDataConfig(source=path, max_length=64, **settings)
             return sft_batches(config, tokenizer, 1, seed=0)[0].fingerprint
@@ -336,6 +336,20 @@ class TestEvaluation:
             texts = [plain_tokenizer.decode(ids)[:5] for batch in held_out for ids in batch.input_ids.tolist()]
             assert texts == [f"row {i}" for i in range(5)]
 
+    @pytest.mark.parametrize(("kept_bytes", "num_kept"), [(2**20, 5), (3 * 8 * 2 * 25, 3), (0, 0)])
+    def test_batches_are_built_once_within_a_bound(
+        self, config: Config, write, plain_tokenizer, monkeypatch, kept_bytes: int, num_kept: int
+    ):
+        monkeypatch.setattr(batches_module, "KEPT_BYTES", kept_bytes)
+        path = write([{"text": f"row {i}"} for i in range(10)], "validation.jsonl")
+        _, held_out = sft_batches(config(rows(), validation_source=path), plain_tokenizer, 2, seed=0)
+        assert held_out is not None
+        [next(iter(held_out)) for _ in range(3)]  # an evaluation that was stopped
+        first, second = list(held_out), list(held_out)
+        assert [one is other for one, other in zip(first, second, strict=True)] == [i < num_kept for i in range(5)]
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.input_ids, other.input_ids)
+
     def test_no_evaluation_unless_asked_for(self, config: Config, plain_tokenizer):
         assert sft_batches(config(rows()), plain_tokenizer, 2, seed=0)[1] is None
 
@@ -354,6 +368,28 @@ def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, s
         later = [batch.num_tokens for batch in epoch(batches)]
         largest_is_first.append(later[0] == max(later))
     assert not all(largest_is_first), "later epochs come as they are drawn"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*({"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")), {"batch_tokens": 300}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig])
+def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict[str, Any], write, plain_tokenizer):
+    if kind is PreferenceDataConfig:
+        texts = [{"prompt": "p", "chosen": "c" * 62, "rejected": "r" * 62}] * 9
+        prepare = preference_batches
+    else:
+        texts, prepare = [{"prompt": "p", "completion": "c" * 62}] * 9, sft_batches
+    if kind is PreferenceDataConfig and settings.get("packing") in ("bfd_split", "wrapped"):
+        return  # pairs are not cut
+    config = kind(source=write(texts), max_length=64, **settings)
+    batches, _ = prepare(config, plain_tokenizer, BATCH_SIZE, seed=0)
+    longest = longest_batch(config, BATCH_SIZE)
+    assert longest.num_tokens == max(batch.num_tokens for batch in epoch(batches))
+    assert longest.num_targets == longest.num_tokens == longest.input_ids.numel() == longest.labels.numel()
+    assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none")
 
 
 def test_to_moves_every_tensor(config: Config, plain_tokenizer):

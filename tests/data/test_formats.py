@@ -1,4 +1,4 @@
-"""Rows of every format become the text that the table in `lean_ft.data.detection` says."""
+"""Rows of every format become the text that the table in `lean_ft.data.formats` says."""
 
 from typing import Any
 

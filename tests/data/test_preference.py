@@ -1,12 +1,15 @@
 """Pairs become one prompt and two answers, whichever way they are written, and are cut in the order promised."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lean_ft.data import preference_batches
 from lean_ft.data.preference import Pair, PairReader, fit_pair
 from lean_ft.data.render import Renderer
 from lean_ft.data.report import DataReport
@@ -164,3 +167,90 @@ def test_what_is_dropped_is_counted(plain_tokenizer):
 def test_rows_that_are_no_pair(fields: dict[str, Any], message: str, chat_tokenizer):
     with pytest.raises(ValueError, match=message):
         render(chat_tokenizer, fields)
+
+
+@pytest.mark.parametrize("overflow", ["drop", "raise"])
+def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer):
+    rows = [{"prompt": "pp", "chosen": "a" * n, "rejected": "b"} for n in (5, 6, 20)]  # and the token that ends it
+    settings: dict[str, Any] = {"max_length": 8, "overflow": overflow}
+    if overflow == "raise":
+        with pytest.raises(ValueError, match=r"line 2: 9 tokens, more than data.max_length=8"):
+            render(plain_tokenizer, *rows, **settings)
+        return
+    pairs, report = render(plain_tokenizer, *rows, **settings)
+    assert [len(pair.chosen[0]) for pair in pairs] == [6]
+    assert (report.dropped, report.truncated) == ({"longer than max_length": 2}, 0)
+    # Not too long once the limits of its own have cut it.
+    assert render(plain_tokenizer, *rows, **settings, max_completion_length=6)[1].kept == 3
+
+
+def documents_of(batch) -> list[tuple[list[int], list[int]]]:
+    """(ids, labels) of what has labels, in the order in which it stands in the batch."""
+    width = batch.input_ids.shape[1]
+    bounds = range(0, batch.num_tokens + 1, width) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
+    found = [(ids[first:last], labels[first:last]) for first, last in itertools.pairwise(bounds)]
+    return [(ids, labels) for ids, labels in found if set(labels) - {-100}]
+
+
+PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9), "rejected": f"{i}-" + "r" * (i % 7)} for i in range(40)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}, {"num_processes": 2}],
+    ids=str,
+)
+def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write, plain_tokenizer, monkeypatch):
+    monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 0)
+    config = PreferenceDataConfig(source=write(PAIRS), max_length=32, validation_fraction=0.25, **layout)
+    batches, held_out = preference_batches(config, plain_tokenizer, batch_size=3, seed=0)
+    assert held_out is not None
+    assert (batches.report.kept, held_out.report.kept) == (30, 10)
+    taken = batches.take(batches.batches_per_epoch)
+    for some, report in ((taken, batches.report), (list(held_out), held_out.report)):
+        assert sum(batch.num_targets for batch in some) == report.target_tokens
+    seen = []
+    for batch in [*taken, *held_out]:
+        if layout.get("packing") == "bfd":
+            assert batch.input_ids.shape == (3, 64)  # room for both sides, each of max_length
+        documents = documents_of(batch)
+        for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+            row = PAIRS[int(plain_tokenizer.decode(chosen[0]).lstrip("p").partition("+")[0])]
+            seen.append(row)
+            for (ids, labels), answer in ((chosen, row["chosen"]), (rejected, row["rejected"])):
+                length = len(row["prompt"] + answer) + 1
+                assert plain_tokenizer.decode(ids[:length]) == row["prompt"] + answer + "<|end|>"
+                targets = plain_tokenizer.encode(answer + "<|end|>")
+                before = len(row["prompt"]) - 1
+                assert labels == [-100] * before + targets + [-100] * (len(labels) - before - len(targets))
+    assert sorted(map(str, seen)) == sorted(map(str, PAIRS))
+    if "batch_tokens" in layout:
+        assert max(batch.num_tokens for batch in taken) <= 160
+
+
+def test_pairs_start_again_from_the_cache_and_know_their_weights(write, plain_tokenizer, tmp_path):
+    sources: Any = [
+        {"path": write(PAIRS[:10], "a.jsonl"), "weight": 2.0},
+        {"path": write(PAIRS[10:], "b.jsonl"), "weight": 0.5},
+    ]
+    config = PreferenceDataConfig(source=sources, packing="bfd", cache_dir=tmp_path / "cache")
+    first, second = (preference_batches(config, plain_tokenizer, batch_size=2, seed=0)[0] for _ in range(2))
+    assert first.report.kept == 20 + 15
+    assert (first.fingerprint, first.report) == (second.fingerprint, second.report)
+    for one, other in zip(first.take(9), second.take(9), strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.labels, other.labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"packing": "wrapped"}, "the answers of a pair are compared whole"),
+        ({"packing": "bfd_split"}, "the answers of a pair are compared whole"),
+        ({"batch_tokens": 63}, "batch_tokens=63 is less than max_length=32 for each of 2 answers"),
+    ],
+)
+def test_what_pairs_cannot_have_is_refused(settings: dict[str, Any], reason: str):
+    with pytest.raises(ValueError, match=reason):
+        PreferenceDataConfig(source="x", max_length=32, **settings)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data import sft_batches
+from lean_ft.data import preference_batches, sft_batches
 from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles, save_figure
+from lean_ft.settings import PreferenceDataConfig
 
 Config = Callable[..., Any]
 ROWS = [{"prompt": "p" * (1 + 7 * i % 40), "completion": "c" * (1 + 11 * i % 90)} for i in range(101)]
@@ -36,6 +37,23 @@ def test_it_says_what_a_run_then_shows(max_length: int, config: Config, plain_to
     assert said.padding == pytest.approx(1 - num_tokens / sum(batch.num_tokens for batch in epoch))
     assert (said.rows_cut, said.lost_tokens) == (batches.report.truncated, batches.report.lost_tokens)
     packed, _ = sft_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, batch_size=4, seed=3)
+    assert said.packed_rows == packed.report.packed_rows
+    assert said.packing_efficiency == pytest.approx(packed.report.packing_efficiency)
+
+
+def test_it_says_what_a_run_on_pairs_then_shows(write, plain_tokenizer):
+    rows = [{**row, "chosen": row["completion"] + "a", "rejected": "b" * (i % 50 + 1)} for i, row in enumerate(ROWS)]
+    settings = PreferenceDataConfig(source=write(rows), max_length=64)
+    found = gather_statistics(settings, plain_tokenizer)
+    sides = [[len(row["prompt"] + row[side]) + 1 for side in ("chosen", "rejected")] for row in rows]
+    assert found.lengths.tolist() == [length for two in sides for length in two]
+    said = at_length(found.lengths, 64, batch_size=4, seed=3, sides=2)
+    batches, _ = preference_batches(settings, plain_tokenizer, batch_size=4, seed=3)
+    epoch = batches.take(batches.batches_per_epoch)
+    assert said.lost_tokens == batches.report.lost_tokens
+    assert said.rows_cut == sum(length > 64 for two in sides for length in two)
+    assert said.padding == pytest.approx(1 - batches.report.tokens / sum(batch.num_tokens for batch in epoch))
+    packed, _ = preference_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, 4, seed=3)
     assert said.packed_rows == packed.report.packed_rows
     assert said.packing_efficiency == pytest.approx(packed.report.packing_efficiency)
 

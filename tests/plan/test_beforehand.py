@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.config import load_config
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import foresee, upper_bound_bytes, what_takes_less
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.config import load_config
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
 
 RECIPE = "full_finetune_single_device"
 ROWS, COLUMNS = 2, 256
@@ -85,7 +85,7 @@ def test_a_rehearsal_needs_and_leaves_nothing(tmp_path: Path):
 
 def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     """A copy that keeps a tensor of 8 MiB through the step takes 8 MiB more."""
-    source = find_recipe(RECIPE).read_text()
+    source = find_recipe(RECIPE).read_text().replace("from lean_ft.data", "import torch\nfrom lean_ft.data", 1)
     edited = tmp_path / "mine.py"
     edited.write_text(
         source.replace(

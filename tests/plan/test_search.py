@@ -29,6 +29,7 @@ def cfg():
         clip_grad_norm=None,
         optimizer=OptimizerConfig(name="adamw"),
         memory=MemoryConfig(),
+        data=SimpleNamespace(max_length=512),
     )
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from lean_ft.catalog import load_recipe, recipes
-from lean_ft.config import load_config
+from lean_ft.settings_text import load_config
 
 NAME = "full_finetune_single_device"
 SETTINGS = (

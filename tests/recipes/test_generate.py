@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.config import load_config
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
+from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 
 QUESTION = "What is the capital of Zanemar?"

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft.catalog import load_recipe, recipes
-from lean_ft.config import load_config
 from lean_ft.models import generate, load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
 from lean_ft.paths import resolve_model_path
 from lean_ft.peft import load_adapter
+from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import _manifest, write_json
 from tests.recipes.test_full_finetune_single_device import SETTINGS, numbers
@@ -173,7 +173,7 @@ from lean_ft.models import load_model
 from lean_ft.peft import quantize_as_loaded, NF4Linear
 from lean_ft.settings import LoRAConfig
 from lean_ft.training.host_memory import return_freed_memory
-from lean_ft.training.measure import peak_memory_bytes
+from lean_ft.training.process_memory import peak_memory_bytes
 return_freed_memory()
 NF4Linear(torch.nn.Linear(64, 64))  # what libraries take when they are first used
 before = peak_memory_bytes(torch.device("cpu"))

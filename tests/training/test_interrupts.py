@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 
-from lean_ft.config import load_config
 from lean_ft.data.batches import Layout
 from lean_ft.interrupts import OutsideTraining, StopSignals
+from lean_ft.settings_text import load_config
 from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lean_ft.config import load_config
 from lean_ft.data import DataReport
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
+from lean_ft.settings_text import load_config
 from lean_ft.training import Run, start
 
 SLEEP_SECONDS = float(os.environ.get("TOY_SLEEP_SECONDS", "0"))  # in step 2, for tests that interrupt it

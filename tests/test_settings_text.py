@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt, model_validator
 
-from lean_ft.config import commented_yaml, config_schema, describe, dump, load_config, preset_fits, preset_values
 from lean_ft.settings import (
     MemoryConfig,
     ModelConfig,
@@ -24,6 +23,7 @@ from lean_ft.settings import (
     SFTDataConfig,
     Source,
 )
+from lean_ft.settings_text import commented_yaml, config_schema, describe, dump, load_config, preset_fits, preset_values
 
 
 class Config(RecipeConfig):

@@ -7,6 +7,7 @@ the caching allocator's: the most bytes that were in live tensors at once. Nothi
 Source: proc(5), `/proc/[pid]/status` (VmRSS, VmHWM).
 """
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -18,13 +19,10 @@ STATUS = Path("/proc/self/status")
 
 def _status_bytes(field: str) -> int | None:
     """A `VmXXX:  1234 kB` line of /proc/self/status in bytes; None where there is no such file or line."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
     return None
 
 
