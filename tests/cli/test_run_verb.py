@@ -88,7 +88,9 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
     recipe = tmp_path / "mine.py"
     recipe.write_text(TRAINING_RECIPE)
     monkeypatch.setattr(beforehand, "foresee", failing)
-    answer = leanft("run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true")
+    answer = leanft(
+        "run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true"
+    )
     assert answer.code == 0
     assert answer.out == "plan        none, as the rehearsal of a step failed: no such operator\nran\n"
 
