@@ -35,10 +35,6 @@ def number_if_any(name: str) -> Reader:
     return lambda fields: None if fields.get(name) is None else fields.positive(name)
 
 
-def _root_of_hidden_size(fields: Fields) -> float:
-    return fields.count("hidden_size") ** 0.5
-
-
 def _scale_by_query_scalar(fields: Fields) -> float:
     return fields.positive("query_pre_attn_scalar") ** -0.5
 
@@ -72,28 +68,12 @@ def _upper_layers(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
 
 
-def _every_second_layer(fields: Fields, layer: int) -> bool:
-    return layer % 2 == 0
-
-
-def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
-    return (layer + 1) % fields.count("sliding_window_pattern") != 0
-
-
 def _layers_without_rope(fields: Fields, layer: int) -> bool:
     slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
     return slides and not _has_rope(fields, layer)
 
 
-def _every_layer_if_asked_for(fields: Fields, layer: int) -> bool:
-    return fields.flag("use_sliding_window") and _every_layer(fields, layer)
-
-
 # Which layers of a family with experts have them.
-
-
-def _all_layers(fields: Fields, layer: int) -> bool:
-    return True
 
 
 def _every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
@@ -104,14 +84,6 @@ def _every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
 
 
 # How positions turn queries and keys, a function of the fields, the layer's number and whether it has a window.
-
-
-def _one_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    return rope_config(fields)
-
-
-def _partial_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    return rope_config(fields, may_be_partial=True)
 
 
 def _rope_but_in_some_layers(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -152,7 +124,7 @@ class Family:
     # What a field means where config.json leaves it out; None for num_key_value_heads: as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_window: Callable[[Fields, int], bool] = no_layer
-    rope: Callable[[Fields, int, bool], RopeConfig | None] = _one_rope
+    rope: Callable[[Fields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(fields)
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
     activation_field: str = "hidden_act"
@@ -160,7 +132,7 @@ class Family:
     activation_meant: Mapping[str, str] = field(default_factory=dict)
     # Facts of MixtureConfig, as above; without any the family has no experts.
     mixture: Mapping[str, Any] = field(default_factory=dict)
-    has_mixture: Callable[[Fields, int], bool] = _all_layers
+    has_mixture: Callable[[Fields, int], bool] = lambda fields, layer: True
     # What the folder has in the place of a part of our parameters' names: several names where the first dimension is
     # cut into so many parts, and `*` for the index in a stack, whose matrices it holds one by one.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -171,7 +143,7 @@ _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
 _GEMMA_FACTS = {
     **_ATTENTION_BIAS,
     "norm_weight_offset": 1.0,
-    "embedding_multiplier": _root_of_hidden_size,
+    "embedding_multiplier": lambda fields: fields.count("hidden_size") ** 0.5,
     "embedding_multiplier_in_weight_dtype": True,
 }
 _GEMMA_DEFAULTS = {
@@ -239,7 +211,7 @@ FAMILIES: dict[str, Family] = {
             "attention_softcap": number_if_any("attn_logit_softcapping"),
             "logits_softcap": number_if_any("final_logit_softcapping"),
         },
-        has_window=_every_second_layer,
+        has_window=lambda fields, layer: layer % 2 == 0,
         reads_layer_types=True,
         defaults={
             **_GEMMA_DEFAULTS,
@@ -259,7 +231,7 @@ FAMILIES: dict[str, Family] = {
             "attention_scale": _scale_by_query_scalar,
             "logits_softcap": number_if_any("final_logit_softcapping"),
         },
-        has_window=_all_but_every_nth_layer,
+        has_window=lambda fields, layer: (layer + 1) % fields.count("sliding_window_pattern") != 0,
         reads_layer_types=True,
         rope=_rope_by_window,
         defaults={
@@ -279,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         facts={"fused_projections": True},
         has_window=_every_layer,
-        rope=_partial_rope,
+        rope=lambda fields, layer, is_windowed: rope_config(fields, may_be_partial=True),
         defaults={
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
@@ -343,7 +315,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         facts={**_ATTENTION_BIAS, "qk_norm": "head"},
-        has_window=_every_layer_if_asked_for,
+        has_window=lambda fields, layer: fields.flag("use_sliding_window") and _every_layer(fields, layer),
         mixture={
             **_MIXTURE,
             "intermediate_size": count("moe_intermediate_size"),
@@ -379,7 +351,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         facts={**_ATTENTION_BIAS, "attention_sinks": True},
-        has_window=_every_second_layer,
+        has_window=lambda fields, layer: layer % 2 == 0,
         reads_layer_types=True,
         mixture={
             **_MIXTURE,

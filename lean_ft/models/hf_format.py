@@ -92,7 +92,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     tensors, digest = _stored_tensors(folder), hashlib.sha256()
     for name, stored in sorted(tensors.items()):
         digest.update(f"{name} {stored.dtype_name} {list(stored.shape)}\n".encode())
-        for page in stored.sampled(max(2, _FINGERPRINT_PAGES // len(tensors))):
+        for page in stored.pieces(4096, at_most=max(2, _FINGERPRINT_PAGES // len(tensors))):
             digest.update(page)
     return digest.hexdigest()
 
@@ -307,15 +307,7 @@ def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """Some folders store a tied output layer as well; it must then be the embedding itself."""
     same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED_DTYPES
     if same:
-        with open(embedding.file, "rb") as a, open(head.file, "rb") as b:
-            a.seek(embedding.offset)
-            b.seek(head.offset)
-            assert head.dtype is not None
-            remaining = head.dtype.itemsize * torch.Size(head.shape).numel()
-            while same and remaining:
-                step = min(remaining, 2**24)
-                same = a.read(step) == b.read(step)
-                remaining -= step
+        same = all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
     if not same:
         raise ValueError(
             f"{head.file}: tie_word_embeddings is true in config.json, but lm_head.weight differs from "

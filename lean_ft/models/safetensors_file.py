@@ -34,7 +34,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
 _STAGING_BYTES = 2**20
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,17 @@ class StoredTensor:
                 _read_exactly(file, staging[: part.numel()], self.file)
                 part.copy_(staging[: part.numel()])
 
-    def sampled(self, num_pages: int) -> Iterator[bytes]:
-        """Yields pages of the tensor's bytes, evenly spread from the first to the last; all of it where it has no more."""
+    def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
+        """Yields the tensor's bytes in pieces of `size`, or `at_most` of these, evenly spread from the first to the last."""
         assert self.dtype is not None
-        size = math.prod(self.shape) * self.dtype.itemsize
+        end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+        starts = range(self.offset, end, size)
+        if at_most is not None and len(starts) > at_most:
+            starts = [self.offset + i * (end - size - self.offset) // (at_most - 1) for i in range(at_most)]
         with open(self.file, "rb", buffering=0) as file:
-            if size <= num_pages * _PAGE_BYTES:
-                file.seek(self.offset)
-                yield file.read(size)
-                return
-            for page in range(num_pages):
-                file.seek(self.offset + page * (size - _PAGE_BYTES) // (num_pages - 1))
-                yield file.read(_PAGE_BYTES)
+            for start in starts:
+                file.seek(start)
+                yield file.read(min(size, end - start))
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -127,6 +125,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             "it again."
         )
     return tensors
+
+
+def check_same(
+    stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor], folder: Path, what: str, begun_with: str
+) -> None:
+    """Raises ValueError unless what a checkpoint's folder holds is, by names, shapes and types, a run's own."""
+    if different := sorted(stored.keys() ^ own.keys()):
+        owner = folder if different[0] in stored else "the model"
+        raise ValueError(f"{folder} is not a checkpoint of this {what}: only {owner} has {different[0]}.")
+    for name, tensor in own.items():
+        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
+        if there != here:
+            raise ValueError(
+                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
+                f"A run goes on with {begun_with} it began with."
+            )
 
 
 def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:

@@ -27,7 +27,7 @@ from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
@@ -105,16 +105,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     folder = Path(path)
     stored, layers = read_adapter(folder).tensors, adapted_layers(model)
     own = _named_tensors(layers)
-    if different := sorted(stored.keys() ^ own.keys()):
-        owner = folder if different[0] in stored else "the model"
-        raise ValueError(f"{folder} is not a checkpoint of this adapter: only {owner} has {different[0]}.")
-    for name, tensor in own.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
-        if there != here:
-            raise ValueError(
-                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
-                "A run goes on with the lora settings it began with."
-            )
+    check_same(stored, own, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         stem = _stem(name, layers)
         _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})

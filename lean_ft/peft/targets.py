@@ -33,11 +33,12 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
         if not matched:
             raise ValueError(_nothing_matched(model, pattern, modules))
         other = [name for name in matched if not isinstance(modules[name], _ADAPTABLE)]
-        if any(char in pattern for char in "*?["):
-            if len(other) == len(matched):
-                raise ValueError(_no_adapter_for(pattern, other[0], modules[other[0]]))
-        elif other:
-            raise ValueError(_no_adapter_for(pattern, other[0], modules[other[0]]))
+        has_wildcards = any(char in pattern for char in "*?[")
+        if other and (len(other) == len(matched) or not has_wildcards):
+            raise ValueError(
+                f"lora.targets: {pattern!r} matches {other[0]}, a {type(modules[other[0]]).__name__}; only linear layers, "
+                "experts and the embedding take an adapter."
+            )
         found.update(set(matched) - set(other))
     if model.config.tied_embeddings and "model.embed_tokens" in found:
         raise ValueError(
@@ -45,13 +46,6 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
             "would change one of the two. Target other layers, or train the model whole."
         )
     return [name for name in modules if name in found]
-
-
-def adaptable_names(model: Decoder) -> list[str]:
-    """The last parts of the names of all layers that take an adapter."""
-    return sorted(
-        {name.rpartition(".")[2] for name, module in _layers(model).items() if isinstance(module, _ADAPTABLE)}
-    )
 
 
 def is_projection_of_experts(model: nn.Module, name: str) -> bool:
@@ -92,7 +86,7 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
 
 
 def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
-    names = adaptable_names(model)
+    names = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _ADAPTABLE)})
     if pattern == "lm_head" and model.config.tied_embeddings:
         return (
             "lora.targets: this model has no lm_head: its output layer is the embedding (tie_word_embeddings), and an "
@@ -101,11 +95,4 @@ def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
         f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or among {', '.join(names)}."
-    )
-
-
-def _no_adapter_for(pattern: str, name: str, module: nn.Module) -> str:
-    return (
-        f"lora.targets: {pattern!r} matches {name}, a {type(module).__name__}; only linear layers, experts and the embedding "
-        "take an adapter."
     )

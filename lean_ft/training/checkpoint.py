@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.log import say
 from lean_ft.models import save_model, tensors_on_disk
-from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
+from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapted_layers, adapter_bytes, restore_adapter, save_adapter
 from lean_ft.tokenizers import Tokenizer
@@ -245,16 +245,8 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
     tensors = tensors_on_disk(model)
-    if different := sorted(stored.keys() ^ tensors.keys()):
-        owner = folder if different[0] in stored else "the model"
-        raise ValueError(f"{folder} is not a checkpoint of this model: only {owner} has {different[0]}.")
+    check_same(stored, tensors, folder, what="model", begun_with="the model and the model.dtype")
     for name, tensor in tensors.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
-        if there != here:
-            raise ValueError(
-                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
-                f"A run goes on with the model and the model.dtype it began with."
-            )
         stored[name].read_into(tensor)
 
 
