@@ -14,7 +14,6 @@ from torch import Tensor
 from lean_ft.optim.adamw import Moment
 from lean_ft.optim.dynamic_code import code_values
 
-
 BLOCK = 256  # elements that share a scale
 
 
