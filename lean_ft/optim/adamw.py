@@ -28,7 +28,7 @@ class Moment:
     """How one of the two moments is kept: here as numbers of `dtype`, or of the weight's where that is None.
 
     Others keep codes with a float32 scale a block: their `block` is the number of elements that share one, and `kept`
-    has the codes of some blocks and their scales.
+    has the codes of some blocks and their scales. B: block.
     """
 
     block = 1
@@ -41,12 +41,17 @@ class Moment:
         return {name: torch.zeros_like(param, dtype=self.dtype, requires_grad=False)}
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
-        """The moment times the factor: float32 (N,), in memory of its own."""
-        return kept[0].to(torch.float32, copy=True).mul_(factor)
+        """The moment times the factor: float32 (N / B, B), in memory of its own."""
+        return self.in_blocks(kept[0]).to(torch.float32, copy=True).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
-        """Keep the moment (N,), and leave it as it is."""
-        store(kept[0], moment, noise)
+        """Keep the moment (N / B, B), and leave it as it is."""
+        store(self.in_blocks(kept[0]), moment, noise)
+
+    @staticmethod
+    def in_blocks(vector: Tensor) -> Tensor:
+        """(N,) as (N / B, B). B is a constant here, for dynamo makes a variable of an attribute that is a number."""
+        return vector.view(-1, 1)
 
 
 class Scalars(NamedTuple):
@@ -154,7 +159,7 @@ class AdamW(Rule):
         eps_squared: float | Tensor,
     ) -> None:
         grad, *second = tensors
-        square = grad.float().square()
+        square = self.second.in_blocks(grad).float().square()
         v_hat = self.second.read(second, beta2).add_(square * one_minus_beta2).div_(correction2)
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum())
 
@@ -162,6 +167,9 @@ class AdamW(Rule):
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         s = Scalars(*scalars)
+        # In blocks throughout: of shapes that differ, inductor would make several loops.
+        weight, grad = self.first.in_blocks(weight), self.first.in_blocks(grad)
+        noise = None if noise is None else self.first.in_blocks(noise)
         # In place on intermediates: plain calls are bound by memory traffic.
         gradient, value = grad.float(), weight.to(torch.float32, copy=True)
         m = self.first.read(first, s.beta1).add_(gradient * s.one_minus_beta1)

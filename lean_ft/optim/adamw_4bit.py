@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lean_ft.optim.adamw import Moment
 
+BLOCK = 128  # elements that share a scale
 # What the first moment's codes stand for: the dynamic map of 3 exponent bits, as the 8-bit rule's is of 7.
 SIGNED_VALUES = (
     *(-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0.0),
@@ -25,7 +26,7 @@ SIGNED_VALUES = (
 class Moment4bit(Moment):
     """A moment as 4-bit codes; the first is signed, the second is not."""
 
-    block = 128
+    block = BLOCK
 
     def __init__(self, *, signed: bool) -> None:
         self._values = torch.tensor(SIGNED_VALUES) if signed else None  # None: sixteenths
@@ -33,24 +34,23 @@ class Moment4bit(Moment):
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
         if self._values is not None:
             self._values = self._values.to(param.device)
-        num_blocks = -(-param.numel() // self.block)
+        num_blocks = -(-param.numel() // BLOCK)
         return {
-            name: torch.zeros(num_blocks * self.block // 2, dtype=torch.uint8, device=param.device),
+            name: torch.zeros(num_blocks * BLOCK // 2, dtype=torch.uint8, device=param.device),
             f"{name}_scale": torch.zeros(num_blocks, device=param.device),
         }
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
         bytes_of_two, scales = kept
-        codes = torch.stack([bytes_of_two >> 4, bytes_of_two & 15], -1).view(-1, self.block)
+        codes = torch.stack([bytes_of_two >> 4, bytes_of_two & 15], -1).view(-1, BLOCK)
         if self._values is not None:
-            return (self._values[codes.long()] * (scales[:, None] * factor)).view(-1)
-        return ((codes.float() + 1) * (scales[:, None] / 16)).mul_(factor).view(-1)
+            return self._values[codes.long()] * (scales[:, None] * factor)
+        return ((codes.float() + 1) * (scales[:, None] / 16)).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         bytes_of_two, scales = kept
-        blocks = moment.view(-1, self.block)
-        new_scales = blocks.abs().amax(1)
-        scaled = blocks / new_scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        new_scales = moment.abs().amax(1)
+        scaled = moment / new_scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         if self._values is not None:
             # The nearest code: how many midpoints between neighbouring values lie below.
             codes = torch.bucketize(scaled, (self._values[1:] + self._values[:-1]) / 2)
@@ -59,3 +59,7 @@ class Moment4bit(Moment):
         pairs = codes.to(torch.uint8).view(-1, 2)
         scales.copy_(new_scales)
         bytes_of_two.copy_(pairs[:, 0] << 4 | pairs[:, 1])
+
+    @staticmethod
+    def in_blocks(vector: Tensor) -> Tensor:
+        return vector.view(-1, BLOCK)

@@ -25,13 +25,14 @@ from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.shapes_only import device_type, stage
 
+BLOCK = 256  # elements that share a scale
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 
 class Moment8bit(Moment):
     """A moment as 8-bit codes; the first is signed, the second is not. `paged` keeps the codes in managed memory."""
 
-    block = 256
+    block = BLOCK
 
     def __init__(self, *, signed: bool, paged: bool) -> None:
         self.code = DynamicCode(signed=signed)
@@ -45,22 +46,25 @@ class Moment8bit(Moment):
             bnb.fill(codes, self.code.zero_code)
         else:
             codes = torch.full(param.shape, self.code.zero_code, dtype=torch.uint8, device=param.device)
-        return {name: codes, f"{name}_absmax": torch.zeros(-(-param.numel() // self.block), device=param.device)}
+        return {name: codes, f"{name}_absmax": torch.zeros(-(-param.numel() // BLOCK), device=param.device)}
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
         codes, scales = kept
-        return self.code.decode(codes.view(-1, self.block)).mul_(scales[:, None] * factor).view(-1)
+        return self.code.decode(self.in_blocks(codes)).mul_(scales[:, None] * factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         codes, scales = kept
-        blocks = moment.view(-1, self.block)
-        new_scales = blocks.abs().amax(1)
+        new_scales = moment.abs().amax(1)
         # Finite where a block is all zeros.
-        scaled = blocks * (1.0 / new_scales.clamp(min=torch.finfo(torch.float32).tiny))[:, None]
+        scaled = moment * (1.0 / new_scales.clamp(min=torch.finfo(torch.float32).tiny))[:, None]
         if not self.code.signed:
             scaled.clamp_(min=self.code.smallest_magnitude())
         scales.copy_(new_scales)
-        codes.copy_(self.code.encode(scaled).view(-1))
+        self.in_blocks(codes).copy_(self.code.encode(scaled))
+
+    @staticmethod
+    def in_blocks(vector: Tensor) -> Tensor:
+        return vector.view(-1, BLOCK)
 
 
 class AdamW8bit(AdamW):

@@ -14,11 +14,13 @@ from torch import Tensor
 from lean_ft.optim.adamw import Moment
 from lean_ft.optim.dynamic_code import code_values
 
+BLOCK = 256  # elements that share a scale
+
 
 class Moment8bitTorchao(Moment):
     """A moment as torchao's 8-bit codes, of a tensor of whole blocks; the first is signed, the second is not."""
 
-    block = 256
+    block = BLOCK
 
     def __init__(self, *, signed: bool) -> None:
         self._values = code_values(signed)  # (256,) what the codes stand for
@@ -27,19 +29,23 @@ class Moment8bitTorchao(Moment):
         self._values = self._values.to(param.device)
         return {
             name: torch.zeros(param.shape, dtype=torch.uint8, device=param.device),
-            f"{name}_scale": torch.zeros(param.numel() // self.block, device=param.device),
+            f"{name}_scale": torch.zeros(param.numel() // BLOCK, device=param.device),
         }
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
         from torchao.optim.quant_utils import dequant_with_qmap
 
         codes, scales = kept
-        return dequant_with_qmap(codes, self._values, scales).mul_(factor)
+        return dequant_with_qmap(self.in_blocks(codes), self._values, scales).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         codes, scales = kept
-        scaled, new_scales = scale_tensor(moment, self.block)
-        codes.copy_(quantize_8bit_with_qmap(scaled, self._values))
+        scaled, new_scales = scale_tensor(moment, BLOCK)
+        self.in_blocks(codes).copy_(quantize_8bit_with_qmap(scaled, self._values))
         scales.copy_(new_scales)
+
+    @staticmethod
+    def in_blocks(vector: Tensor) -> Tensor:
+        return vector.view(-1, BLOCK)

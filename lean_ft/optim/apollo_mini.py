@@ -5,6 +5,10 @@ the ratio of what comes out to what went in scales the whole gradient, by one nu
 vectors as long as the longer side, and one number; nothing is kept of the projection, which is drawn anew from a seed
 and changes every 200 steps. The scaled gradient may outgrow the last step's by 1 % at most.
 
+The numbers are those of the authors' own code (apollo-torch 1.0.3): the ratio, and the limit on its growth, are of
+moments without bias correction, which comes with the step's size. One difference: there a gradient of zero lets the next
+one grow from next to nothing, here it limits nothing.
+
 Embeddings, the output layer and vectors have AdamW's two moments, as in the paper; in a small model they are most of the
 state. S, L: the shorter and the longer side.
 """
@@ -20,6 +24,7 @@ from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, slice_length
 
 SCALE = 128**0.5  # makes up for the size of a projection to one dimension
 STEPS_A_PROJECTION = 200
+NORM_EPS = 1e-8
 LARGEST_GROWTH = 1.01  # of the scaled gradient's norm from one step to the next
 
 
@@ -65,16 +70,14 @@ class ApolloMini(Rule):
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
         exp_avg.lerp_(projected, 1 - self.beta1)
         exp_avg_sq.lerp_(projected.square(), 1 - self.beta2)
-        root = (exp_avg_sq / (1 - self.beta2**step.number)).sqrt_()
-        adapted = exp_avg / (1 - self.beta1**step.number) / root.add_(self.eps)
-        tiny = torch.finfo(torch.float32).tiny
-        ratio = SCALE * adapted.norm() / projected.norm().clamp(min=tiny)
+        adapted = exp_avg / exp_avg_sq.sqrt().add_(self.eps)
+        ratio = SCALE * adapted.norm() / (projected.norm() + NORM_EPS)
 
         norm, last = gradient_norm(state.grad) * ratio, state.tensors["norm"]
         allowed = torch.where(last > 0, last * LARGEST_GROWTH, norm)
-        limit = (allowed / norm.clamp(min=tiny)).clamp(max=1.0)
+        limit = (allowed / norm.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
         last.copy_(norm * limit)
-        return ratio * limit
+        return ratio * limit * ((1 - self.beta2**step.number) ** 0.5 / (1 - self.beta1**step.number))
 
 
 def projection_seed(index: int, step_number: int) -> int:

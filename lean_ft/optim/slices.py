@@ -48,29 +48,25 @@ class Sliced:
         spans = [filled_up // max(1, len(tensor)) for tensor in tensors]
         row = max(1, first.numel() // max(1, len(first)))
         rows = max(1, slice_length(first.device, self._compiled is not None) // row)
-        for part in slices(len(first) // block * block, rows):
-            parts = [
-                tensor[part.start // span : part.stop // span] for tensor, span in zip(tensors, spans, strict=True)
-            ]
-            self._call(parts, others, noise)
-        if (rest := len(first) % block) > 0:
-            begin = len(first) - rest
-            parts = [
-                pad(tensor[begin:], (0, block - rest)) if span == 1 else tensor[begin // span :]
-                for tensor, span in zip(tensors, spans, strict=True)
-            ]
-            self._call(parts, others, noise)
-            for tensor, part, span in zip(tensors, parts, spans, strict=True):
-                if span == 1:
-                    tensor[begin:].copy_(part[:rest])
+        others_compiled = [_as_tensor(other) for other in others] if self._compiled is not None else []
 
-    def _call(self, parts: list[Tensor], others: tuple[float | Tensor, ...], noise: "RoundingNoise | None") -> None:
-        bits = None if noise is None else noise.draw(parts[0].numel()).view(parts[0].shape)
-        # A size of one would be compiled for separately.
-        if self._compiled is None or min(map(len, parts)) == 1:
-            self._function(parts, bits, *others)
-        else:
-            self._compiled([part.data for part in parts], bits, *map(_as_tensor, others))
+        def call(parts: list[Tensor]) -> None:
+            bits = None if noise is None else noise.draw(parts[0].numel()).view(parts[0].shape)
+            # A size of one would be compiled for separately.
+            if self._compiled is None or min(map(len, parts)) == 1:
+                self._function(parts, bits, *others)
+            else:
+                self._compiled([part.data for part in parts], bits, *others_compiled)
+
+        whole = len(first) // block * block
+        for part in slices(whole, rows):
+            call([tensor[part.start // span : part.stop // span] for tensor, span in zip(tensors, spans, strict=True)])
+        if rest := len(first) - whole:
+            ends = [tensor[whole // span :] for tensor, span in zip(tensors, spans, strict=True)]
+            filled = [pad(end, (0, block - rest)) if span == 1 else end for end, span in zip(ends, spans, strict=True)]
+            call(filled)
+            for end, part in zip(ends, filled, strict=True):
+                end.copy_(part[: len(end)])
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:

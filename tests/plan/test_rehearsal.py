@@ -31,7 +31,7 @@ def tiny_model():
     return load_model("tiny", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "adafactor"])
 def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_model, name: str):
     recipe, cfg = settings(tmp_path, f"optimizer.name={name}")
     optimizer = build_optimizer(tiny_model, cfg)
