@@ -22,8 +22,7 @@ import numpy as np
 
 from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
-from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, limit_size, load_entry
-from lean_ft.data.content import content_digest
+from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.report import DataReport
