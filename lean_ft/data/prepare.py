@@ -22,8 +22,7 @@ import numpy as np
 
 from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
-from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, limit_size, load_entry
-from lean_ft.data.content import content_digest
+from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.report import DataReport
@@ -38,6 +37,29 @@ LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
 NOT_IN_FINGERPRINT = {"source", "validation_source", "num_processes", "cache_dir", "cache_gib"}
 # What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The documents of a source, or some of them, mapped from disk."""
+
+    documents: Documents
+    report: DataReport
+    content: str
+    """Hash of everything that was read."""
+    key: str | None
+    """Of the entry in the cache, and of the part that this is; None where it is kept for this run alone."""
+
+    def select(self, rows: np.ndarray, report: DataReport, part: str) -> "Prepared":
+        """All documents that the rows of data `rows` became, counted in `report`; `part` tells them from other parts."""
+        sides = len(self.documents) // self.report.kept
+        documents = self.documents.select((rows[:, None] * sides + np.arange(sides)).ravel())
+        tokens, targets = int(documents.lengths.sum()), int(documents.num_targets.sum())
+        report = replace(report, kept=len(rows), tokens=tokens, target_tokens=targets)
+        return replace(self, documents=documents, report=report, key=self.key and f"{self.key} {part}")
+
+    def packing_key(self, config: DataConfig) -> str:
+        return f"packing-{hash_of(self.key, config.packing, config.max_length)}"
 
 
 def sft_batches(
@@ -70,57 +92,40 @@ def prepare_batches(
     if (watcher := stage()) is not None:
         return watcher.batches(lambda: longest_batch(config, batch_size)), None
     folder = cache_folder(config.cache_dir)
-    used: set[str] = set()
-    prepared = load_documents(config, tokenizer, config.source, folder)
-    documents, report = prepared.documents, prepared.report
+    whole = load_documents(config, tokenizer, config.source, folder)
     weights = [source.weight for source in list_sources(config.source)]
+    weighted = any(weight != 1 for weight in weights)
     drawn_by = seed if config.validation_fraction or any(weight % 1 for weight in weights) else None
     part = hash_of(config.validation_source is None and config.validation_fraction, weights, drawn_by)
 
-    def lay_out(some: Documents, report: DataReport, key: str | None, part: str = "all") -> Layout:
-        arrays: dict[str, np.ndarray] = {}
-        if config.packs_rows:
-            packing = f"packing-{hash_of(key, part, config.packing, config.max_length)}" if key else None
-            arrays, _ = load_entry(folder, packing, lambda writer: writer.append(pack_documents(some, config)))
-            used.update({packing} if packing else {})
-        used.update({key} if key else {})
-        layout = layout_of(some, arrays, config, batch_size, tokenizer.pad_id)
-        if arrays:
-            tell_packing(report, layout, some, config)
-        return layout
-
-    held_out: tuple[Layout, DataReport] | None = None
-    rows = np.arange(report.kept)
+    rows, held_out = np.arange(whole.report.kept), None
     if config.validation_source is not None:
-        validation = load_documents(config, tokenizer, config.validation_source, folder)
-        held_out = lay_out(validation.documents, validation.report, validation.key), validation.report
+        held_out = load_documents(config, tokenizer, config.validation_source, folder)
     elif config.validation_fraction > 0:
-        rows, held_out_rows = _split(report.kept, config.validation_fraction, seed)
-        some = select_rows(documents, held_out_rows, config)
-        held_out_report = DataReport(report.format, unit=report.unit, rows=len(held_out_rows))
-        _count(held_out_report, some, len(held_out_rows))
-        held_out = lay_out(some, held_out_report, prepared.key, f"{part} held out"), held_out_report
-    if any(weight != 1 for weight in weights):
-        source_of = np.repeat(np.arange(len(report.kept_by_source)), report.kept_by_source)
+        rows, held_out_rows = _split(len(rows), config.validation_fraction, seed)
+        report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))
+        held_out = whole.select(held_out_rows, report, f"{part} held out")
+    if weighted:
+        source_of = np.repeat(np.arange(len(whole.report.kept_by_source)), whole.report.kept_by_source)
         rows = rows[weigh(source_of[rows], weights, seed)]
         if not len(rows):
             raise ValueError(f"the weights in data.source ({weights}) leave no row to train on. Raise them.")
-    if len(rows) != report.kept or any(weight != 1 for weight in weights):
-        documents = select_rows(documents, rows, config)
-        _count(report, documents, len(rows))
-    layout = lay_out(documents, report, prepared.key, part)
+    trained = whole.select(rows, whole.report, part) if weighted or len(rows) < whole.report.kept else whole
+
+    layout = lay_out(trained, config, batch_size, tokenizer.pad_id, folder)
+    held_out_layout = lay_out(held_out, config, batch_size, tokenizer.pad_id, folder) if held_out else None
+    used = {key for one in (whole, trained, held_out) if one and one.key for key in (one.key, one.packing_key(config))}
     limit_size(folder, config.cache_gib * 2**30, keep=used)
 
     # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
-    most = max(layout.most_in_a_row, held_out[0].most_in_a_row if held_out else 0)
+    most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
-    batches = Batches(
-        replace(layout, most_in_a_row=most),
-        seed=seed,
-        report=report,
-        fingerprint=hash_of(prepared.content, tokenizer_digest(tokenizer), settings, weights, drawn_by),
-    )
-    return batches, None if held_out is None else EvalBatches(replace(held_out[0], most_in_a_row=most), held_out[1])
+    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by)
+    layout = replace(layout, most_in_a_row=most)
+    batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
+    if held_out is None or held_out_layout is None:
+        return batches, None
+    return batches, EvalBatches(replace(held_out_layout, most_in_a_row=most), held_out.report)
 
 
 # What is trained on ---------------------------------------------------------------------------------------------------------
@@ -156,18 +161,19 @@ def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
     return np.repeat(np.arange(len(source_of)), counts)
 
 
-def _count(report: DataReport, documents: Documents, num_rows: int) -> None:
-    report.kept = num_rows
-    report.tokens, report.target_tokens = int(documents.lengths.sum()), int(documents.num_targets.sum())
-
-
-def select_rows(documents: Documents, rows: np.ndarray, config: DataConfig) -> Documents:
-    """All documents that the rows of data `rows` became."""
-    sides = len(config.sides)
-    return documents.select((rows[:, None] * sides + np.arange(sides)).ravel())
-
-
 # Rows of batches ------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int, folder: Path) -> Layout:
+    """The rows of what was prepared, with their packing from the cache if it is there; tells its report how full they are."""
+    documents, packed = prepared.documents, dict[str, np.ndarray]()
+    if config.packs_rows:
+        key = prepared.packing_key(config) if prepared.key else None
+        packed, _ = load_entry(folder, key, lambda writer: writer.append(pack_documents(documents, config)))
+    layout = layout_of(documents, packed, config, batch_size, pad_id)
+    if packed:
+        tell_packing(prepared.report, layout, documents, config)
+    return layout
 
 
 def layout_of(
@@ -208,18 +214,6 @@ def tell_packing(report: DataReport, layout: Layout, documents: Documents, confi
 
 
 # Documents, made or found ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The documents of a source, mapped from disk."""
-
-    documents: Documents
-    report: DataReport
-    content: str
-    """Hash of everything that was read."""
-    key: str | None
-    """Of the entry in the cache; None where it is kept for this run alone."""
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, folder: Path) -> Prepared:

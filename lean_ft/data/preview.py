@@ -13,10 +13,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from lean_ft.data.documents import Documents
+from lean_ft.data.documents import Documents, renderer_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
-from lean_ft.data.render import renderer_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document
 from lean_ft.data.sources import read_rows

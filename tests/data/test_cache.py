@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import cache, content, prepare, sft_batches
-from lean_ft.data.cache import cache_folder, limit_size, load_entry, read_entry, write_entry
-from lean_ft.data.content import content_digest
+from lean_ft.data import cache, prepare, sft_batches
+from lean_ft.data.cache import cache_folder, content_digest, limit_size, load_entry, read_entry, write_entry
 from lean_ft.settings import SFTDataConfig
 
 ROWS = [{"prompt": f"{i}", "completion": "c" * (i % 30)} for i in range(40)]
@@ -150,16 +149,16 @@ class TestContent:
         return file
 
     def test_a_settled_file_is_read_once(self, file: Path, tmp_path: Path, monkeypatch):
-        monkeypatch.setattr(content, "SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr(cache, "SETTLED_SECONDS", -1.0)
         remembered = tmp_path / "files"
         first = content_digest(file, remembered)
-        monkeypatch.setattr(content, "READ_BYTES", None)
+        monkeypatch.setattr(cache, "READ_BYTES", None)
         assert content_digest(file, remembered) == first
         with pytest.raises(TypeError):  # as reading it again would
             content_digest(file, tmp_path / "other")
 
     def test_a_change_is_noticed_even_of_one_size_and_time(self, file: Path, tmp_path: Path, monkeypatch):
-        monkeypatch.setattr(content, "SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr(cache, "SETTLED_SECONDS", -1.0)
         first, times = content_digest(file, tmp_path / "files"), file.stat()
         time.sleep(0.02)  # a tick of the kernel's clock
         file.write_text("two")

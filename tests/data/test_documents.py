@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data.documents import ROWS_AT_A_TIME
+from lean_ft.data.documents import ROWS_AT_A_TIME, renderer_of
 from lean_ft.data.prepare import load_documents
-from lean_ft.settings import SFTDataConfig
+from lean_ft.data.rows import Row
+from lean_ft.settings import DataConfig, SFTDataConfig
 from tests.data.conftest import prepare
 
 Config = Callable[..., Any]
@@ -161,3 +162,21 @@ def test_each_source_has_its_own_format(config: Config, write, plain_tokenizer):
     assert [plain_tokenizer.decode(ids) for ids, _ in documents] == ["ab<|end|>"] * 2 + ["pc<|end|>"] * 3
     assert report.format == "text + prompt_completion"
     assert report.kept_by_source == [2, 3]
+
+
+def test_reports_of_parts_add_up(config: Config, plain_tokenizer):
+    rows = [Row({"prompt": "p" * (i % 9), "completion": f"c{i}"}, f"rows.jsonl, line {i + 1}") for i in range(30)]
+    render = renderer_of(made := config([rows[0].fields], max_length=10), plain_tokenizer, made.source)
+    whole = render.empty_report()
+    for part in (rows[:7], rows[7:7], rows[7:]):
+        whole.add(render(part)[1])
+    assert whole == render(rows)[1]
+    assert (whole.rows, whole.kept, whole.truncated > 0) == (30, 30, True)
+
+
+def test_settings_of_no_objective_are_refused(config: Config, plain_tokenizer):
+    settings = DataConfig(source=config([{"text": "a"}]).source)
+    with pytest.raises(
+        ValueError, match="class DataConfig do not say how rows are rendered; expected a subclass of SFTDat"
+    ):
+        prepare(settings, plain_tokenizer)

@@ -1,10 +1,10 @@
-"""Rows of every format become the text that the table in `lean_ft.data.formats` says."""
+"""Rows of every format become the text, or the ids, that the table in `lean_ft.data.formats` says; formats are told apart."""
 
 from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import RowReader
+from lean_ft.data.formats import RowReader, formats_of, read_token_row
 from lean_ft.data.rows import Row
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Passage
@@ -123,3 +123,94 @@ def test_tool_calls_may_stand_without_content(tmp_path: Any):
     )
     messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     assert read({"messages": messages}, tokenizer, train_on="all").text == "q[{'name': 'f'}]"
+
+
+def detect(*fields: dict[str, Any], **settings: Any) -> str:
+    rows = [Row(one, f"a.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
+    return formats_of(SFTDataConfig(source="a.jsonl", **settings), rows)[0].name
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"messages": MESSAGES, "text": "x"}, "messages"),
+        ({"conversations": [], "id": 3}, "sharegpt"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference"),
+        ({"chosen": "a", "rejected": "b"}, "preference"),
+        ({"prompt": "q", "completion": "a", "instruction": "q", "output": "a"}, "prompt_completion"),
+        ({"instruction": "q", "output": "a", "text": "x"}, "alpaca"),
+        ({"input_ids": [1], "text": "x"}, "tokens"),
+        ({"text": "x", "prompt": "q"}, "text"),
+    ],
+)
+def test_detection(fields: dict[str, Any], name: str):
+    assert detect(fields) == name
+    # A format fits only if it fits every row that is looked at.
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the format cannot be told from the fields other"):
+        detect(fields, {"other": 1})
+    assert detect(fields, {"other": 1}, on_bad_row="skip") == name
+    assert detect({"other": 1}, format=name) == name
+
+
+def test_every_source_has_a_format():
+    rows = [Row({"text": "x"}, "a", 0), Row({"prompt": "q", "completion": "a"}, "b", 2)]
+    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {0: ("text", {}), 2: ("prompt_completion", {})}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "message"),
+    [
+        ({"question": "q"}, {}, r"line 1: the format cannot be told from the fields question.*data\.columns\.prompt=question"),
+        ({}, {}, "from the fields no fields"),
+        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told(fields, settings, message):
+    with pytest.raises(ValueError, match=message):
+        detect(fields, **settings)
+
+
+def test_rows_that_could_not_be_read_tell_nothing():
+    config = SFTDataConfig(source="a.jsonl", on_bad_row="skip")
+    bad, good = Row({}, "a.jsonl, line 1", problem="malformed JSON"), Row({"text": "x"}, "a.jsonl, line 2")
+    assert formats_of(config, [bad, good]) == {0: ("text", {})}
+    with pytest.raises(ValueError, match=r"line 1: malformed JSON\. None of the first rows"):
+        formats_of(config, [bad])
+
+
+def read_tokens(vocab_size: int = 10, **fields: Any) -> tuple[list[int], list[bool]]:
+    ids, mask = read_token_row(fields, vocab_size)
+    return ids.tolist(), mask.tolist()
+
+
+def test_ids_and_labels_of_token_rows():
+    assert read_tokens(input_ids=[1, 2, 3]) == ([1, 2, 3], [True] * 3)
+    assert read_tokens(input_ids=[1, 2, 3], labels=[-100, 2, -100]) == ([1, 2, 3], [False, True, False])
+    assert read_tokens(input_ids="[1, 2]", labels="[-100, 2]") == ([1, 2], [False, True])  # as in CSV
+
+
+@pytest.mark.parametrize("attention_mask", [[0, 1, 1, 0, 0], [0, 1, 1, False, 0]])
+def test_padding_of_token_rows_is_left_out(attention_mask: list[int]):
+    row = read_tokens(input_ids=[0, 1, 2, 0, 0], labels=[-100, 1, 2, 0, 0], attention_mask=attention_mask)
+    assert row == ([1, 2], [True, True])
+    assert read_tokens(input_ids=[0, 0], attention_mask=[0, 0]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 values for 2 `input_ids`"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "`attention_mask` has 1 values"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "zeros between ones"),
+        ({"input_ids": [1, 10]}, "`input_ids` has 10 at position 1; this tokenizer's ids are 0 to 9"),
+        ({"input_ids": [1, -1]}, "`input_ids` has -1"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` has 2 at position 0, where `input_ids` has 1.*not shifted"),
+        ({"input_ids": "text"}, "`input_ids` is a string"),
+        ({"input_ids": [1, 2.0]}, "`input_ids` holds 2.0"),
+        ({"input_ids": [1, None]}, "`input_ids` holds None"),
+        ({"input_ids": [1 << 70]}, "`input_ids` holds"),
+    ],
+)  # fmt: skip
+def test_token_rows_that_are_something_else(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        read_tokens(**fields)

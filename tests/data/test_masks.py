@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from lean_ft.data.documents import Renderer
 from lean_ft.data.formats import RowReader
-from lean_ft.data.render import Renderer
 from lean_ft.data.rows import Row
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer

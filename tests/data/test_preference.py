@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_ft.data import preference_batches
+from lean_ft.data.documents import Renderer
 from lean_ft.data.preference import Pair, PairReader, fit_pair
-from lean_ft.data.render import Renderer
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
