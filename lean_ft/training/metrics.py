@@ -7,7 +7,6 @@ backward and update, but not evaluations or checkpoints.
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lean_ft.data import Batch
 from lean_ft.training.process_memory import peak_memory_bytes, rss_bytes
+from lean_ft.whole_files import sync
 
 Row = dict[str, Any]
 
@@ -138,8 +138,7 @@ class Metrics:
     def sync_to_disk(self) -> None:
         """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""
         if self.path.exists():
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(self.path)
 
 
 def _copy(value: Tensor | float) -> Tensor:

@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from lean_ft.training.run_directory import DirectoryLock, git_commit, settings_of
+from lean_ft.training.run_directory import DirectoryLock, git_commit, remove_half_written, settings_of
 
 
 def test_one_lock_at_a_time(tmp_path):
@@ -22,6 +22,17 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", refuse)
     DirectoryLock(tmp_path / "run").release()
     assert "cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, capsys):
+    (tmp_path / ".step_00000002.old-77").mkdir()
+    for name in (".run.json.tmp-77", "run.json", ".lock", ".mine", "mine.tmp-7"):
+        (tmp_path / name).write_text("x")
+    remove_half_written(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", ".mine", "mine.tmp-7", "run.json"]
+    said = capsys.readouterr().out
+    assert ".run.json.tmp-77, a file whose writing was cut short" in said
+    assert ".step_00000002.old-77, a checkpoint whose writing was cut short" in said
 
 
 def test_settings_are_flat_json_values(config, tmp_path):
