@@ -6,14 +6,16 @@ import random
 import numpy as np
 import torch
 
-from lean_ft.allocators import prepare_allocators
+from lean_ft.allocators import keep_compiled_products, prepare_allocators
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
+from lean_ft.models.document_attention import num_product_shapes
 from lean_ft.settings import RecipeConfig
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.progress import gibibytes, say
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
+OTHER_SHAPES = 48  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks
 
 
 def start(cfg: RecipeConfig) -> torch.device:
@@ -58,6 +60,8 @@ def start(cfg: RecipeConfig) -> torch.device:
 def _settle_host_memory(cfg: RecipeConfig) -> list[str]:
     """Decides where a CPU's freed memory goes, and says so."""
     returned = host_memory.return_freed_memory()
+    max_length = getattr(getattr(cfg, "data", None), "max_length", 2048)
+    keep_compiled_products(num_product_shapes(max_length) + OTHER_SHAPES)
     memory = getattr(cfg, "memory", None)
     if memory is not None and wants_host_pool(memory, compile=cfg.compile):
         try:

@@ -25,6 +25,7 @@ FIELDS = {
     "step_seconds",
     "peak_memory_bytes",
     "rss_bytes",
+    "rss_growth_bytes",
 }
 
 
