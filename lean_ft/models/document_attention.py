@@ -167,7 +167,7 @@ document_attention.register_autograd(_backward, setup_context=_save_for_backward
 
 def num_product_shapes(longest: int) -> int:
     """How many shapes the 16-bit products have, forward and backward, over documents of up to `longest` tokens."""
-    lengths = [2**n for n in range(_power_of_two(longest).bit_length())]
+    lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
     sizes = {block.keys.stop for length in lengths for block in _blocks(1, length, None)}
     return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
 

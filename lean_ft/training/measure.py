@@ -18,8 +18,8 @@ import torch
 
 STATUS = Path("/proc/self/status")
 SETTLED_STEPS = 10  # after so many a step does nothing for the first time
-WINDOW_STEPS = 50  # the least resident size of so many steps is that of what stays, without what comes and goes
-GROWING_SHARE = 0.01  # of the resident size, over three windows, which is no noise
+WINDOW_STEPS = 25  # the least resident size of so many steps is that of what stays, without what comes and goes
+GROWING_SHARE = 0.005  # of the resident size, over three windows: what is less may be noise
 
 
 def _status_bytes(field: str) -> int | None:
@@ -63,8 +63,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 class ResidentGrowth:
     """How the resident size goes from step to step of one process, of which it is told each.
 
-    It still grows where after 200 steps or later the least resident size of the last 50 is above that of the 50 before,
-    and that one above that of the 50 before them, by 1 % together.
+    It goes on where at step 200, or at any 25th later, the least resident size of the last 25 steps is above that of the
+    25 before, and that one above that of the 25 before them, by half a percent together.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class ResidentGrowth:
         self._steps += 1
         if self._steps == SETTLED_STEPS:
             self._settled = resident_bytes
-        if self._steps % WINDOW_STEPS == 0 and self._steps >= 4 * WINDOW_STEPS:
+        if self._steps % WINDOW_STEPS == 0 and self._steps >= 8 * WINDOW_STEPS:
             first, second, third = self._floors[-3:]
             self.goes_on |= first < second < third and third - first > GROWING_SHARE * first
         return None if self._settled is None else resident_bytes - self._settled
