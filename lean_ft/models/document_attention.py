@@ -56,7 +56,7 @@ def document_attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for document in _documents(cu_seqlens, len(query)):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
-        blocks = _blocks(queries, window)
+        blocks = _blocks(query.shape[1], queries.shape[2], window)
         keys, values = (_filled(x[document], blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         for block in blocks:
@@ -102,7 +102,7 @@ def document_attention_backward(
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=torch.float32)  # (H,)
     for document in _documents(cu_seqlens, len(query)):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
-        blocks = _blocks(queries, window)
+        blocks = _blocks(query.shape[1], queries.shape[2], window)
         keys, values = (_filled(x[document], blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
@@ -163,6 +163,13 @@ def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def num_product_shapes(longest: int) -> int:
+    """How many shapes the 16-bit products have, forward and backward, over documents of up to `longest` tokens."""
+    lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
+    sizes = {block.keys.stop for length in lengths for block in _blocks(1, length, None)}
+    return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
 
 
 class _Block(NamedTuple):
@@ -235,13 +242,12 @@ def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise(bounds) if start < end)
 
 
-def _blocks(queries: Tensor, window: int | None) -> list[_Block]:
-    """Cuts a document's queries (K, G, T, D) into blocks of one size, and their keys where few sizes come about."""
-    num_groups, group, num_tokens, _ = queries.shape
+def _blocks(num_heads: int, num_tokens: int, window: int | None) -> list[_Block]:
+    """Cuts a document's queries into blocks of one size, and their keys where few sizes come about."""
     step = min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
     num_keys = num_tokens if window is None else min(num_tokens, window + step)
     key_step = max(step, _power_of_two(num_keys) // _KEY_SIZES)
-    while step > 1 and num_groups * group * step * num_keys > _BLOCK_SCORES:
+    while step > 1 and num_heads * step * num_keys > _BLOCK_SCORES:
         step //= 2
     blocks = []
     for start in range(0, num_tokens, step):

@@ -6,16 +6,18 @@ import random
 import numpy as np
 import torch
 
-from lean_ft.allocators import prepare_allocators
+from lean_ft.allocators import keep_compiled_products, prepare_allocators
 from lean_ft.log import say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
-from lean_ft.settings import MemoryConfig, ModelConfig, RecipeConfig
+from lean_ft.models.document_attention import num_product_shapes
+from lean_ft.settings import DataConfig, MemoryConfig, ModelConfig, RecipeConfig
 from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.units import gibibytes
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
+OTHER_SHAPES = 48  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks
 
 
 def start(cfg: RecipeConfig) -> torch.device:
@@ -62,6 +64,8 @@ def start(cfg: RecipeConfig) -> torch.device:
 def _settle_host_memory(cfg: RecipeConfig) -> str:
     """Decides where a CPU's freed memory goes, and says so."""
     returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
+    data = cfg.group(DataConfig)
+    keep_compiled_products(num_product_shapes(2048 if data is None else data.max_length) + OTHER_SHAPES)
     if memory is None or not wants_host_pool(memory, compile=cfg.compile):
         return "freed memory goes back to the system at once (glibc's malloc thresholds fixed)" if returned else ""
     try:

@@ -108,6 +108,7 @@ class Run:
         self._totals = Totals()
         self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps)
         self._skipped_before = 0  # what the optimizer counted when the step under way began
+        self._growth_said = False
         self._eval_loss: tuple[int, float | None] = (0, None)  # the newest evaluation: after how many steps, and loss
         self._writer = BackgroundWriter()
         self._signals = StopSignals()
@@ -330,6 +331,10 @@ class Run:
             self._totals.add(row)
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
+        if self._metrics.growth.goes_on and not self._growth_said:
+            self._growth_said = True
+            grown = gibibytes(rows[-1]["rss_growth_bytes"])
+            say("memory", f"still grows after step {rows[-1]['step']}: {grown} more are resident than after ten steps")
         for row in rows:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 

@@ -28,6 +28,7 @@ class Totals:
     target_tokens: int = 0
     step_seconds: float = 0.0
     peak_memory_bytes: int = 0
+    rss_growth_bytes: int | None = None
     first_loss: float | None = None  # of the whole run, where its first line is still there
     last_loss: float | None = None
     eval_loss: float | None = None
@@ -37,6 +38,7 @@ class Totals:
         self.target_tokens += row["target_tokens"]
         self.step_seconds += row["step_seconds"]
         self.peak_memory_bytes = max(self.peak_memory_bytes, row["peak_memory_bytes"])
+        self.rss_growth_bytes = row["rss_growth_bytes"]
         self.last_loss = row["loss"]
         if self.first_loss is None:
             self.first_loss = row["loss"]
@@ -93,7 +95,10 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
         target_speed = totals.target_tokens / totals.step_seconds
         say("speed", f"{speed:,.0f} tokens a second, {target_speed:,.0f} of them targets")
     kind = "resident" if run.device.type == "cpu" else "allocated"
-    say("memory", f"{gibibytes(totals.peak_memory_bytes)} {kind} at the peak")
+    growth = ""
+    if (grown := totals.rss_growth_bytes) is not None:
+        growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
+    say("memory", f"{gibibytes(totals.peak_memory_bytes)} {kind} at the peak{growth}")
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))

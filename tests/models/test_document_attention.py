@@ -1,12 +1,13 @@
 """Document attention against a dense masked softmax in float64, and against PyTorch's own kernel's rounding."""
 
-from itertools import pairwise
+import random
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lean_ft.models.document_attention import document_attention
+from lean_ft.models.document_attention import document_attention, num_product_shapes
 
 LENGTHS = [1, 70, 64, 0, 129, 3]
 
@@ -145,6 +146,28 @@ def test_other_documents_never_change_a_bit():
         out = document_attention(*leaves, cu_seqlens)
         results.append([out[start:end], *(g[start:end] for g in torch.autograd.grad(out, leaves, grad))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("longest", "num_packings", "bound"), [(300, 30, 21), (4096, 2, 150)])
+def test_products_have_few_shapes_whatever_the_documents_lengths(longest, num_packings, bound, monkeypatch):
+    seen, multiply = set(), torch.bmm
+
+    def noted(left, right):
+        if left.dtype == torch.bfloat16:
+            seen.add((left.shape, left.stride(), right.shape, right.stride()))
+        return multiply(left, right)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    drawn, lengths = random.Random(0), set()
+    for _ in range(num_packings):
+        packing = [longest] + [round(longest ** drawn.random()) for _ in range(5)]
+        lengths.update(packing)
+        cu_seqlens = torch.tensor([0, *accumulate(packing)])
+        leaves = [torch.randn(sum(packing), n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
+        out = document_attention(*leaves, cu_seqlens)
+        out.backward(torch.ones_like(out))
+    assert len(lengths) > 10  # each of them with products of its own, were they not filled up
+    assert len(seen) <= num_product_shapes(longest) <= bound
 
 
 @pytest.mark.parametrize("bounds", [[1, 267], [0, 200], [0, 300], [0, 100, 50, 267]])

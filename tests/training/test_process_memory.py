@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
+from lean_ft.training.measure import ResidentGrowth
 
 BLOCK = 200 * 2**20
 
@@ -23,6 +24,34 @@ def test_peak_keeps_what_resident_size_gives_back():
     assert rss_bytes() - before < BLOCK / 2
     assert peak_rss_bytes() >= before + BLOCK * 0.95
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_rss_bytes(), rel=0.01)
+
+
+def test_growth_is_told_from_step_10_on():
+    growth = ResidentGrowth()
+    assert [growth.note(100 + step) for step in range(1, 14)] == [None] * 9 + [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("resident", "from_step"),
+    [
+        (lambda step: 1000 + step / 4, 200),  # a leak
+        (lambda step: 1000 + step / 4 + 500 * (step % 25 == 0), 200),  # and an evaluation's memory, which comes and goes
+        (lambda step: 1000 + max(0, step - 300) / 4, 350),  # one that begins later
+        (lambda step: 1000 + 500 * (step % 25 == 0), None),
+        (lambda step: 1000 + min(step, 130), None),  # what was full after 130 steps
+        (lambda step: 1000 + step / 50, None),  # a tenth of a percent in 50 steps is taken for noise
+        (lambda step: 1000 + 50 * (step > 160), None),  # one step up
+        (lambda step: 2000 - step, None),
+        (lambda step: None, None),  # no such number off Linux
+    ],
+)
+def test_what_goes_on_growing_is_noticed(resident, from_step):
+    growth = ResidentGrowth()
+    noticed = []
+    for step in range(1, 601):
+        growth.note(resident(step))
+        noticed.append(growth.goes_on)
+    assert noticed == [from_step is not None and step >= from_step for step in range(1, 601)]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """What a run promises: the same bits however it was cut up, and a clean end however it ends."""
 
+import itertools
 import json
 import pickletools
 import zipfile
@@ -25,6 +26,7 @@ FIELDS = {
     "step_seconds",
     "peak_memory_bytes",
     "rss_bytes",
+    "rss_growth_bytes",
 }
 
 
@@ -76,6 +78,19 @@ def test_metrics_have_the_promised_fields(whole, train, tmp_path):
     assert [row["step"] for row in evaluations] == [5, 10, 12]
     assert evaluations[0] == {"step": 5, "epoch": 2.5, "eval_loss": 1.5, "num_eval_tokens": 12}
     assert rows.index(evaluations[0]) == 5  # right after its step's line
+
+
+@pytest.mark.parametrize(("bytes_a_step", "times_said"), [(2**20, 1), (0, 0)])
+def test_memory_that_goes_on_growing_is_said_once(bytes_a_step, times_said, train, tmp_path, monkeypatch, capsys):
+    resident = itertools.count(2**26, bytes_a_step)
+    monkeypatch.setattr("lean_ft.training.metrics.rss_bytes", lambda: next(resident))
+    monkeypatch.setattr("lean_ft.training.measure.WINDOW_STEPS", 1)
+    monkeypatch.setattr("lean_ft.training.measure.SETTLED_STEPS", 3)
+    rows = [row for row in metrics(train(tmp_path / "run")) if "loss" in row]
+    assert [row["rss_growth_bytes"] for row in rows] == [None, None, *(n * bytes_a_step for n in range(10))]
+    said = capsys.readouterr().out
+    assert said.count("still grows after step 8: 5.0 MiB more") == said.count("still grows") == times_said
+    assert f"resident +{'9.0 MiB' if bytes_a_step else '0 B'} since step 10" in said
 
 
 @pytest.mark.parametrize("log_every", [3, 5, 100])
