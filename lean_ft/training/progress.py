@@ -48,9 +48,10 @@ class ProgressBar:
 
     def _state(self, row: Row) -> str:
         step = row["step"]
+        loss = number(row["loss"]) if row["target_tokens"] else "of no target"
         elapsed = time.perf_counter() - self._started
         left = elapsed / max(1, step - self._start_step) * (self._total_steps - step)
         return (
-            f"loss {number(row['loss'])}  {row['tokens_per_second']:,.0f} tok/s  "
+            f"loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
         )
