@@ -468,7 +468,7 @@ class RecipeConfig(Settings):
         "save_every is auto.",
     )
     keep_every: NonNegativeInt = Field(
-        0, description="With keep_last: checkpoints of steps that are multiples of this are kept as well; 0: none."
+        0, description="Beside the newest: checkpoints of steps that are multiples of this are kept as well; 0: none."
     )
     keep_best: NonNegativeInt = Field(
         0,
@@ -501,10 +501,10 @@ class RecipeConfig(Settings):
 
     @model_validator(mode="after")
     def _check_retention(self) -> "RecipeConfig":
-        if self.keep_last is None and (self.keep_every or self.keep_best):
+        if self.most_kept is None and (self.keep_every or self.keep_best):
             name = "keep_every" if self.keep_every else "keep_best"
             raise ValueError(
-                f"{name} tells what is kept beyond the last checkpoints, and keep_last=null is not for that. "
+                f"{name} tells what is kept beyond the last checkpoints, and keep_last=null keeps all of them. "
                 f"Set keep_last (1 keeps the newest), or leave {name} out."
             )
         if self.keep_best and self.save_every and not _is_multiple(self.save_every, self.eval_every):

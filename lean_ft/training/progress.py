@@ -48,7 +48,7 @@ class ProgressBar:
 
     def _state(self, row: Row) -> str:
         step = row["step"]
-        loss = number(row["loss"]) if row["target_tokens"] else "of no target"
+        loss = "of no target" if row.get("target_tokens") == 0 else number(row["loss"])
         elapsed = time.perf_counter() - self._started
         left = elapsed / max(1, step - self._start_step) * (self._total_steps - step)
         return (
