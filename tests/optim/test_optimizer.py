@@ -245,6 +245,15 @@ def test_loss_scaling_gives_the_unscaled_update_and_skips_an_overflow() -> None:
     assert optimizer.step_count == 1
 
 
+@pytest.mark.parametrize("others", [{}, {"clip_grad_norm": 1.0}, {"float16": True}], ids=["plain", "clipped", "scaled"])
+def test_a_step_without_any_gradient_moves_nothing(others: dict[str, Any]) -> None:
+    model = TinyModel()
+    optimizer = build(model, {"name": "adamw"}, **others)
+    assert optimizer.finish_gradients(others.get("clip_grad_norm")).item() == 0.0
+    optimizer.step()
+    assert same_weights(model, TinyModel())
+
+
 def test_a_resumed_optimizer_refuses_another_models_or_rules_state() -> None:
     model = TinyModel()
     saved = build(model, {"name": "adamw"}).state_dict()
