@@ -81,10 +81,7 @@ CALL = {
 }
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}}, "required": ["x"]}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "Calls.", "parameters": SCHEMA}}] * 2
-LONG = [
-    {"role": "user", "content": "q <think> \n" * 500},
-    {"role": "assistant", "content": "a</think> b 字\n" * 900},
-] * 40
+LONG = [{"role": "user", "content": "q <think> \n" * 20}, {"role": "assistant", "content": "a</think> b 字\n" * 40}] * 4
 CALLED = {"role": "assistant", "content": "", "reasoning": "Hm.\n", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "a1b2c3d4e"}
 
