@@ -392,7 +392,7 @@ class MemoryConfig(Settings):
     host_pool: bool | None = Field(
         None,
         description="CPU: keep the memory that tensors free for the next ones, never more than was once in use; without, "
-        "every step pays the system for fresh pages. Linux with a C++ compiler. null: true where compile is.",
+        "every step pays the system for fresh pages. Linux with a C++ compiler. null: true where it can be had.",
     )
 
 

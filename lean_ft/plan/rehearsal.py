@@ -57,7 +57,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     """
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
-    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory, compile=cfg.compile))
+    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory))
     stage = WatchedStage(trace)
     torch._dynamo.reset()
     try:
