@@ -76,7 +76,8 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
             tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
-        mixed = _mix(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config, thin)
+        factors = *(thin.gate_up or (None, None)), *(thin.down or (None, None))
+        mixed = _Mix.apply(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config, *factors)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -180,13 +181,6 @@ class _Mix(torch.autograd.Function):
             grad_tokens = _sum_of_choices(_project_back(grad_factors, into, thin[:2], ends), order, config)
         grads = grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
         return *grads, *grad_thin_gate_up, *grad_thin_down
-
-
-def _mix(*args: Any) -> Tensor:
-    *others, thin = args
-    result = _Mix.apply(*others, *(thin.gate_up or (None, None)), *(thin.down or (None, None)))
-    assert isinstance(result, Tensor)
-    return result
 
 
 def _project(rows: Tensor, matrices: Tensor, thin: _Thin, ends: Tensor) -> Tensor:
