@@ -25,18 +25,11 @@ class Sent:
 
     __slots__ = ("__weakref__", "arrival", "host", "source", "version")
 
-    def __init__(self, source: Tensor, host: Tensor) -> None:
+    def __init__(self, host: Tensor, source: Tensor | None = None) -> None:
         self.host = host
-        self.source: Tensor | None = source  # while it is still on the device
-        self.version = source._version  # of the source when it was sent
+        self.source = source  # while it is still on the device; one that never was has been on the host all along
+        self.version = None if source is None else source._version  # when it was sent
         self.arrival: int | None = None  # the number of its copy back, if one has begun
-
-    @classmethod
-    def on_host(cls, host: Tensor) -> "Sent":
-        """One that has been on the host all along."""
-        sent = cls(host, host)
-        sent.source = None
-        return sent
 
 
 class HostLink:
@@ -59,7 +52,7 @@ class HostLink:
         """Starts a copy to `host`, or to new pinned memory; the caller may drop the tensor at once."""
         if host is None:
             host = self._host_memory(tensor)
-        sent = Sent(tensor, host)
+        sent = Sent(host, tensor)
         self._leaving[sent] = self._copy(tensor, host)
         self._leaving_bytes += tensor.nbytes
         while self._leaving_bytes > self._in_flight_bytes:
