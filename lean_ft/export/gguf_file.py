@@ -189,7 +189,6 @@ def _metadata(
     if kind == "q8_0":
         metadata["general.quantization_version"] = 2
     if rope.scaling == "linear":
-        assert rope.factor is not None
         metadata[f"{architecture}.rope.scaling.type"] = "linear"
         metadata[f"{architecture}.rope.scaling.factor"] = float(rope.factor)
     if vocabulary.model == "llama":

@@ -30,18 +30,14 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     compiler its own choice, which is 1.
 
     Raises:
-        ValueError: when the model has no `layers`, or the budget is not from 0 to 1.
+        ValueError: when the model has no `layers`.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ValueError(f"compile_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}")
-    if activation_budget is not None and not 0 <= activation_budget <= 1:
-        raise ValueError(f"compile_layers expects activation_budget from 0 to 1, but got {activation_budget:g}")
+    backend = {} if activation_budget is None else {"backend": _within(activation_budget)}
     for layer in layers:
-        if activation_budget is None:
-            layer.compile(fullgraph=True)
-        else:
-            layer.compile(fullgraph=True, backend=_within(activation_budget))
+        layer.compile(fullgraph=True, **backend)
     return len(layers)
 
 

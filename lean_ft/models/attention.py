@@ -140,12 +140,7 @@ def attend_documents(
 
 
 def attend_cached(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: LayerCache,
-    scoring: Scoring = Scoring(),
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
     """Stores key and value (B, T, K, D) in the cache; returns the attention of query (B, T, H, D) to all it holds."""
     keys, values = cache.store(key, value)  # (B, C, K, D)

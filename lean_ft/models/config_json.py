@@ -87,7 +87,6 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     _refuse_other_models(config, where)
     fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
 
-    hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     no_groups = fields.get("num_key_value_heads") is None
     num_kv_heads = num_heads if no_groups else fields.count("num_key_value_heads")
@@ -98,7 +97,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         )
     read = DecoderConfig(
         vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
