@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lean_ft.allocators import prepare_allocators
+from lean_ft.before_torch import prepare_torch
 from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import is_out_of_memory
@@ -44,7 +44,7 @@ def run(
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
-        prepare_allocators()
+        prepare_torch()
         module, cfg = load_run(recipe, config, overrides)
         if names_repository(cfg):
             from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch

@@ -41,7 +41,7 @@ class Rehearsal:
     step_seconds: float  # estimated; good for comparing settings
     tokens: int  # of all micro-batches, every position counted
     num_parameters: int
-    timeline: list[tuple[float, int, str]] = field(repr=False)  # (seconds, bytes alive, label)
+    timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
 
     @property

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from lean_ft.allocators import keep_compiled_products, prepare_allocators
+from lean_ft.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.log import say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
@@ -32,7 +32,7 @@ def start(cfg: RecipeConfig) -> torch.device:
     """
     if stage() is not None:
         return torch.device("cpu")
-    prepare_allocators()  # for a recipe that was not started by the command line
+    prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
