@@ -401,7 +401,8 @@ class Run:
     def _say_answers(self, when: str) -> None:
         """Has the model answer held-out questions, where `eval_answers` asks for them."""
         if self.cfg.eval_answers:
-            say_answers(when, self.model, self.tokenizer, self._held_out, self.cfg.eval_answers)
+            cfg = self.cfg
+            say_answers(when, self.model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
 
     # Ending -------------------------------------------------------------------------------------------------------
 
