@@ -161,10 +161,8 @@ def answer_held_out(
 
 def _last_match(pattern: str, text: str) -> str | None:
     """The first group of the pattern's last match in `text`, or the match where it has no group."""
-    found = None
-    for found in re.finditer(pattern, text):
-        pass
-    return None if found is None else (found[1 if found.re.groups else 0] or "").strip()
+    matches = list(re.finditer(pattern, text))
+    return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
 
 def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:

@@ -35,7 +35,10 @@ def test_growth_is_told_from_step_10_on():
     ("resident", "from_step"),
     [
         (lambda step: 1000 + step / 4, 200),  # a leak
-        (lambda step: 1000 + step / 4 + 500 * (step % 25 == 0), 200),  # and an evaluation's memory, which comes and goes
+        (
+            lambda step: 1000 + step / 4 + 500 * (step % 25 == 0),
+            200,
+        ),  # and an evaluation's memory, which comes and goes
         (lambda step: 1000 + max(0, step - 300) / 4, 350),  # one that begins later
         (lambda step: 1000 + 500 * (step % 25 == 0), None),
         (lambda step: 1000 + min(step, 130), None),  # what was full after 130 steps
