@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
@@ -57,7 +57,7 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=str)), flow=True)}"
 
 
-def _are_rows(value: Any) -> bool:
+def _are_rows(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(value, Sequence) and all(
         isinstance(row, Mapping) and "path" not in row for row in value[:1] or [0]
     )

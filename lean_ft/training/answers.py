@@ -127,14 +127,14 @@ def answer_held_out(
     def compared(ids: list[int]) -> str | None:
         return text(ids) if pattern is None else _last_match(pattern, text(ids))
 
-    expected: list[str] = []
-    for _, answer in questions:
-        expected.append(found := compared(answer))
-        if found is None:
+    expected = dict[int, str]()
+    for i, (_, answer) in enumerate(questions):
+        if (found := compared(answer)) is None:
             raise ValueError(
                 f"eval_pattern={pattern!r} finds nothing in a right answer, which ends in "
                 f"{text(answer)[-_SHOWN:]!r}. Give a pattern that every held-out answer has, or leave it out."
             )
+        expected[i] = found
     stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
     stop_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     longest = 2 * max(len(answer) for _, answer in questions)
