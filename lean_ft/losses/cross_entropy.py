@@ -16,6 +16,8 @@ from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 
+_PLAIN = LossConfig.model_validate({})
+
 
 class CrossEntropy:
     """`cross_entropy(model, batch, statistics)`: the sum over a batch's targets, a scalar to go backward from.
@@ -47,7 +49,7 @@ class CrossEntropy:
         statistics, num_targets = TokenStatistics(), 0
         device = model.output_weight.device
         for batch in batches:
-            self._sum(model, batch.to(device), statistics, LossConfig())
+            self._sum(model, batch.to(device), statistics, _PLAIN)
             num_targets += batch.num_targets
         return statistics.means(max(1, num_targets), "eval_")
 

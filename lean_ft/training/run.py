@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ import lean_ft
 from lean_ft.data import Batch, Batches
 from lean_ft.interrupts import StopSignals
 from lean_ft.log import say
+from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig, ScheduleConfig
@@ -401,8 +402,8 @@ class Run:
     def _say_answers(self, when: str) -> None:
         """Has the model answer held-out questions, where `eval_answers` asks for them."""
         if self.cfg.eval_answers:
-            cfg = self.cfg
-            say_answers(when, self.model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
+            model, cfg = cast(Decoder, self.model), self.cfg
+            say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
 
     # Ending -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
-from lean_ft.training.measure import ResidentGrowth
+from lean_ft.training.process_memory import ResidentGrowth
 
 BLOCK = 200 * 2**20
 

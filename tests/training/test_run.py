@@ -84,8 +84,8 @@ def test_metrics_have_the_promised_fields(whole, train, tmp_path):
 def test_memory_that_goes_on_growing_is_said_once(bytes_a_step, times_said, train, tmp_path, monkeypatch, capsys):
     resident = itertools.count(2**26, bytes_a_step)
     monkeypatch.setattr("lean_ft.training.metrics.rss_bytes", lambda: next(resident))
-    monkeypatch.setattr("lean_ft.training.measure.WINDOW_STEPS", 1)
-    monkeypatch.setattr("lean_ft.training.measure.SETTLED_STEPS", 3)
+    monkeypatch.setattr("lean_ft.training.process_memory.WINDOW_STEPS", 1)
+    monkeypatch.setattr("lean_ft.training.process_memory.SETTLED_STEPS", 3)
     rows = [row for row in metrics(train(tmp_path / "run")) if "loss" in row]
     assert [row["rss_growth_bytes"] for row in rows] == [None, None, *(n * bytes_a_step for n in range(10))]
     said = capsys.readouterr().out

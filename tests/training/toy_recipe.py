@@ -82,7 +82,7 @@ def main(cfg: Config) -> None:
     model = load_model(cfg.model.path, device=device, random_init=cfg.model.random_init)
     optimizer = build_optimizer(model, cfg)
     batches = Batches(cfg.num_rows, cfg.batch_size, cfg.seed)
-    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, tokenizer=Tokenizer())
+    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=[], tokenizer=Tokenizer())
 
     for step in run.steps():
         print("began step", step, flush=True)
@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
         run.log(loss=loss_sum, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
         loss_sum.fill_(-1)  # what was logged is what it was then
         if run.evaluation_due():
-            run.log_evaluation(loss=1.5, num_eval_tokens=12)
+            run.log_evaluation(eval_loss=1.5, num_eval_tokens=12)
 
 
 if __name__ == "__main__":
