@@ -75,5 +75,6 @@ def _columns(preset: Path) -> tuple[str, str, str, str, str]:
     said = catalog.summary(preset)
     parameters = re.search(r"([\d.]+ [MB]) parameters", said)
     peak = re.search(r"on a GPU with (\d+ GB): ([\d.]+ GiB) at the peak", said)
+    card, at_peak = peak.groups() if peak else ("-", "-")
     about = "" if parameters else said or " ".join(f"{key}={value}" for key, value in values.items())
-    return recipe, parameters[1] if parameters else "-", *(peak.groups() if peak else ("-", "-")), about
+    return recipe, parameters[1] if parameters else "-", card, at_peak, about

@@ -45,21 +45,25 @@ def run(
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_torch()
-        module, cfg = load_run(recipe, config, overrides)
-        if names_repository(cfg):
-            from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
+        run_recipe(*load_run(recipe, config, overrides))
 
-            cfg = hold_models_to_commits(cfg)
-        if isinstance(cfg, RecipeConfig) and plans_itself(module, cfg):
-            _tell_outlook(module, cfg)
-        try:
-            module.main(cfg)
-        except BrokenPipeError as error:
-            raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
-        except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note(memory_advice(module, cfg))
-            raise
+
+def run_recipe(recipe: ModuleType, cfg: Any) -> None:
+    """Runs a recipe with its settings, models of the hub held to a commit, and tells beforehand what it takes."""
+    if names_repository(cfg):
+        from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
+
+        cfg = hold_models_to_commits(cfg)
+    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg):
+        _tell_outlook(recipe, cfg)
+    try:
+        recipe.main(cfg)
+    except BrokenPipeError as error:
+        raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(memory_advice(recipe, cfg))
+        raise
 
 
 def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:

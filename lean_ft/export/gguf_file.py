@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.folder import check_finite, check_is_adapter, has_tokenizer
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
-from lean_ft.export.places import check_destination, find_source, room_for
-from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import stored_dtype
+from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.models import Decoder
 from lean_ft.models.rope import SCALINGS, RopeConfig
+from lean_ft.peft import MergeReport
 from lean_ft.spelling import did_you_mean
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.checkpoint import SMALL_FILES_BYTES
+from lean_ft.training.finished_models import find_finished
 from lean_ft.whole_files import write_whole
 
 # How matrices are stored, with the number of llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
@@ -65,38 +65,45 @@ class ExportedGGUF:
     num_bytes: int
     kept_wider: list[str]
     """Matrices stored as f16, since q8_0 takes rows in blocks of 32."""
+    merged: MergeReport | None = None
+    """What merging did, where the source is an adapter."""
 
     def __str__(self) -> str:
         wider = f" ({len(self.kept_wider)} tensors as f16: their rows are no multiple of 32)" if self.kept_wider else ""
+        merged = f"{self.merged}.\n" if self.merged else ""
         return (
-            f"exported {self.source} to {self.file}: architecture {self.architecture}, {self.kind}{wider}, "
+            f"{merged}exported {self.source} to {self.file}: architecture {self.architecture}, {self.kind}{wider}, "
             f"{self.num_tensors} tensors, {self.num_bytes / 1e9:.3g} GB.\n"
             "Read back: every tensor and the metadata are the model's. Try: llama-cli -m FILE"
         )
 
 
-def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16", force: bool = False) -> ExportedGGUF:
+def export_gguf(
+    source: str | Path,
+    destination: str | Path,
+    kind: str = "bf16",
+    force: bool = False,
+    merge: bool = False,
+    base: str | Path | None = None,
+) -> ExportedGGUF:
     """Writes the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
-    `kind` is f32, f16, bf16 or q8_0. Raises ValueError where the source is missing or damaged, the destination taken,
+    `merge` and `base` are as in `export_folder`; `kind` is f32, f16, bf16 or q8_0. Raises ValueError where the source is missing or damaged, the destination taken,
     the family, its settings or its tokenizer one that llama.cpp computes otherwise, or the `gguf` package is not
     installed; OSError where the disk is full; RuntimeError where the file does not read back as what was meant.
     """
     gguf = _package()
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
-    folder, destination = find_source(source), Path(destination).expanduser()
-    check_is_adapter(folder, False)
+    folder, destination = find_finished(source), Path(destination).expanduser()
     if destination.suffix != ".gguf" or destination.is_dir():
         raise ValueError(f"{destination} is not the name of a GGUF file; expected one that ends in .gguf.")
     check_destination(destination, folder, force)
-    model = load_model(folder, dtype=stored_dtype(folder))
+    model, tokenizer, merged = read_source(folder, merge, base)
     architecture, interleaved = _architecture(model, folder)
-    check_finite(model, folder)
-    if not has_tokenizer(folder):
+    if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, and a GGUF file holds one.")
-    tokenizer = load_tokenizer(folder)
-    vocabulary = gguf_vocabulary(folder, tokenizer, model.config.vocab_size)
+    vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, architecture, kind, destination.stem, tokenizer, vocabulary)
     tensors = dict(_tensors(model, interleaved))
     kinds = {name: _stored_kind(tensor, kind) for name, (tensor, _) in tensors.items()}
@@ -122,7 +129,8 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
             writer.close()
         _check(gguf, temporary, metadata, tensors, kinds)
     kept_wider = [name for name, stored in kinds.items() if kind == "q8_0" and stored == "f16"]
-    return ExportedGGUF(folder, destination, kind, architecture, len(tensors), destination.stat().st_size, kept_wider)
+    num_bytes = destination.stat().st_size
+    return ExportedGGUF(folder, destination, kind, architecture, len(tensors), num_bytes, kept_wider, merged)
 
 
 def _package() -> Any:
