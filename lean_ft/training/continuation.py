@@ -34,7 +34,7 @@ FREE = {
     "resume",
 }
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
-FREE |= {"eval_answers", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
+FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID |= {"neftune_alpha"}

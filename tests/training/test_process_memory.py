@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
-from lean_ft.training.process_memory import ResidentGrowth
+from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes
 
 BLOCK = 200 * 2**20
 
@@ -24,6 +24,15 @@ def test_peak_keeps_what_resident_size_gives_back():
     assert rss_bytes() - before < BLOCK / 2
     assert peak_rss_bytes() >= before + BLOCK * 0.95
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_rss_bytes(), rel=0.01)
+
+
+def test_pages_of_files_are_not_a_runs_own(tmp_path):
+    np.ones(BLOCK, dtype=np.uint8).tofile(tmp_path / "data")
+    resident, own = rss_bytes(), own_rss_bytes()
+    data = np.memmap(tmp_path / "data", mode="r")
+    assert data.sum() == BLOCK
+    assert rss_bytes() - resident > 0.9 * BLOCK
+    assert own_rss_bytes() - own < 0.1 * BLOCK
 
 
 def test_growth_is_told_from_step_10_on():
