@@ -27,7 +27,7 @@ FREE |= {"eval_answers", "save_async", "keep_last", "keep_every", "keep_best", "
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID_GROUPS = ("memory.", "schedule.")
-CONTENT = {"data.source"}  # files may move: what is in them is compared, by compare_data
+CONTENT = {"data.source", "data.chat_template"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
 QUICK_BYTES = 2**20  # before a model is loaded, only the checksums of files up to this size are verified
 UNKNOWN = object()
