@@ -25,7 +25,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 # Optimizer steps, or what they are of an epoch.
 Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]
 
-FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"]
+FormatName = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "input_output", "text", "tokens", "preference"
+]
 
 MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
 
@@ -100,7 +102,7 @@ class DataConfig(Settings):
     """The sequences that a row of data becomes, by their names; they stay together in one batch."""
 
     source: Sources = Field(
-        description="A JSONL, JSON, CSV, TSV or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
+        description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
         "Hugging Face dataset (org/name, or a folder that save_to_disk wrote); or a list of these, each a path or "
         "{path, format, columns, weight, subset, split}."
     )
@@ -129,6 +131,17 @@ class DataConfig(Settings):
     validation_fraction: Fraction = Field(
         0.0,
         description="Share of the source's rows held out for evaluation when there is no validation_source.",
+    )
+    chat_template: Path | None = Field(
+        None, description="A file of a Jinja chat template, in place of the model's; it is saved with the checkpoints."
+    )
+    system: str | None = Field(
+        None, description="A system message put in front of every chat that does not begin with one."
+    )
+    separator: str | None = Field(
+        None,
+        description="What stands between a prompt and its completion where a model without a chat template reads them as "
+        "one text; in a shell 'data.separator=\"\\n\"' is a line break. null: nothing, and an empty line in alpaca.",
     )
 
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")

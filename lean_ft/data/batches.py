@@ -270,6 +270,16 @@ class Batches:
     def batches_per_epoch(self) -> int:
         return len(self._plan)
 
+    @property
+    def num_rows(self) -> int:
+        """Of all batches of an epoch; a pair, or one of whatever a row of data became, counts once."""
+        return len(self._layout)
+
+    @property
+    def longest(self) -> int:
+        """Positions that the longest sequence takes in a batch that is padded."""
+        return int(_rounded_up(self._layout.lengths[self._layout.order].max()))
+
     def take(self, n: int) -> list[Batch]:
         """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
         if n < 1:
