@@ -1,7 +1,55 @@
-"""The nearest valid name for one that was mistyped."""
+"""The nearest valid name for one that was mistyped, or that another framework uses."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+
+# What TRL and transformers, axolotl, LLaMA-Factory and torchtune call a setting -> what it is called here.
+ELSEWHERE = {
+    theirs: ours
+    for ours, names in {
+        "model.path": "model_name_or_path base_model checkpoint_dir pretrained_model_name_or_path",
+        "model.dtype": "bf16 fp16 torch_dtype compute_dtype",
+        "data.source": "dataset datasets dataset_name dataset_path train_file data_files dataset_dir",
+        "data.validation_source": "test_datasets eval_dataset validation_file dataset_val",
+        "data.validation_fraction": "val_set_size val_size test_size",
+        "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
+        "data.packing": "sample_packing packed",
+        "data.train_on": "train_on_input train_on_inputs completion_only_loss assistant_only_loss",
+        "data.columns": "dataset_text_field column_map",
+        "data.system": "system_prompt default_system new_system_prompt",
+        "data.num_processes": "dataset_num_proc dataset_processes preprocessing_num_workers",
+        "optimizer.lr": "learning_rate",
+        "optimizer.name": "optim optimizer_type",
+        "optimizer.betas": "adam_beta1 adam_beta2",
+        "optimizer.eps": "adam_epsilon adam_eps",
+        "optimizer.in_backward": "optimizer_in_bwd",
+        "schedule.name": "lr_scheduler lr_scheduler_type",
+        "schedule.warmup_steps": "num_warmup_steps",
+        "batch_size": "per_device_train_batch_size micro_batch_size train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation",
+        "epochs": "num_train_epochs num_epochs",
+        "max_steps": "max_steps_per_epoch",
+        "clip_grad_norm": "max_grad_norm gradient_clipping",
+        "compile": "torch_compile",
+        "memory.activation_checkpointing": "gradient_checkpointing enable_activation_checkpointing",
+        "memory.activation_offload": "activation_offloading enable_activation_offloading",
+        "memory.loss_chunk_tokens": "num_output_chunks",
+        "lora.rank": "r lora_r lora_rank peft_lora_r",
+        "lora.alpha": "lora_alpha",
+        "lora.dropout": "lora_dropout",
+        "lora.targets": "target_modules lora_target_modules lora_target lora_attn_modules lora_target_linear",
+        "lora.dora": "use_dora peft_use_dora",
+        "lora.rslora": "use_rslora peft_use_rslora",
+        "lora.lr_ratio": "loraplus_lr_ratio",
+        "lora.quantize": "load_in_4bit quantization_bit quantize_base",
+        "log_every": "logging_steps log_every_n_steps",
+        "save_every": "save_steps",
+        "eval_every": "eval_steps",
+        "keep_last": "save_total_limit",
+        "resume": "resume_from_checkpoint",
+    }.items()
+    for theirs in names.split()
+}
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
@@ -11,6 +59,9 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
     is close to it.
     """
     word = word.lower()
+    valid = list(valid)
+    if (ours := ELSEWHERE.get(word.rpartition(".")[2])) in valid:
+        return ours
 
     def likeness(name: str) -> float:
         name = name.lower()

@@ -19,7 +19,7 @@ from lean_ft.settings import (
     SFTDataConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, start
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(RecipeConfig):
@@ -33,9 +33,10 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    tokenizer = load_tokenizer(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_model(cfg.model, device)
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
     optimizer = build_optimizer(model, cfg)
     cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time

@@ -2,7 +2,9 @@
 
 import pytest
 
-from lean_ft.spelling import did_you_mean, nearest
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.settings_text import describe
+from lean_ft.spelling import ELSEWHERE, did_you_mean, nearest
 
 KEYS = ["batch_size", "seed", "optimizer.lr", "optimizer.name", "schedule.name", "data.max_length", "model.path"]
 
@@ -20,12 +22,21 @@ KEYS = ["batch_size", "seed", "optimizer.lr", "optimizer.name", "schedule.name",
         ("max_len", "data.max_length"),
         ("modelpath", "model.path"),
         ("bat", "batch_size"),
+        ("learning_rate", "optimizer.lr"),
+        ("training.max_seq_length", "data.max_length"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("lr_scheduler_type", "schedule.name"),
         ("qqqqqq", None),
         ("", None),
     ],
 )
 def test_nearest(typed, meant):
     assert nearest(typed, KEYS) == meant
+
+
+def test_names_of_other_frameworks_lead_to_settings_that_are_there():
+    recipe = load_recipe(find_recipe("finetune"))
+    assert set(ELSEWHERE.values()) <= {setting.key for setting in describe(recipe.Config)}
 
 
 def test_did_you_mean_is_empty_where_nothing_is_near():

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft import catalog
-from lean_ft.settings_text import load_config, preset_fits, preset_recipe
+from lean_ft.settings_text import load_config, preset_fits, preset_recipe, preset_values
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -72,9 +72,28 @@ def load_run(
                 f"the preset {config} is for the recipe {own}, and {name} does not know all of its settings. "
                 f"Run `leanft run {own} --config {config}`."
             )
+    if preset is not None:
+        overrides = _without_held_out_rows_of_other_data(preset_values(preset), overrides)
     if not writes and "output_dir" in module.Config.model_fields:
         overrides = ["output_dir=unused", *overrides]
     return module, load_config(module.Config, preset, overrides)
+
+
+def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list[str]) -> list[str]:
+    """The overrides, and what takes a preset's held-out rows back where they name another source than the preset."""
+    given = {override.partition("=")[0] for override in overrides}
+    dropped = {"data.validation_source": "null"}
+    if "data.validation_fraction" not in given:
+        dropped["eval_answers"] = "0"  # nothing is held out to ask about
+    dropped = {key: off for key, off in dropped.items() if preset.get(key, off) != off and key not in given}
+    if "data.source" not in given or "data.validation_source" not in dropped:
+        return overrides
+    typer.echo(
+        f"note: {' and '.join(f'{key}={preset[key]}' for key in dropped)} of the preset left out, as data.source is another. To "
+        "evaluate, give data.validation_source or data.validation_fraction.",
+        err=True,
+    )
+    return [*overrides, *(f"{key}={off}" for key, off in dropped.items())]
 
 
 def find(

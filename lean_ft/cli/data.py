@@ -48,7 +48,7 @@ def stats(
     from lean_ft.data import statistics
     from lean_ft.tokenizers import load_tokenizer
 
-    found = statistics.gather_statistics(cfg.data, load_tokenizer(cfg.model.path))
+    found = statistics.gather_statistics(cfg.data, load_tokenizer(cfg.model.path, cfg.data.chat_template))
     console = stdout()
     console.print(Text(f"{found.report}\n"))
     _print_histogram(console, statistics.histogram(found.lengths))
@@ -107,7 +107,9 @@ def preview(
     from lean_ft.data.preview import preview_page
     from lean_ft.tokenizers import load_tokenizer
 
-    found = look(cfg.data, load_tokenizer(cfg.model.path), num_rows=rows, batch_size=cfg.batch_size)
+    found = look(
+        cfg.data, load_tokenizer(cfg.model.path, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size
+    )
     console = stdout()
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

@@ -1,54 +1,102 @@
 """`leanft validate`: would this run start?"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub import find_cached
-from lean_ft.paths import repository_name, resolve_model_path
+from lean_ft.paths import repository_name, resolve_data_path
+from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, RecipeConfig
 from lean_ft.settings_text import dump
 
 
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
-    """Check a run's settings and the files they name, without running it.
+    """Check a run's settings and what they name, without running it: files, first rows, device, output_dir, targets.
 
     Prints every setting as it would be used.
     """
     _, cfg = load_run(recipe, config, overrides)
-    if problems := list(_missing_files(cfg)):
+    problems, notes = look_at(cfg)
+    if problems:
         raise ValueError("\n".join(problems))
-    typer.echo(f"{dump(cfg)}{_fetched_later(cfg)}# ok: the settings are valid, and the files they name are there.")
+    ok = "ok: the settings are valid, and what they name is there."
+    typer.echo(dump(cfg) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
-def _fetched_later(cfg: Any) -> str:
-    """A line on a model that is neither on this disk nor looked for on the hub: validating needs no network."""
-    model = getattr(cfg, "model", None)
-    name = None if model is None else repository_name(model.path)
-    if model is None or name is None or find_cached(name, weights=not model.random_init) is not None:
-        return ""
-    return f"# {name} is no folder here and not downloaded: the run gets it from the Hugging Face hub, or leanft download.\n"
+def look_at(cfg: Any) -> tuple[list[str], list[str]]:
+    """What would stop the run at once, of the groups that the recipe has, and what is worth a note.
 
+    Needs no network: of what is neither on this disk nor in the hub's cache nothing is read.
+    """
+    # Here, because they bring torch, which the other verbs must not wait for.
+    import torch
 
-def _missing_files(cfg: Any) -> Iterator[str]:
-    """What the settings name and is not there, for the groups that the recipe has; a data file's first row is read."""
-    from lean_ft.data.sources import read_rows  # here, because it brings torch, which the other verbs must not wait for
+    from lean_ft.models import empty_model
+    from lean_ft.peft import apply_lora, quantize_as_loaded
+    from lean_ft.tokenizers import load_tokenizer
+    from lean_ft.training.continuation import check_output_dir
+    from lean_ft.training.device import check_dtype, resolve_device
 
-    model, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
-    if model is not None and not repository_name(model.path):
-        try:
-            folder = resolve_model_path(model.path)
-            if not (folder / "config.json").is_file():
-                yield f"model path {model.path!r} has no config.json; expected a Hugging Face model folder."
-        except ValueError as error:
-            yield str(error)
-    for name in ("source", "validation_source"):
-        value = getattr(data, name, None)
+    def group(kind: type[Any]) -> Any:
+        return next((value for _, value in cfg if isinstance(value, kind)), None)
+
+    problems, notes, tokenizer = list[str](), list[str](), None
+    model, data, lora = group(ModelConfig), group(DataConfig), group(LoRAConfig)
+    with _gathered(problems):
+        if hasattr(cfg, "device"):
+            check_dtype(model.dtype if model else "float32", resolve_device(cfg.device))
+    with _gathered(problems):
+        if isinstance(cfg, RecipeConfig):
+            check_output_dir(cfg)
+    name = repository_name(model.path) if model else None
+    if model and name is not None and find_cached(name, weights=not model.random_init) is None:
+        notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
+    elif model:
+        with _gathered(problems):
+            decoder = empty_model(model.path, torch.float32)
+            if lora is not None:
+                quantize_as_loaded(lora)
+                apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights
+        with _gathered(problems):
+            tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None
+    for setting in ("source", "validation_source"):
+        value = getattr(data, setting, None)
         for source in [value] if isinstance(value, str) else value or []:
-            try:
-                row = next(read_rows([source], None, data), None)
-                if row is not None and row.problem is not None:
-                    yield f"data.{name}: {row.place}: {row.problem}."
-            except ValueError as error:
-                yield f"data.{name}: {error}"
+            with _gathered(problems, f"data.{setting}: "):
+                notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
+    return problems, notes
+
+
+@contextmanager
+def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if f"{error}" not in problems:  # both the model and its tokenizer miss the same folder
+            problems.append(f"{prefix}{error}")
+
+
+def _read_first_rows(data: Any, tokenizer: Any, source: Any) -> str:
+    """Reads the first rows of one source, and without a tokenizer only their fields; returns what came of them.
+
+    Raises ValueError for what the run would stop at.
+    """
+    from lean_ft.data.documents import renderer_of
+    from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of, reading
+    from lean_ft.data.sources import first_rows, list_sources, source_files
+
+    path = list_sources([source], data)[0].path
+    if source_files(path) is None and not resolve_data_path(path).is_dir():
+        return f"{path} is a data set of the hub, which the run reads."
+    rows = first_rows([source], NUM_ROWS_TO_DETECT, data)
+    if tokenizer is not None:
+        _, report = renderer_of(data, tokenizer, [source])(rows)
+        return f"of the first rows, {report}"
+    form = formats_of(data, rows, [source])[0]
+    for row in rows:
+        with reading(row):
+            form.fields_of(row)
+    return f"the first {len(rows)} rows are {form.name}"

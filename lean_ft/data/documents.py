@@ -29,7 +29,7 @@ ARRAYS = ("tokens", "trained", "lengths", "num_targets")  # what `Documents.of` 
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 # Another process reads the files again.
-copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder,)))
+copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder, tokenizer.own_template)))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class Renderer:
         for row in rows:
             try:
                 read.append((row, passages := self.reader.passages(row)))
-                report.rewritten_answers += sum(p.num_rewritten for p in passages if isinstance(p, Passage))
+                for passage in passages:
+                    if isinstance(passage, Passage):
+                        report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
         try:

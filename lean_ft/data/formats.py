@@ -7,21 +7,21 @@
 | preference        | chosen, rejected; prompt, tools          | a pair of answers: `lean_ft.data.preference`        |
 | prompt_completion | prompt, completion; tools                | a user's and an assistant's message, or messages    |
 | alpaca            | instruction, output; input               | the same; instruction and input are one message     |
+| input_output      | input, output; tools                     | as prompt_completion                                |
 | tokens            | input_ids; labels, attention_mask        | the ids as they are, trained where labels are ids   |
 | text              | text                                     | bos + text + eos, all of it trained                 |
-
 
 Behind the semicolon stand the fields that a row may lack. Of several formats that fit, the first of the table is
 taken.
 
-Without a chat template, prompt_completion becomes bos + prompt + completion + eos with nothing put between,
+Without a chat template, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
 tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
-empty line. Control tokens spelled in such plain texts are control tokens, since a text may be a chat that was
+empty line, unless it is set. Control tokens spelled in such plain texts are control tokens, since a text may be a chat that was
 rendered elsewhere; inside messages they are ordinary text.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ FORMATS = {
     "preference": _Fields(("chosen", "rejected"), ("prompt", "tools")),
     "prompt_completion": _Fields(("prompt", "completion"), ("tools",)),
     "alpaca": _Fields(("instruction", "output"), ("input",)),
+    "input_output": _Fields(("input", "output"), ("tools",)),
     "tokens": _Fields(("input_ids",), ("labels", "attention_mask")),
     "text": _Fields(("text",)),
 }
@@ -96,6 +97,7 @@ def formats_of(config: DataConfig, first_rows: Sequence[Row], source: Sources | 
         _check_columns(one.columns)
         rows = [row for row in first_rows if row.source == number]
         if rows:
+            _check_columns_are_there(one.columns, rows)
             name = _detect(rows, one.columns, config.on_bad_row) if one.format == "auto" else one.format
             formats[number] = RowFormat(name, one.columns)
     return formats
@@ -127,25 +129,55 @@ def _check_columns(columns: dict[str, str]) -> None:
             )
 
 
+def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row]) -> None:
+    """Refuses a column that none of the first rows has, but where rows may lack the field that it stands for."""
+    needed = {name for fields in FORMATS.values() for name in fields.required}
+    theirs = list(dict.fromkeys(name for row in rows for name in row.fields))
+    for ours, column in columns.items():
+        if ours in needed and theirs and column not in theirs:
+            raise ValueError(
+                f"data.columns.{ours}={column}: {rows[0].place} and those behind it have no column `{column}`; they have "
+                f"{', '.join(theirs)}.{did_you_mean(column, theirs)}"
+            )
+
+
 def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str) -> str:
     readable = [row for row in rows if row.problem is None]
     if not readable:
         raise ValueError(f"{rows[0].place}: {rows[0].problem}. None of the first rows can be read.")
 
-    def fit(name: str) -> int:
-        theirs = [columns.get(field, field) for field in FORMATS[name].required]
-        return sum(all(field in row.fields for field in theirs) for row in readable)
+    def fits(name: str, row: Row) -> bool:
+        return all(columns.get(field, field) in row.fields for field in FORMATS[name].required)
 
-    best = max(FORMATS, key=fit)  # the first of several
+    best = max(FORMATS, key=lambda name: sum(fits(name, row) for row in readable))  # the first of several
+    num_fitting = sum(fits(best, row) for row in readable)
     # A row of another shape is bad; whether it may be left out is for `on_bad_row` to say.
-    if fit(best) == len(readable) or (on_bad_row == "skip" and fit(best)):
+    if num_fitting == len(readable) or (on_bad_row == "skip" and num_fitting):
         return best
-    odd = min(readable, key=lambda row: all(columns.get(f, f) in row.fields for f in FORMATS[best].required))
+    if num_fitting:
+        kinds: dict[str, list[str]] = {}
+        for row in readable:
+            name = next((name for name in (best, *FORMATS) if fits(name, row)), f"none ({names_of(row.fields)})")
+            kinds.setdefault(name, []).append(row.place)
+        listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
+        raise ValueError(
+            f"the first {len(readable)} rows are not of one format:{listed}\nPut the rows of each format into a file of "
+            f"its own and list the files in data.source, or leave others out with data.on_bad_row=skip. {RENAME}"
+        )
     expected = "; ".join(f"{name}: {', '.join(fields.required)}" for name, fields in FORMATS.items())
     raise ValueError(
-        f"{odd.place}: the format cannot be told from the fields {names_of(odd.fields)}. Expected those of one format "
-        f"({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
+        f"{readable[0].place}: the format cannot be told from the fields {names_of(readable[0].fields)}. Expected those of "
+        f"one format ({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
     )
+
+
+def _shortened(places: list[str]) -> str:
+    """`rows.jsonl, line 1, line 3`: a file's name once."""
+    files: dict[str, list[str]] = {}
+    for place in places:
+        file, comma, line = place.rpartition(", ")
+        files.setdefault(file if comma else place, []).append(line if comma else "")
+    return "; ".join(", ".join(filter(None, [file, *lines])) for file, lines in files.items())
 
 
 @dataclass(frozen=True)
@@ -166,6 +198,7 @@ class RowReader:
         They are the rows of `source`, or of the source that is trained on.
         """
         formats = formats_of(config, first_rows, source)
+        check_rendering(config, tokenizer, formats.values())
         if any(format.name == "preference" for format in formats.values()):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are preference pairs (chosen, rejected), and this recipe learns from "
@@ -217,7 +250,8 @@ class RowReader:
         if format == "messages":
             return self._chat(read_chat(fields["messages"], "messages"), tools)
         if format == "sharegpt":
-            return self._chat(_with_system(read_chat(fields["conversations"], "conversations"), fields), tools)
+            system = check_text(fields.get("system") or "", "the field `system`")
+            return self._chat(in_front(system, read_chat(fields["conversations"], "conversations")), tools)
         if format == "tokens":
             return read_token_row(fields, self.tokenizer.vocab_size)
         if format == "text":
@@ -226,12 +260,19 @@ class RowReader:
         if format == "alpaca":
             asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
             fields = {"prompt": "\n\n".join(filter(None, asked)), "completion": fields["output"]}
+        elif format == "input_output":
+            fields = {"prompt": fields["input"], "completion": fields["output"]}
         if self.tokenizer.chat_template is None and not isinstance(fields["prompt"], list):
-            return self._plain(fields, between="\n\n" if format == "alpaca" else "")
+            prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
+            separator = (
+                self.config.separator if self.config.separator is not None else "\n\n" if format == "alpaca" else ""
+            )
+            return plain(prompt, completion, separator, train_prompt=self.config.train_on == "all")
         prompt, completion = as_chat(fields["prompt"], "prompt"), as_chat(fields["completion"], "completion")
         return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), tools)
 
     def _chat(self, chat: Chat, tools: list[dict[str, Any]] | None) -> Passage:
+        chat = with_system(chat, self.config)
         if self.config.train_on == "all":
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
@@ -241,12 +282,12 @@ class RowReader:
                 )
         return self.tokenizer.passage(chat.messages, tools, train_on=self.config.train_on, untrained=chat.untrained)
 
-    def _plain(self, fields: dict[str, Any], between: str) -> Passage:
-        prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
-        prompt += between
-        text = prompt + completion
-        start = 0 if self.config.train_on == "all" else len(prompt)
-        return Passage(text, [(start, len(text))], add_bos=True, add_eos=True)
+
+def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
+    """A prompt and its completion as one text, for a model without a chat template."""
+    text, begins = f"{prompt}{separator}{completion}", len(prompt) + len(separator)
+    span = (0 if train_prompt else begins, len(text))
+    return Passage(text, [span], add_bos=True, add_eos=True, joined_by=separator, num_empty=not completion.strip())
 
 
 def as_chat(value: Any, field: str) -> Chat:
@@ -265,9 +306,30 @@ def join(prompt: Chat, completion: Chat, *, train_prompt: bool) -> Chat:
     return Chat(prompt.messages + completion.messages, untrained | {i + count for i in completion.untrained})
 
 
-def _with_system(chat: Chat, fields: dict[str, Any]) -> Chat:
-    system = check_text(fields.get("system") or "", "the field `system`")
+def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[RowFormat]) -> None:
+    """Refuses settings of how rows are written as text that would change none."""
+    names, has_template = {format.name for format in formats}, tokenizer.chat_template is not None
+    if config.system is not None and (not has_template or names <= {"text", "tokens"}):
+        no_chats = f"the rows are {' and '.join(sorted(names))}" if has_template else "this model has none"
+        raise ValueError(
+            f"data.system is written in front of chats by a chat template, and {no_chats}. Leave it out and write it into "
+            "the rows, or set data.chat_template."
+        )
+    if config.separator is not None and has_template:
+        raise ValueError(
+            "data.separator stands between prompts and completions that no chat template writes, and this model has one. "
+            "Leave it out."
+        )
+
+
+def in_front(system: str | None, chat: Chat) -> Chat:
+    """The chat behind a system message, if there is one to put there."""
     return join(Chat([{"role": "system", "content": system}]), chat, train_prompt=True) if system else chat
+
+
+def with_system(chat: Chat, config: DataConfig) -> Chat:
+    """The chat behind `data.system`, unless it begins with a system message of its own."""
+    return chat if chat.messages[0]["role"] in ("system", "developer") else in_front(config.system, chat)
 
 
 def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
-from lean_ft.data.formats import RowFormat, as_chat, formats_of, join, reading
+from lean_ft.data.formats import RowFormat, as_chat, check_rendering, formats_of, join, plain, reading, with_system
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row
 from lean_ft.settings import PreferenceDataConfig, Sources
@@ -74,6 +74,7 @@ class PairReader:
     ) -> "PairReader":
         """A reader for the rows of `source`, told by its first ones. Raises ValueError where they are no pairs."""
         formats = formats_of(config, first_rows, source)
+        check_rendering(config, tokenizer, formats.values())
         if other := next((format.name for format in formats.values() if format.name != "preference"), None):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are {other}, and this recipe learns from pairs; expected the fields "
@@ -105,7 +106,8 @@ class PairReader:
                 # Whoever wrote both as one text rendered them, too.
                 return [_plain(prompt, answer) for answer in (chosen, rejected)]
             if self.tokenizer.chat_template is None:
-                return [_plain(check_text(prompt, "`prompt`"), answer) for answer in (chosen, rejected)]
+                separator = self.config.separator or ""
+                return [plain(check_text(prompt, "`prompt`"), answer, separator) for answer in (chosen, rejected)]
         tools = read_tools(fields.get("tools"))
         sides = as_chat(chosen, "chosen"), as_chat(rejected, "rejected")
         begins_anew = all(side.messages[0]["role"] != "assistant" for side in sides)
@@ -125,7 +127,7 @@ class PairReader:
                     "`chosen` and `rejected` do not begin with the same prompt, followed by an answer of the assistant "
                     "each. Give the prompt as `prompt`, or both sides as messages that begin alike."
                 )
-            chat = join(asked, answer, train_prompt=False)
+            chat = with_system(join(asked, answer, train_prompt=False), self.config)
             passages.append(
                 self.tokenizer.passage(chat.messages, tools, train_on="completion", untrained=chat.untrained)
             )

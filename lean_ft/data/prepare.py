@@ -34,7 +34,8 @@ from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
 # How rows are prepared and kept changes nothing in them, and where they come from counts by its content.
-NOT_IN_FINGERPRINT = {"source", "validation_source", "num_processes", "cache_dir", "cache_gib"}
+NOT_IN_FINGERPRINT = {"source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"}
+NOT_WHERE_NULL = ("system", "separator")  # so that checkpoints of before these settings still fit
 # What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens"}
 
@@ -91,6 +92,11 @@ def prepare_batches(
     """What the two above do, for the settings of any objective."""
     if (watcher := stage()) is not None:
         return watcher.batches(lambda: longest_batch(config, batch_size)), None
+    if config.chat_template is not None and tokenizer.own_template is None:
+        raise ValueError(
+            "data.chat_template is set, and this recipe loads its tokenizer without it. In the recipe: "
+            "load_tokenizer(cfg.model.path, cfg.data.chat_template)."
+        )
     folder = cache_folder(config.cache_dir)
     whole = load_documents(config, tokenizer, config.source, folder)
     weights = [source.weight for source in list_sources(config.source)]
@@ -114,12 +120,16 @@ def prepare_batches(
 
     layout = lay_out(trained, config, batch_size, tokenizer.pad_id, folder)
     held_out_layout = lay_out(held_out, config, batch_size, tokenizer.pad_id, folder) if held_out else None
+    for one, rows_of_it in ((trained, layout), (held_out, held_out_layout)):
+        if one is not None and rows_of_it is not None:
+            check_context(rows_of_it, one.report, config, tokenizer.context_length)
     used = {key for one in (whole, trained, held_out) if one and one.key for key in (one.key, one.packing_key(config))}
     limit_size(folder, config.cache_gib * 2**30, keep=used)
 
     # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
+    settings = {name: value for name, value in settings.items() if value is not None or name not in NOT_WHERE_NULL}
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by)
     layout = replace(layout, most_in_a_row=most)
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
@@ -174,6 +184,22 @@ def lay_out(prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int
     if packed:
         tell_packing(prepared.report, layout, documents, config)
     return layout
+
+
+def check_context(layout: Layout, report: DataReport, config: DataConfig, context_length: int | None) -> None:
+    """Tells `report` how many texts are longer than the model was made for. Raises ValueError under `overflow=raise`."""
+    lengths = layout.lengths[layout.order]
+    if layout.joined:
+        lengths = np.add.reduceat(lengths, layout.offsets[:-1])
+    if context_length is None or not (number := int((lengths > context_length).sum())):
+        return
+    report.beyond_context, report.context_length = number, context_length
+    if config.overflow == "raise":
+        raise ValueError(
+            f"{number:,} {'sequences are' if number > 1 else 'sequence is'} longer than the model's context of "
+            f"{context_length:,} tokens (max_position_embeddings in its config.json), the longest {lengths.max():,}. Set "
+            f"data.max_length={context_length} to be told which, or with it data.overflow=truncate or data.overflow=drop."
+        )
 
 
 def layout_of(
@@ -265,7 +291,8 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in tokenizer.files))
+    files = [*tokenizer.files, *filter(None, [tokenizer.own_template])]
+    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files))
 
 
 @cache

@@ -5,9 +5,11 @@ from itertools import zip_longest
 from typing import Any
 
 from lean_ft.settings import DataConfig
+from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "rewritten_answers", "bad_rows", "tokens", "target_tokens")
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens")
+COUNTS += ("rewritten_answers", "empty_answers")
 
 
 @dataclass
@@ -30,6 +32,10 @@ class DataReport:
     """Rows left out, by reason."""
     rewritten_answers: int = 0
     """Answers without labels because the chat template gives them another end once they are history."""
+    empty_answers: int = 0
+    """Answers that say nothing, of rows that are kept or not."""
+    joined: dict[str, int] = field(default_factory=dict)
+    """Prompts and completions that no chat template wrote, by what was put between them."""
     bad_rows: int = 0
     """Rows left out because they could not be read."""
     bad_row_examples: list[str] = field(default_factory=list)
@@ -37,6 +43,10 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     """Tokens that carry a label."""
+    beyond_context: int = 0
+    """Sequences longer than the model was made for."""
+    context_length: int | None = None
+    """The longest that it was made for, in tokens, where there are such."""
     packing: str | None = None
     """How rows of max_length were packed; None where they were not."""
     packed_rows: int | None = None
@@ -52,13 +62,28 @@ class DataReport:
         if self.bad_rows:
             parts.append(f"{self.bad_rows:,} bad, left out (the first: {self.bad_row_examples[0]})")
         if self.truncated:
-            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens)")
+            remedy = (
+                "; data.packing=bfd_split loses none"
+                if self.format == "text" and self.lost_tokens > self.tokens
+                else ""
+            )
+            parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         if self.rewritten_answers:
             ended = "messages follow them, and the chat template then ends them otherwise"
             parts.append(f"{self.rewritten_answers:,} answers not trained ({ended})")
+        if self.empty_answers:
+            parts.append(f"{self.empty_answers:,} empty answers")
+        parts += [
+            f"no chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
+            "(data.separator)"
+            for between, count in self.joined.items()
+        ]
         share = self.target_tokens / max(1, self.tokens)
         parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        if self.beyond_context:
+            beyond = f"longer than the model's context of {self.context_length:,} tokens"
+            parts.append(f"WARNING: {self.beyond_context:,} {beyond}, for which its positions were not trained")
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
         if self.packing == "wrapped":
@@ -76,6 +101,13 @@ class DataReport:
 
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def count_passage(self, passage: Passage) -> None:
+        """Counts what a text that a row becomes has of its own."""
+        self.rewritten_answers += passage.num_rewritten
+        self.empty_answers += passage.num_empty
+        if passage.joined_by is not None:
+            self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
 
     def takes_overlong(self, length: int, config: DataConfig, place: str) -> bool:
         """Whether a sequence of `length` tokens, more than max_length, is to be cut; else it is counted as dropped.
@@ -126,5 +158,6 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        for ours, theirs in ((self.dropped, other.dropped), (self.joined, other.joined)):
+            for reason, count in theirs.items():
+                ours[reason] = ours.get(reason, 0) + count

@@ -12,7 +12,7 @@ from lean_ft.data.text_files import read_text_file
 from lean_ft.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Source, Sources
 
-EXPECTED = "a JSONL, JSON, CSV, TSV or Parquet file, a glob, or a Hugging Face dataset (org/name)"
+EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 
@@ -74,7 +74,7 @@ def source_files(source: str) -> list[Path] | None:
             raise ValueError(f"data source {source}: no file matches this glob.")
         return files
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source)
-    if is_name and not re.search(r"\.(jsonl?|csv|tsv|txt|parquet|gz|zst|zstd)$", source):
+    if is_name and not re.search(r"\.(jsonl?|csv|tsv|txt|md|parquet|gz|zst|zstd)$", source):
         return None
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.")
 

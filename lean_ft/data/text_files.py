@@ -1,8 +1,8 @@
-"""Rows of text files, plain or compressed: JSONL, JSON arrays, CSV and TSV.
+"""Rows of text files, plain or compressed: JSONL, JSON arrays, CSV, TSV, and plain texts.
 
-What a file holds, and how it is compressed, is told by its first bytes; only CSV and TSV go by the name's ending, since they begin like
-anything. JSON is read strictly: a name that stands twice in an object, NaN and Infinity are refused, where
-Python's own reader would keep the last value or make a number of it.
+What a file holds, and how it is compressed, is told by its first bytes; only CSV, TSV and plain text go by the name's
+ending, since they begin like anything. JSON is read strictly: a name that stands twice in an object, NaN and Infinity are
+refused, where Python's own reader would keep the last value or make a number of it.
 
 A row that cannot be read is a `Row` with a problem, so that others can follow it. A file that cannot be read any
 further (a truncated archive, a broken array) is a ValueError at once.
@@ -11,6 +11,7 @@ further (a truncated archive, a broken array) is a ValueError at once.
 import csv
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +24,18 @@ BOM = b"\xef\xbb\xbf"
 NUM_BYTES_TO_DETECT = 4096
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 16  # compressed
+PLAIN_TEXT = (".txt", ".md")
+_JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
+# An object that holds all rows: `{"version": "1.0", "data": [{`
+_WRAPPED_ROWS = re.compile(
+    rb"""\s*\{(\s*"[^"]*"\s*:\s*("[^"]*"|[^\s"{}[\],]+)\s*,)*\s*"(data|rows|examples)"\s*:\s*\[\s*\{"""
+)
 
 
 def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    """Rows of a JSONL, JSON, CSV or TSV file, in order; `digest` is fed every byte, decompressed.
+    """Rows of a JSONL, JSON, CSV, TSV or text file, in order; `digest` is fed every byte, decompressed.
 
-    Empty lines are no rows. Raises ValueError for a file that is empty or cannot be read to its end.
+    Empty lines are no rows, and a text file is one row with the field `text`. Raises ValueError for a file that is empty or cannot be read to its end.
     """
     start = _start(path)
     if not start.strip():
@@ -37,9 +44,13 @@ def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     lines = _lines(path, digest)
     ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
     if ending in (".csv", ".tsv"):
-        rows = _csv_rows(lines, path, "\t" if ending == ".tsv" else ",")
+        rows = _csv_rows(lines, path, "\t" if ending == ".tsv" else _delimiter(start))
+    elif ending in PLAIN_TEXT and not _JSON_ROWS.match(start):
+        rows = iter([_text_row(b"".join(lines), path)])
     elif start.lstrip()[:1] == b"[":
         rows = _array_rows(b"".join(lines), path)
+    elif _WRAPPED_ROWS.match(start):
+        rows = _wrapped_rows(list(lines), path)
     else:
         rows = _json_lines(lines, path)
     any_row = False
@@ -86,17 +97,47 @@ def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
             yield Row({}, place, problem=f"{error}{hint if 'malformed' in str(error) else ''}")
 
 
+def _text_row(content: bytes, path: Path) -> Row:
+    try:
+        return Row({"text": _decode(content)}, str(path))
+    except ValueError as error:
+        return Row({}, str(path), problem=str(error))
+
+
 def _array_rows(content: bytes, path: Path) -> Iterator[Row]:
     try:
         values = parse_json(_decode(content))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return _rows_of(values, path)
+
+
+def _wrapped_rows(lines: list[bytes], path: Path) -> Iterator[Row]:
+    """Rows of one object that holds them all; of lines that are objects each, where one begins like that."""
+    try:
+        values = parse_json(_decode(b"".join(lines)))
+    except ValueError as error:
+        if "Extra data" in str(error):
+            return _json_lines(lines, path)
+        raise ValueError(f"{path}: {error}") from None
+    rows = next(value for value in values.values() if isinstance(value, list))
+    # A list of messages is a chat, under a name of the user's.
+    return _json_lines(lines, path) if {"role", "from"} & set(rows[0]) else _rows_of(rows, path)
+
+
+def _rows_of(values: list[Any], path: Path) -> Iterator[Row]:
     for number, value in enumerate(values, start=1):
         place = f"{path}, row {number}"
         try:
             yield Row(_object(value), place)
         except ValueError as error:
             yield Row({}, place, problem=str(error))
+
+
+def _delimiter(start: bytes) -> str:
+    """What stands between the columns' names: a comma, or else what spreadsheets write where a comma is a decimal point."""
+    header = start.partition(b"\n")[0].decode("utf-8", "replace")
+    return next((sign for sign in ",;\t" if len(next(csv.reader([header], delimiter=sign), ())) > 1), ",")
 
 
 def _csv_rows(lines: Iterable[bytes], path: Path, delimiter: str) -> Iterator[Row]:

@@ -10,11 +10,14 @@ Shapes: B batch, T tokens of the longest prompt, V vocabulary.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lean_ft.context import context_length
+from lean_ft.log import say
 from lean_ft.models.cache import KVCache
 from lean_ft.models.decoder import Decoder
 
@@ -53,10 +56,14 @@ def generate_steps(
     if not prompts or max_new_tokens == 0:
         return
     texts = [list(prompt) for prompt in prompts]
-    capacity = max(map(len, prompts)) + max_new_tokens
+    longest = max(map(len, prompts))
+    capacity, context = longest + max_new_tokens, context_length(model.hf_config)
+    beyond = max(0, context - longest + 1) + 1 if context is not None else None  # the step that reads too long a text
     cache, hidden = _read(model, texts, capacity)
     running = [True] * len(prompts)
     for count in range(1, max_new_tokens + 1):
+        if count == beyond:
+            _say_too_long(context)
         with torch.no_grad():
             logits = model.logits(hidden)  # (B, V)
         tokens = _next_tokens(logits, temperature, top_k, top_p, generator)  # (B,)
@@ -72,6 +79,11 @@ def generate_steps(
             hidden = _forward(model, tokens[:, None], cache)[:, 0]
         else:
             cache, hidden = _read(model, texts, capacity)
+
+
+@cache
+def _say_too_long(context: int | None) -> None:  # once, however many texts are
+    say("WARNING", f"a text is longer than the model's context of {context:,} tokens: it was not made for what follows")
 
 
 def _read(model: Decoder, texts: list[list[int]], capacity: int) -> tuple[KVCache, Tensor]:

@@ -105,7 +105,12 @@ def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: floa
 def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | None) -> Decoder:
     """The model of a folder's config.json, of shapes alone; where that reads images too, its language model."""
     file = folder / "config.json"
-    whole = read_json(file, "it says what the model computes; is this a model's folder?")
+    purpose = "it says what the model computes; is this a model's folder?"
+    if (folder / "adapter_config.json").is_file():
+        purpose = (
+            "it is an adapter's. Give its base model as model.path, and this folder as adapter= to generate with both."
+        )
+    whole = read_json(file, purpose)
     hf_config = language_model_config(whole, where=str(file))
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     model.source_folder, model.hf_config = folder, hf_config

@@ -3,6 +3,9 @@
 The rehearsal runs in a process forked for it: the tracer and the compiler that it brings stay out of the run's own
 memory, and a recipe that does more than the library calls cannot spoil the run that follows. Where a bound from the
 shapes alone shows that the run takes less than half of what is there, nothing is rehearsed.
+
+Where that bound does not say enough, and rows are not packed to one length, the data are prepared first, as the run would
+do next: `data.max_length` may be far from the longest row. They are kept in the cache, from which the run maps them.
 """
 
 import json
@@ -16,10 +19,14 @@ from typing import Any
 
 import torch
 
+from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
-from lean_ft.settings import RecipeConfig
+from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.continuation import check_output_dir
+from lean_ft.training.device import resolve_device
 from lean_ft.units import gibibytes
 
 _PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
@@ -49,15 +56,23 @@ class Outlook:
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     """Returns what a run of the recipe will take; None where its settings are refused, as the run is going to say.
 
-    Raises RuntimeError where the rehearsal fails for another reason.
+    Raises ValueError for data that cannot be read, and RuntimeError where the rehearsal fails for another reason.
     """
     device, room_bytes = choose_device(None, cfg.device), _room_bytes(cfg.device)
-    try:
+
+    def bound_is_enough(cfg: RecipeConfig) -> Outlook | None:
         bound = upper_bound_bytes(cfg)
+        enough = bound is not None and (room_bytes is None or bound < room_bytes // 2)
+        return Outlook(bound, "", room_bytes, device.name) if bound is not None and enough else None
+
+    try:
+        outlook = bound_is_enough(cfg)
     except ValueError:
         return None
-    if bound is not None and (room_bytes is None or bound < room_bytes // 2):
-        return Outlook(bound, "", room_bytes, device.name)
+    if outlook is None and (cfg := as_long_as_its_data(given := cfg)) is not given:
+        outlook = bound_is_enough(cfg)
+    if outlook is not None:
+        return outlook
 
     def peak() -> list[Any]:
         from lean_ft.plan.rehearsal import rehearse
@@ -72,9 +87,29 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     return Outlook(peak_bytes, where, room_bytes, device.name)
 
 
+def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
+    """The settings with rows that are no longer than the longest of the data, and no more of them, where none are packed.
+
+    Prepares the data, and raises ValueError as that does, or as `start` for a device or output_dir that cannot be.
+    """
+    data, model = cfg.group(DataConfig), cfg.group(ModelConfig)
+    if data is None or model is None or data.packs_rows or data.streaming:
+        return cfg
+    resolve_device(cfg.device)
+    check_output_dir(cfg)
+    batches, _ = prepare_batches(data, load_tokenizer(model.path, data.chat_template), cfg.batch_size, cfg.seed)
+    longest = batches.longest if data.longest is None else min(data.longest, batches.longest)
+    update: dict[str, Any] = {"max_length": longest}
+    if data.batch_tokens is not None:
+        update["batch_tokens"] = min(data.batch_tokens, batches.num_rows * longest * len(data.sides))
+    name = next(name for name, value in cfg if value is data)
+    batch_size = min(cfg.batch_size, batches.num_rows)
+    return cfg.model_copy(update={name: data.model_copy(update=update), "batch_size": batch_size})
+
+
 def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
     """Returns lines that name settings which take less memory, with the peak of each, the leanest first."""
-    device = choose_device(None, cfg.device)
+    device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
 
     def lines() -> str:
         from lean_ft.plan.search import remedies

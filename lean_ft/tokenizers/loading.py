@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
+from lean_ft.context import context_length
 from lean_ft.paths import resolve_model_path
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
@@ -16,6 +17,7 @@ from lean_ft.tokenizers.tokenizer import Tokenizer
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
 
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -24,7 +26,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     "chat_template.json",
 )
 # Named templates beside `chat_template.jinja`: transformers 5 writes the first.
@@ -35,29 +37,31 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 class _WhenAsked:
     """A tokenizer that is loaded when something of it is wanted: a recipe that is planned may need none."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
 
     @cached_property
     def _loaded(self) -> Tokenizer:
-        return _load_tokenizer(self._path)
+        return _load_tokenizer(*self._arguments)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat_template: Path | None = None) -> Tokenizer:
     """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
 
     Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
     as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
-    beside it; what they do not say comes from `generation_config.json` and `config.json`. Raises ValueError
-    where the folder has no tokenizer or its files contradict each other.
+    beside it; what they do not say comes from `generation_config.json` and `config.json`. `chat_template` is a file of
+    one to take in place of the folder's. Raises ValueError where the folder has no tokenizer or its files contradict
+    each other.
     """
-    return cast(Tokenizer, _WhenAsked(path)) if stage() is not None else _load_tokenizer(path)
+    found = _WhenAsked(path, chat_template) if stage() is not None else _load_tokenizer(path, chat_template)
+    return cast(Tokenizer, found)
 
 
-def _load_tokenizer(path: str | Path) -> Tokenizer:
+def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
     config = _read_json(folder / "tokenizer_config.json")
     for key, value in _read_json(folder / "special_tokens_map.json").items():
@@ -100,17 +104,22 @@ def _load_tokenizer(path: str | Path) -> Tokenizer:
                 token = vocabulary.id_token(token_id)
                 if token is not None and key != "pad_token":
                     named[key] = token
+    own = None if chat_template is None else chat_template.expanduser()
     pad_candidates = (ids.get("pad_token"), ids.get("eos_token"), ids.get("unk_token"), 0)
     return Tokenizer(
         vocabulary,
         special_tokens=named,
-        chat_templates=_chat_templates(folder, config),
+        chat_templates=_chat_templates(folder, config) if own is None else {"default": _read_template(own)},
         bos_id=ids.get("bos_token"),
         eos_id=ids.get("eos_token"),
         pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
         folder=folder,
-        files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        + [file for name in TEMPLATE_FOLDERS for file in sorted((folder / name).glob("*.jinja"))],
+        files=[
+            folder / name for name in TOKENIZER_FILES if (folder / name).is_file() and (own is None or name != TEMPLATE)
+        ]
+        + [file for name in TEMPLATE_FOLDERS if own is None for file in sorted((folder / name).glob("*.jinja"))],
+        own_template=own,
+        context_length=context_length(_read_json(folder / "config.json")),
     )
 
 
@@ -170,6 +179,8 @@ def _read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8, but byte {error.start} is not.") from None
+    except OSError as error:
+        raise ValueError(f"the chat template {file} cannot be read: {error.strerror}.") from None
 
 
 def _content(token: str | dict[str, Any]) -> str:
@@ -241,8 +252,8 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         templates = {entry["name"]: entry["template"] for entry in in_config}
     else:
         templates = dict(in_config or {})
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read_template(folder / "chat_template.jinja")
+    if (folder / TEMPLATE).is_file():
+        templates["default"] = _read_template(folder / TEMPLATE)
     for name in TEMPLATE_FOLDERS:
         for file in sorted((folder / name).glob("*.jinja")):
             templates[file.stem] = _read_template(file)

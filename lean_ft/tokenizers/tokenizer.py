@@ -34,6 +34,10 @@ class Passage:
     """Put eos behind, trained, if there is one and the text does not end with it."""
     num_rewritten: int = 0
     """Answers that carry no label because the chat template gives them another end once they are history."""
+    num_empty: int = 0
+    """Answers that may be trained and say nothing, not even by a tool call."""
+    joined_by: str | None = None
+    """What was put between a prompt and its completion; None where a chat template writes them."""
 
 
 class Tokenizer:
@@ -54,12 +58,18 @@ class Tokenizer:
         pad_id: int,
         folder: Path,
         files: list[Path],
+        own_template: Path | None = None,
+        context_length: int | None = None,
     ):
         self._vocabulary = vocabulary
         self._special_tokens = special_tokens
         self._chat_templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.folder, self.files = folder, files
+        self.own_template = own_template
+        """The file of a chat template that the user gave in place of the folder's."""
+        self.context_length = context_length
+        """The longest text that the model beside the tokenizer was made for; None where nothing tells."""
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
 
@@ -203,7 +213,8 @@ class Tokenizer:
         if train_on == "all":
             spans = _without([(0, len(full))], spans)
         trained = [(unmarked(start), unmarked(end)) for start, end in spans]
-        return Passage(text, trained, literal, num_rewritten=num_rewritten)
+        num_empty = sum(_is_empty(messages[i]) for i in turns if i not in untrained)
+        return Passage(text, trained, literal, num_rewritten=num_rewritten, num_empty=num_empty)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
         """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
@@ -242,6 +253,8 @@ class Tokenizer:
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)
+        if self.own_template is not None:
+            shutil.copyfile(self.own_template, folder / "chat_template.jinja")
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._chat_templates:
@@ -273,6 +286,11 @@ class Tokenizer:
             items = [self._mark_literals(inner) for inner in value]
             return [inner for inner, _ in items], sum(n for _, n in items)
         return value, 0
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    said = [value for name, value in message.items() if name != "role"]
+    return not any(value.strip() if isinstance(value, str) else value for value in said)
 
 
 def _spans_of(wanted: list[int], turns: list[int], blocks: list[tuple[int | None, Span]]) -> list[Span]:

@@ -1,8 +1,10 @@
 """`leanft validate`: settings and files, without a run."""
 
 import json
+import re
 
 import pytest
+import yaml
 
 from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
 from lean_ft.settings_text import load_config
@@ -31,14 +33,12 @@ class Config(Settings):
 def recipe(tmp_path):
     path = tmp_path / "validated.py"
     path.write_text(RECIPE)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     return path
 
 
 def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, recipe, tmp_path):
-    overrides = [f"model.path={tmp_path}/model", f"data.source=[{tmp_path}/rows.jsonl]", "data.max_length=8"]
+    overrides = ["model.path=tiny", f"data.source=[{tmp_path}/rows.jsonl]", "data.max_length=8"]
     answer = leanft("validate", recipe, *overrides)
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.splitlines()[-1].startswith("# ok")
@@ -69,3 +69,82 @@ def test_wrong_settings(leanft, recipe):
     answer = leanft("validate", recipe, "model.dtype=int8")
     assert answer.code == 2
     assert "expected bfloat16 | float32 | float16, came 'int8'" in answer.err
+
+
+ROWS = {
+    "good.jsonl": [{"prompt": "q", "completion": "a"}] * 20,
+    "unmapped.jsonl": [{"question": "q", "reply": "a"}],
+    "mixed.jsonl": [{"prompt": "q", "completion": "a"}] * 9 + [{"text": "t"}],
+    "number.jsonl": [{"prompt": "q", "completion": "a"}] * 9 + [{"prompt": "q", "completion": 3}],
+}
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    for name, rows in ROWS.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+
+    def arguments(*overrides: str) -> list[str]:
+        given = ["data.source=DIR/good.jsonl", "output_dir=DIR/run", *overrides]
+        return ["--config", "tiny/lora", *(one.replace("DIR", str(tmp_path)) for one in given)]
+
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: the format cannot be told from the fields question, reply"),
+        ("data.source=DIR/mixed.jsonl", "text: {}/mixed.jsonl, line 10"),
+        ("data.source=DIR/number.jsonl", "line 10: the field `completion` is a number"),
+        ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
+        ("data.validation_source=DIR/unmapped.jsonl", "data.validation_source: .*unmapped.jsonl, line 1"),
+        ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
+        ("device=mps", "device=mps needs a mps device"),
+        ("output_dir=DIR/good.jsonl", "output_dir=.*good.jsonl is a file"),
+        ("output_dir=DIR/good.jsonl/run", "cannot be written"),
+        ("output_dir=DIR", "holds files that are no run's"),
+        ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
+        ("model.path=DIR/adapter", "has no config.json: it is an adapter's. .*adapter="),
+    ],
+)  # fmt: skip
+def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, override, message):
+    assert leanft("validate", *arguments()).code == 0
+    answer = leanft("validate", *arguments(override))
+    assert (answer.code, answer.out) == (2, "")
+    assert re.search(message.replace("{}", str(tmp_path)), answer.err), answer.err
+
+
+def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
+    answer = leanft("validate", *arguments("model.path=org/none", "data.validation_source=org/rows"))
+    assert answer.code == 0, answer.err
+    for line in (
+        "# org/none is no folder here and not downloaded",
+        "the first 16 rows are prompt_completion",
+        "# data.validation_source: org/rows is a data set of the hub",
+    ):
+        assert line in answer.out
+    assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft("validate", *arguments()).out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["data.source=DIR/good.jsonl"], ("null", 0)),
+        (["data.source=DIR/good.jsonl", "data.validation_fraction=0.5"], ("null", 200)),
+        (["data.source=DIR/good.jsonl", "data.validation_source=DIR/good.jsonl"], ("DIR/good.jsonl", 200)),
+        (["data.source=DIR/good.jsonl", "eval_answers=3"], ("null", 3)),
+        (["data.max_length=9"], ("tiny/validation.jsonl", 200)),
+    ],
+)
+def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, tmp_path, overrides, kept):
+    own = [*arguments()[:2], f"output_dir={tmp_path}/run", *(one.replace("DIR", str(tmp_path)) for one in overrides)]
+    answer = leanft("validate", *own)
+    assert answer.code == 0, answer.err
+    settings = yaml.safe_load(answer.out)
+    expected = None if kept[0] == "null" else kept[0].replace("DIR", str(tmp_path))
+    assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])
+    assert ("left out, as data.source is another" in answer.err) == (kept[0] == "null")
+    assert ("eval_answers=200" in answer.err) == (kept[1] == 0)

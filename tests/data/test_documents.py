@@ -129,7 +129,7 @@ def test_the_report_in_a_line(config: Config, plain_tokenizer):
     rows = [
         {"prompt": "p", "completion": "c" * 20},
         {"prompt": "p" * 9, "completion": "c"},
-        {"prompt": "p", "completion": "c"},
+        {"prompt": "p", "completion": " "},
     ]
     _, report = prepare(config(rows, max_length=8), plain_tokenizer)
     line = str(report)

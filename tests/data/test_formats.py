@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from lean_ft.data.formats import RowReader, formats_of, read_token_row
+from lean_ft.data.preference import PairReader
 from lean_ft.data.rows import Row
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import PreferenceDataConfig, SFTDataConfig
 from lean_ft.tokenizers import Passage
 
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -30,6 +31,7 @@ def trained(passage: Passage) -> list[str]:
         {"prompt": "q", "completion": "a"},
         {"instruction": "q", "input": "", "output": "a"},
         {"instruction": "q", "output": "a"},
+        {"input": "q", "output": "a"},
     ],
 )
 def test_chats(fields: dict[str, Any], chat_tokenizer):
@@ -56,6 +58,53 @@ def test_texts_without_template(plain_tokenizer):
     assert (passage.text, trained(passage), passage.add_bos, passage.add_eos) == ("qa", ["a"], True, True)
     passage = read({"instruction": "do", "input": "this", "output": "a"}, plain_tokenizer)
     assert (passage.text, trained(passage)) == ("do\n\nthis\n\na", ["a"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "q", "completion": "a"},
+        {"instruction": "q", "output": "a"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ],
+)
+def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenizer, chat_tokenizer):
+    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, RowReader)
+    config, row = settings(source="rows.jsonl", separator="\nA: "), Row(fields, "rows.jsonl, line 7")
+    passage = reader.of(config, [row], plain_tokenizer).passages(row)[0]
+    assert isinstance(passage, Passage)
+    assert (passage.text, trained(passage)) == ("q\nA: a", ["a"])
+    with pytest.raises(ValueError, match="no chat template writes, and this model has one"):
+        reader.of(config, [row], chat_tokenizer)
+
+
+SYSTEM = {"role": "system", "content": "s"}
+BEHIND = "<|im_start|>system\ns<|im_end|>\n" + CHAT
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"messages": MESSAGES}, BEHIND),
+        ({"prompt": "q", "completion": "a"}, BEHIND),
+        ({"messages": [{"role": "system", "content": "own"}, *MESSAGES]}, BEHIND.replace("\ns<", "\nown<")),
+        ({"conversations": MESSAGES, "system": "own"}, BEHIND.replace("\ns<", "\nown<")),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, BEHIND),
+    ],
+)
+def test_a_system_message_stands_in_front_of_chats_without_one(fields, text, chat_tokenizer):
+    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, RowReader)
+    row = Row(fields, "rows.jsonl, line 7")
+    passage = reader.of(settings(source="rows.jsonl", system="s"), [row], chat_tokenizer).passages(row)[0]
+    assert isinstance(passage, Passage)
+    assert (passage.text, trained(passage)) == (text, ["a<|im_end|>"])
+
+
+def test_a_system_message_that_nothing_would_write_is_refused(plain_tokenizer, chat_tokenizer):
+    with pytest.raises(ValueError, match="this model has none"):
+        read({"prompt": "q", "completion": "a"}, plain_tokenizer, system="s")
+    with pytest.raises(ValueError, match="the rows are text"):
+        read({"text": "q"}, chat_tokenizer, system="s")
 
 
 @pytest.mark.parametrize("train_on", ["completion", "assistant", "last", "all"])
@@ -85,8 +134,8 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
         ({"prompt": "q"}, {"format": "prompt_completion"}, r"no field `completion`.*needs prompt, completion; the row has prompt"),
         (
             {"prompt": "q", "answer": "a"},
-            {"format": "prompt_completion", "columns": {"completion": "reply"}},
-            r"no field `reply` \(for `completion`, by data.columns\)",
+            {"format": "prompt_completion", "columns": {"completion": "answr"}},
+            r"data.columns.completion=answr: .*line 7 .*no column `answr`; they have prompt, answer. Did you mean 'answer'",
         ),
         ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a number; expected a string"),
         ({"prompt": "q", "completion": None}, {}, "the field `completion` is null"),
@@ -139,6 +188,8 @@ def detect(*fields: dict[str, Any], **settings: Any) -> str:
         ({"chosen": "a", "rejected": "b"}, "preference"),
         ({"prompt": "q", "completion": "a", "instruction": "q", "output": "a"}, "prompt_completion"),
         ({"instruction": "q", "output": "a", "text": "x"}, "alpaca"),
+        ({"instruction": "q", "input": "i", "output": "a"}, "alpaca"),
+        ({"input": "q", "output": "a", "text": "x"}, "input_output"),
         ({"input_ids": [1], "text": "x"}, "tokens"),
         ({"text": "x", "prompt": "q"}, "text"),
     ],
@@ -146,8 +197,10 @@ def detect(*fields: dict[str, Any], **settings: Any) -> str:
 def test_detection(fields: dict[str, Any], name: str):
     assert detect(fields) == name
     # A format fits only if it fits every row that is looked at.
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the format cannot be told from the fields other"):
-        detect(fields, {"other": 1})
+    with pytest.raises(ValueError, match="3 rows are not of one format:") as error:
+        detect(fields, {"other": 1}, fields)
+    lines = str(error.value).splitlines()
+    assert lines[1:3] == [f"  {name}: a.jsonl, line 1, line 3", "  none (other): a.jsonl, line 2"]
     assert detect(fields, {"other": 1}, on_bad_row="skip") == name
     assert detect({"other": 1}, format=name) == name
 

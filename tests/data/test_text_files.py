@@ -28,6 +28,9 @@ PLAIN = {
     "rows.json": json.dumps(ROWS, indent=1),
     "rows.csv": csv_of(ROWS, ","),
     "rows.tsv": csv_of(ROWS, "\t"),
+    "semicolons.csv": csv_of(ROWS, ";"),
+    "wrapped.json": json.dumps({"version": "1.0", "count": 3, "data": ROWS}, indent=1),
+    "wrapped_in_a_line.json": json.dumps({"rows": ROWS}) + "\n",
 }
 
 
@@ -42,6 +45,23 @@ def test_all_kinds_give_the_same_rows(write: Write, name: str, compress: Callabl
     rows = list(read_rows(write(packed, name if compress is bytes else f"{name}.gz"), digest))
     assert [row.fields for row in rows] == ROWS
     assert digest.digest() == hashlib.sha256(content).digest()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "expected"),
+    [
+        ("Call me\n\nIshmael.\n", "a.txt", [{"text": "Call me\n\nIshmael.\n"}]),
+        ("[Chapter 1] {x}", "a.txt", [{"text": "[Chapter 1] {x}"}]),
+        ("# Title", "a.md", [{"text": "# Title"}]),
+        ('{"a": 1}\n{"a": 2}', "a.txt", [{"a": 1}, {"a": 2}]),
+        # Rows that only look as if one object held them all: several lines of one kind, and a chat.
+        ('{"data": [{"a": 1}]}\n{"data": [{"a": 2}]}', "a.json", [{"data": [{"a": 1}]}, {"data": [{"a": 2}]}]),
+        ('{"data": [{"role": "user"}]}', "a.json", [{"data": [{"role": "user"}]}]),
+        ("a;b\n1,5;2", "a.csv", [{"a": "1,5", "b": "2"}]),
+    ],
+)
+def test_what_a_file_holds_is_told(write: Write, content: str, name: str, expected: list[dict[str, object]]):
+    assert [row.fields for row in read_rows(write(content, name))] == expected
 
 
 def test_a_cell_over_several_lines_counts_its_lines(write: Write):
@@ -114,6 +134,7 @@ LONG = "".join(f'{{"a": "{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()
         ("a,b\n", "rows.csv", "has no rows"),
         (gzip.compress(b"", mtime=0), "rows.jsonl", "the file is empty"),
         ('[{"a": 1},\n {"a" 2}]', "rows.json", "rows.json: malformed JSON: Expecting ':' delimiter .line 2"),
+        ('{"data": [{"a": 1},\n {"a" 2}]}', "rows.json", "rows.json: malformed JSON: Expecting ':' delimiter .line 2"),
         (b'[{"a": "caf\xe9"}]', "rows.json", "rows.json: not UTF-8"),
         ('{"a": 1}\n'.encode("utf-16"), "rows.jsonl", "rows.jsonl looks like UTF-16.*iconv"),
         ('{"a": 1}\n'.encode("utf-16-le"), "rows.jsonl", "looks like UTF-16"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lean_ft.models import build_decoder, generate, load_model
+from lean_ft.models import build_decoder, generate, generate_steps, generation, load_model
 
 PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
 
@@ -100,6 +100,16 @@ def test_texts_are_read_again_where_the_frequencies_change_and_nowhere_else(make
         model.register_forward_pre_hook(lambda model, args, read=read: read.append(args[0].shape[1]))
         generate(model, [list(range(20)), [1]], max_new_tokens=8)
         assert [length for length in read if length > 1] == lengths
+
+
+@pytest.mark.parametrize(("prompt", "new", "said_before"), [(3, 6, None), (3, 9, 7), (9, 3, 1)])
+def test_a_text_that_outgrows_the_context_is_said_once(make_checkpoint, capsys, prompt, new, said_before):
+    folder, _ = make_checkpoint("llama", max_position_embeddings=8)
+    generation._say_too_long.cache_clear()
+    steps, said = generate_steps(load_model(folder), [[5] * prompt, [7]], new), []
+    for step, _ in enumerate(steps, start=1):
+        said += [step] * capsys.readouterr().out.count("longer than the model's context of 8 tokens")
+    assert said == ([] if said_before is None else [said_before])
 
 
 def test_nothing_to_do_gives_nothing(make_checkpoint):

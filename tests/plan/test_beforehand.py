@@ -6,11 +6,13 @@ import sys
 import pytest
 
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.data import longest_batch, sft_batches
 from lean_ft.plan import beforehand
-from lean_ft.plan.beforehand import foresee, upper_bound_bytes, what_takes_less
+from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes, what_takes_less
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
+from lean_ft.tokenizers import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,9 @@ def recipe():
 
 @pytest.fixture
 def configure(recipe, tmp_path):
-    own = ["model.path=tiny", "data.source=none.jsonl", f"output_dir={tmp_path / 'run'}", "data.max_length=64"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "%s"}\n' % ("word " * 999) * 9)
+    own = ["model.path=tiny", f"data.source={rows}", f"output_dir={tmp_path / 'run'}", "data.max_length=64"]
     return lambda *overrides: load_config(recipe.Config, None, [*own, "device=cpu", *overrides])
 
 
@@ -55,6 +59,23 @@ def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeyp
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: None)
     monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
     assert foresee(recipe, cfg).fits
+
+
+@pytest.mark.parametrize("settings", [("batch_size=99",), ("data.batch_tokens=1000000000",)])
+def test_rows_are_planned_as_long_and_as_many_as_the_data_has(recipe, configure, monkeypatch, tmp_path, settings):
+    """A bound on rows that none reaches is no reason to warn, nor one on rows that are not there."""
+    (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n{"text": "word word word"}\n{"text": "word"}\n')
+    cfg = configure(f"data.source={tmp_path / 'short.jsonl'}", "data.max_length=131072", *settings)
+    largest = sft_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed)[0].take(1)[0]
+    planned = as_long_as_its_data(cfg)
+    assert longest_batch(planned.data, planned.batch_size).input_ids.shape == largest.input_ids.shape
+    assert upper_bound_bytes(planned) < upper_bound_bytes(cfg) / 100
+    room_bytes = 3 * upper_bound_bytes(planned)
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: room_bytes)
+    outlook = foresee(recipe, cfg)
+    assert outlook is not None and outlook.fits and not outlook.where
+    packed = configure("data.max_length=64", "data.packing=bfd", "data.source=none.jsonl")
+    assert as_long_as_its_data(packed) is packed  # rows have one length, and no data is read
 
 
 def test_what_a_rehearsal_does_stays_in_its_process(recipe, configure, monkeypatch):

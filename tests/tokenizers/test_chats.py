@@ -185,6 +185,22 @@ class TestAgainstTransformers:
             ids, _ = ours.render(CHAT, tools=tools, train_on="all")
             assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
 
+    def test_a_template_of_the_users_own_is_the_only_one_and_is_saved(self, byte_level, make_folder, tmp_path):
+        files = {"chat_template.jinja": "theirs", "additional_chat_templates/tool_use.jinja": "with tools"}
+        folder = make_folder(byte_level, chat_template="in the config", files=files)
+        (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+        tokenizer = load_tokenizer(folder, tmp_path / "mine.jinja")
+        assert list(tokenizer.chat_templates) == ["default"]
+        tokenizer.save(tmp_path / "saved")
+        for saved in (load_tokenizer(tmp_path / "saved"), tokenizer):
+            ids, _ = saved.render(CHAT[:2], train_on="all")
+            expected = AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
+                CHAT[:2], return_dict=False
+            )
+            assert ids == expected
+        with pytest.raises(ValueError, match=r"chat template .*none\.jinja cannot be read: No such file"):
+            load_tokenizer(folder, tmp_path / "none.jinja")
+
     @pytest.mark.parametrize("named", ["additional_chat_templates", "chat_templates"])
     def test_template_files_win_over_the_config(self, byte_level, make_folder: MakeFolder, named: str):
         files = {"chat_template.jinja": "plain", f"{named}/tool_use.jinja": "with tools"}
