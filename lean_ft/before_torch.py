@@ -14,7 +14,7 @@ Each variable is read once by torch or a library in it:
 - `OMP_WAIT_POLICY=PASSIVE`: a CPU's thread that waits for another sleeps. By default it spins for some milliseconds, and
   where cores are shared it spins away the time in which the thread that it waits for could run, at each of the thousands
   of operations of a step: beside a dozen other processes on two cores, a step of the embedded model took 15 s, and 0.2 s
-  asleep (0.6 s with one thread, 1.3 s with GOMP_SPINCOUNT=10000).
+  asleep (0.5 s with one thread, 0.7 s with GOMP_SPINCOUNT=1000).
 - `OMP_NUM_THREADS`: as many as the container may use at once. torch counts the machine's cores, of which a quota may leave
   a share: 64 threads in the time of two wait for each other.
 

@@ -1,0 +1,51 @@
+"""`leanft plan`: what it says while it works and afterwards, and what its picture has in it."""
+
+import re
+
+import pytest
+
+from lean_ft.cli import plan as verb
+from lean_ft.plan import picture, search
+from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.trace import Moment
+from lean_ft.units import GIB
+
+
+def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(verb.time, "perf_counter", lambda: clock[0])
+    found = search.search
+
+    def search_for_long(*arguments, **named):
+        clock[0] += 83
+        return found(*arguments, **named)
+
+    monkeypatch.setattr(search, "search", search_for_long)
+    answer = leanft(
+        *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")
+    )
+    assert answer.code == 0
+    assert "885,888 parameters, 128 tokens a step, planned for cpu in 1 min 23 s\n" in answer.out
+    assert "nothing fits 1.0 MiB" in answer.out
+    first, *others = answer.err.splitlines()  # a line each, where there is no terminal
+    assert first == "rehearsing a step on shapes"
+    assert any("optimizer.name=adamw_8bit" in line for line in others)
+    assert all(re.match(r"peak [\d.]+ MiB as it is; rehearsing [a-z_.]+=[a-z0-9_]+", line) for line in others)
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
+def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
+    figures = []
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    timeline = [(0.0, {"weights": GIB}), (1.0, {"weights": GIB, "loss": GIB, "batch": 10}), (2.0, {"weights": GIB})]
+    peak = Moment("loss", {"weights": GIB, "loss": GIB, "batch": 10})
+    picture.draw_timeline(Rehearsal(peak, 2.0, 8, 4, timeline), tmp_path / "step.png", "tiny on T4", budget_bytes)
+    (axes,) = figures[0].axes
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert axes.get_title() == "tiny on T4: peak in loss"
+    told = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert told[:3] == ["weights: 1.00 GiB at the peak", "loss: 1.00 GiB at the peak", "peak: 2.00 GiB"]
+    assert told[3:] == (["budget: 3.00 GiB"] if budget_bytes else [])
+    top = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
+    assert top == [1.0, 2.0]  # one on the other
