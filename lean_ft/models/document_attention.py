@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 _BLOCK_QUERIES = 64
 _SHORTEST_BLOCK = 16  # queries, of documents that have fewer
-_KEY_SIZES = 32  # how many numbers of keys the blocks of a long document have
+_KEY_SIZES = 32  # how many numbers of keys the blocks of a long document have at most
 # Scores of one block over all heads, 16 MiB in float32: very long documents take smaller blocks.
 _BLOCK_SCORES = 2**22
 
