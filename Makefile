@@ -1,5 +1,6 @@
 # make demo    install into .venv, then fine-tune the embedded model
 # make test    the tests
+# make test-long   those that take minutes each
 # make lint    ruff, pyright and import-linter, as in CI
 # make clean   remove what these made
 
@@ -10,13 +11,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in several processes: one thread each, and not so many that small machines swap.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-long lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
 
 lint: $(VENV)/installed-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files

@@ -1,7 +1,8 @@
 """lean_ft against TRL's SFTTrainer: one model shape, one text, one length, in fresh processes that take turns.
 
     python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
-    python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1
+    python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1 --settle-steps 0   # peaks of the first steps
+    python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small: of long runs, too
     python benchmarks/compare_trl.py --lengths 1024 --only ours
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
 
@@ -30,7 +31,7 @@ import product_rate
 import typer
 from measure import Budget, measure_training, recipe_command
 from memory_ladder import outcome, rung_settings
-from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from results import RESULTS, console, peaks, print_result, require_hardware, tokens_per_second, write_result
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
 
 SIDES = ("ours", "trl")
@@ -124,12 +125,13 @@ def measure_sides(
     warmup_steps: int,
     device: str,
     budget: Budget,
+    settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Measures the sides in turns; returns a row for each process, and what TRL's defaults came to."""
     rows: list[dict[str, Any]] = []
     trl_defaults = None
-    num_steps = warmup_steps + steps + 1  # one more than is waited for, so that nothing is saved
+    num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than is waited for, so that nothing is saved
     # The text is drawn on the CPU side of a GPU as well: what is hidden there is only where it runs.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
@@ -153,6 +155,7 @@ def measure_sides(
                         warmup_steps=warmup_steps,
                         tokens_per_step=batch_size * length,
                         timeout_seconds=budget.timeout_seconds(),
+                        settle_steps=settle_steps,
                         environment=environment,
                     )
                     rows.append({"side": side, "length": length, "round": turn, "product_gflops": rate, **row})
@@ -199,7 +202,11 @@ def _median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": statistics.median(speeds),
         "slowest_tokens_per_second": min(speeds),
         "fastest_tokens_per_second": max(speeds),
-        "peak_memory_bytes": statistics.median(row["peak_memory_bytes"] for row in rows),
+        **{
+            peak: statistics.median(row[peak] for row in rows)
+            for peak in ("peak_memory_bytes", "first_peak_memory_bytes")
+            if all(peak in row for row in rows)
+        },
     }
 
 
@@ -222,10 +229,11 @@ def describe(result: dict[str, Any]) -> str:
         if defaults.get(key)
     )
     peer = f"; TRL {trl} in its defaults ({said})" if said else ""
+    until = ", then on until the peak stands still" if settings.get("settle_steps") else ""
     return (
         f"{sides.title} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
         f"{settings['batch_size']}; lean_ft in bfloat16 with {sides.label}{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
-        f"{settings['steps']} steps each{_told_rates(result['rows'])}"
+        f"{settings['steps']} steps each{until}{_told_rates(result['rows'])}"
     )
 
 
@@ -239,13 +247,11 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     cells = []
     for line in result["summary"]:
         ours, trl = ({"status": "-"} | line.get(side, {}) for side in SIDES)
-        peaks = [
-            gibibytes(side["peak_memory_bytes"]) if side["status"] == "ok" else side["status"] for side in (ours, trl)
-        ]
+        memory = [peaks(side) if side["status"] == "ok" else side["status"] for side in (ours, trl)]
         speeds = [tokens_per_second(side.get("tokens_per_second")) for side in (ours, trl)]
         memory_ratio = f"{line['memory_ratio']:.2f}" if "memory_ratio" in line else "-"
         speed_ratio = f"{line['speed_ratio']:.2f}x" if "speed_ratio" in line else "-"
-        cells.append([str(line["length"]), *peaks, memory_ratio, *speeds, speed_ratio])
+        cells.append([str(line["length"]), *memory, memory_ratio, *speeds, speed_ratio])
     return cells
 
 
@@ -257,6 +263,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
     warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
+    settle_steps: Annotated[
+        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+    ] = 200,
     only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
@@ -273,6 +282,7 @@ def main(
         console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
         raise typer.Exit(2)
     hardware = require_hardware(device)
+    settle_steps = settle_steps if hardware["device"] == "cpu" else 0
     all_lengths = [int(length) for length in lengths.split(",")]
     console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
     rows, trl_defaults = measure_sides(
@@ -286,6 +296,7 @@ def main(
         warmup_steps=warmup_steps,
         device=device,
         budget=Budget(timeout_seconds, budget_seconds),
+        settle_steps=settle_steps,
     )
     whose = f"_{only}" if only else ""
     adapter = "" if recipe is Recipe.full else f"{recipe}_"
@@ -302,6 +313,7 @@ def main(
             "rounds": rounds,
             "steps": steps,
             "warmup_steps": warmup_steps,
+            "settle_steps": settle_steps,
             "ours": RECIPES[recipe].settings,
             "trl_defaults": trl_defaults,
         },

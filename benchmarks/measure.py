@@ -4,8 +4,9 @@ A run is stopped once it has written the lines that are wanted: what would come 
 what is measured and takes time and disk. A run that fails gives a reason and no number.
 
 Memory is told in several ways, because each alone can mislead:
-- `peak_memory_bytes` is the run's own account at its last measured step: the allocator's peak on a GPU, the peak
-  resident size of the process (VmHWM) on a CPU. It is the number that tables show.
+- `peak_memory_bytes` is the run's own account at its last step: the allocator's peak on a GPU, the peak resident size of
+  the process (VmHWM) on a CPU. It is the number that tables show. A run that is to settle goes on until this has stood
+  still, and tells beside it `first_peak_memory_bytes`, of the first steps alone: on a CPU a process grows for a while.
 - `peak_rss_bytes` is what the kernel accounts to the largest process of the command (wait4's ru_maxrss). The kernel
   counts this process at the moment of the start in it, so it says nothing about commands smaller than that.
 - `peak_tree_rss_bytes` is the largest sum over the process and its descendants that sampling saw: compilers run in
@@ -36,6 +37,8 @@ from lean_ft.environment import available_bytes
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 SAMPLE_SECONDS = 0.25  # a sample takes 2 ms
+STILL_STEPS = 20  # a peak that rose by less than 1 % in so many steps stands still,
+LEAST_STEPS = 50  # though not before so many
 RESERVE_BYTES = GIB // 2  # below this much available memory a run is stopped, before the kernel picks a victim
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -80,6 +83,7 @@ def run_measured(
     timeout_seconds: float,
     metrics_file: Path | None = None,
     stop_after_steps: int | None = None,
+    goes_on: Callable[[list[Row]], bool] = lambda steps: False,
     environment: dict[str, str] | None = None,
 ) -> Measurement:
     """Runs a command from the repository's root and measures it; the module says what is measured.
@@ -89,7 +93,8 @@ def run_measured(
         timeout_seconds: after which the command and its descendants are killed and it counts as timed out; with less
             than a second it is not run at all.
         metrics_file: where the command writes its steps, one JSON object a line.
-        stop_after_steps: lines after which the command is killed and counts as done.
+        stop_after_steps: lines after which the command is killed and counts as done,
+        goes_on: unless this says of the lines that it is not.
         environment: variables to set on top of this process's own.
     """
     if timeout_seconds < 1:
@@ -113,7 +118,8 @@ def run_measured(
         try:
             while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
                 tree.sample()
-                if stop_after_steps is not None and len(read_steps(metrics_file)) >= stop_after_steps:
+                steps = [] if stop_after_steps is None else read_steps(metrics_file)
+                if stop_after_steps is not None and len(steps) >= stop_after_steps and not goes_on(steps):
                     stopped = "ok", None
                 elif time.monotonic() - started > timeout_seconds:
                     stopped = "timed out", f"took longer than {timeout_seconds:.0f} s"
@@ -146,7 +152,7 @@ def run_measured(
         peak_rss_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         peak_tree_rss_bytes=tree.peak_rss_bytes or None,
         peak_device_bytes=peak_device_bytes,
-        steps=read_steps(metrics_file)[:stop_after_steps],
+        steps=read_steps(metrics_file),
         output=output,
     )
 
@@ -292,6 +298,7 @@ def measure_training(
     warmup_steps: int,
     tokens_per_step: int,
     timeout_seconds: float,
+    settle_steps: int = 0,
     environment: dict[str, str] | None = None,
 ) -> Row:
     """Measures a training command and sums it up in a row of plain values.
@@ -301,13 +308,19 @@ def measure_training(
             afterwards. It must go on for at least `warmup_steps + steps` steps.
         steps: how many steps count, after `warmup_steps` that do not.
         tokens_per_step: what every step must compute, so that no padding or short batch flatters the number.
+        settle_steps: goes on until the peak stands still, for at most so many steps in all, which the command must have.
         timeout_seconds, environment: as for `run_measured`.
 
     Returns:
         `status` and `reason`; when `ok`, `tokens_per_second` from the median `step_seconds`, and `peak_memory_bytes`
-        up to the last step that counts. The peaks from outside are there in any case.
+        up to the last step that counts, or of a run that was to settle, up to its end. The peaks from outside are there
+        in any case.
     """
     wanted = warmup_steps + steps
+
+    def is_settling(lines: list[Row]) -> bool:
+        return len(lines) < settle_steps and not stands_still(lines)
+
     with tempfile.TemporaryDirectory(prefix="lean_ft_benchmark_") as folder:
         run_directory = Path(folder) / "run"
         measured = run_measured(
@@ -315,6 +328,7 @@ def measure_training(
             timeout_seconds=timeout_seconds,
             metrics_file=run_directory / "metrics.jsonl",
             stop_after_steps=wanted,
+            goes_on=is_settling,
             environment=environment,
         )
     if measured.status == "ok" and len(measured.steps) < wanted:
@@ -323,10 +337,19 @@ def measure_training(
     row = asdict(measured)
     lines, output = row.pop("steps"), row.pop("output")
     if measured.status == "ok":
-        row |= summarize(lines, warmup_steps, tokens_per_step)
+        row |= summarize(lines[:wanted], warmup_steps, tokens_per_step)
+        if row["status"] == "ok" and settle_steps:
+            settled = {"peak_memory_bytes": lines[-1]["peak_memory_bytes"], "stands_still": stands_still(lines)}
+            row |= {"first_peak_memory_bytes": row["peak_memory_bytes"], "num_steps": len(lines), **settled}
     if row["status"] != "ok":
         row["output"] = output[-2000:]
     return row
+
+
+def stands_still(lines: list[Row]) -> bool:
+    """Whether the peak of a run's memory has risen by less than 1 % in its last 20 steps, of at least 50."""
+    peaks = [line["peak_memory_bytes"] for line in lines]
+    return len(peaks) >= LEAST_STEPS and peaks[-1] < 1.01 * peaks[-1 - STILL_STEPS]
 
 
 def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int) -> Row:

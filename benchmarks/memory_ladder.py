@@ -23,6 +23,7 @@ from results import (
     change,
     console,
     gibibytes,
+    peaks,
     print_result,
     require_hardware,
     tokens_per_second,
@@ -108,6 +109,7 @@ def measure_rungs(
     warmup_steps: int,
     device: str,
     budget: Budget,
+    settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
     extra_settings: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
@@ -115,7 +117,9 @@ def measure_rungs(
     labels = {rung.name: rung.label for rung in LADDER}
     labels |= {name: f"with {beside}: {rung.label}" for name, (beside, rung) in INSTEAD.items()}
     rows = []
-    num_steps = warmup_steps + steps + 1  # the last is never finished: the run is stopped before it would save
+    num_steps = (
+        max(warmup_steps + steps, settle_steps) + 1
+    )  # the last is never finished: the run is stopped before it would save
     with tempfile.TemporaryDirectory(prefix="lean_ft_ladder_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
         text = Path(folder) / "text.jsonl"
@@ -143,6 +147,7 @@ def measure_rungs(
                 warmup_steps=warmup_steps,
                 tokens_per_step=batch_size * length,
                 timeout_seconds=budget.timeout_seconds(),
+                settle_steps=settle_steps,
             )
             rows.append({"name": name, "label": labels[name], "settings": rung_settings(name), **row})
             console.print(f"{labels[name]:<30} {outcome(row)}", markup=False)
@@ -153,7 +158,7 @@ def outcome(row: dict[str, Any]) -> str:
     """A row in words: `3.12 GiB, 98.3 tokens/s` or why there is no number."""
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
-    return f"{gibibytes(row['peak_memory_bytes'])}, {tokens_per_second(row['tokens_per_second'])} tokens/s"
+    return f"{peaks(row)}, {tokens_per_second(row['tokens_per_second'])} tokens/s"
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -162,6 +167,8 @@ def describe(result: dict[str, Any]) -> str:
     kinds = "resident, from outside the kernel's count"
     if result["hardware"]["device"] == "cuda":
         kinds = "allocated, from outside the driver's used bytes"
+    elif settings.get("settle_steps"):
+        kinds += ", of a run that goes on until it stands still"
     rows = "packed rows" if settings["packing"] != "none" else "rows"
     return (
         f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
@@ -182,7 +189,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         cells.append(
             [
                 row["label"],
-                gibibytes(peak),
+                peaks(row),
                 change(peak, before.get("peak_memory_bytes")),
                 gibibytes(row["peak_device_bytes"] if on_gpu else row["peak_rss_bytes"]),
                 tokens_per_second(speed),
@@ -265,6 +272,9 @@ def main(
     ] = "none",
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 4,
     warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not: the first ones compile.")] = 2,
+    settle_steps: Annotated[
+        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+    ] = 200,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     rungs: Annotated[
         str, typer.Option(help="Names, with commas; all of the ladder that the device can take if empty.")
@@ -286,6 +296,7 @@ def main(
         console.print(drawn or "matplotlib is not installed: no chart.")
         return
     hardware = require_hardware(device)
+    settle_steps = settle_steps if hardware["device"] == "cpu" else 0
     known = {rung.name: rung for rung in LADDER} | {name: rung for name, (_, rung) in INSTEAD.items()}
     names = [name.strip() for name in rungs.split(",") if name.strip()]
     for name in names:
@@ -306,6 +317,7 @@ def main(
         warmup_steps=warmup_steps,
         device=device,
         budget=Budget(timeout_seconds, budget_seconds),
+        settle_steps=settle_steps,
     )
     path = write_result(
         f"{results_name}_{shape}_{batch_size}x{length}",
@@ -319,6 +331,7 @@ def main(
             "packing": packing,
             "steps": steps,
             "warmup_steps": warmup_steps,
+            "settle_steps": settle_steps,
         },
         rows=rows,
         folder=results_dir,

@@ -6,7 +6,8 @@
 Each setting is rehearsed as `leanft plan` does, then run as a fresh process. On a GPU the measured number is the
 allocator's peak. On a CPU it is the process's peak resident size less its base: what the same settings take for a model
 of next to no size, less what the planner says of that. The base is the interpreter, the libraries and, with `compile`,
-the compiler.
+the compiler. There both runs go on until their peaks stand still, and what is compared are those, beside which the table
+tells the first; `--settle-steps 0` measures two steps.
 
 Writes `results/planner_accuracy_<hardware>.json`.
 """
@@ -19,11 +20,13 @@ from typing import Annotated, Any
 import typer
 from measure import Budget, measure_training, recipe_command, rehearse_recipe
 from memory_ladder import RECIPE
-from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
+from results import RESULTS, console, gibibytes, peaks, print_result, require_hardware, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder, write_text_rows
 
 COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planned in"]
 NO_SIZE = "tiny"
+# What a measurement calls its peaks, and what is left of them without the base.
+PEAKS = {"peak_memory_bytes": "measured_bytes", "first_peak_memory_bytes": "first_measured_bytes"}
 
 _CHECKPOINTED = {"memory.activation_checkpointing": "full"}
 _IN_BACKWARD = {"optimizer.name": "adamw_8bit", "optimizer.in_backward": True}
@@ -60,6 +63,9 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers that are left of each shape; 0 leaves all.")] = 6,
     batch_size: int = 5,
     length: int = 512,
+    settle_steps: Annotated[
+        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+    ] = 200,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     budget_minutes: Annotated[float, typer.Option(help="Time for all runs together.")] = 60.0,
     results_dir: Path = RESULTS,
@@ -68,18 +74,24 @@ def main(
     hardware = require_hardware(device)
     budget = Budget(budget_minutes * 60)
     path, rows = results_dir, []
-    bases: dict[str, float] = {}
+    on_cpu = hardware["device"] == "cpu"
+    settle_steps = settle_steps if on_cpu else 0
+    common = (settle_steps, hardware["device"], budget)
+    bases: dict[str, Any] = {}
     for number, shape in enumerate(shapes.split(",")):
         for label, settings in (CHOSEN if number else SETTINGS).items():
-            if hardware["device"] == "cpu" and label not in bases:
-                predicted, measured = _both(NO_SIZE, 0, settings, 1, 64, hardware["device"], budget)
+            if on_cpu and label not in bases:
+                predicted, measured = _both(NO_SIZE, 0, settings, 1, 64, *common)
                 if measured["status"] == "ok":
-                    bases[label] = measured["peak_memory_bytes"] - predicted["peak_bytes"]
-            predicted, measured = _both(shape, layers, settings, batch_size, length, hardware["device"], budget)
+                    bases[label] = {
+                        peak: measured[peak] - predicted["peak_bytes"] for peak in PEAKS if peak in measured
+                    }
+            predicted, measured = _both(shape, layers, settings, batch_size, length, *common)
             row = {"shape": shape, "label": label, "settings": settings, **measured, "predicted": predicted}
             if measured["status"] == "ok":
-                row["base_bytes"] = bases.get(label, 0)
-                row["measured_bytes"] = measured["peak_memory_bytes"] - row["base_bytes"]
+                for peak, name in PEAKS.items():
+                    if peak in measured:
+                        row[name] = measured[peak] - bases.get(label, {}).get(peak, 0)
                 row["error"] = predicted["peak_bytes"] / row["measured_bytes"] - 1
             rows.append(row)
             console.print(" | ".join(_cells(row)), markup=False)
@@ -88,7 +100,13 @@ def main(
                 "planner_accuracy",
                 benchmark="planner_accuracy",
                 hardware=hardware,
-                settings={"shapes": shapes, "layers": layers, "batch_size": batch_size, "length": length},
+                settings={
+                    "shapes": shapes,
+                    "layers": layers,
+                    "batch_size": batch_size,
+                    "length": length,
+                    "settle_steps": settle_steps,
+                },
                 rows=rows,
                 folder=results_dir,
             )
@@ -96,12 +114,19 @@ def main(
 
 
 def _both(
-    shape: str, layers: int, settings: dict[str, Any], batch_size: int, length: int, device: str, budget: Budget
+    shape: str,
+    layers: int,
+    settings: dict[str, Any],
+    batch_size: int,
+    length: int,
+    settle_steps: int,
+    device: str,
+    budget: Budget,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The prediction and the measurement of one setting."""
     from lean_ft.plan.devices import choose_device
 
-    num_steps = 3
+    num_steps = max(2, settle_steps) + 1
     with tempfile.TemporaryDirectory(prefix="lean_ft_planner_") as name:
         folder = Path(name)
         settings = {
@@ -122,6 +147,7 @@ def _both(
             warmup_steps=1,
             tokens_per_step=batch_size * length,
             timeout_seconds=budget.timeout_seconds(),
+            settle_steps=settle_steps,
         )
     return predicted, measured
 
@@ -139,8 +165,9 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, less the process's base,"
+    until = ", when it stands still" if settings.get("settle_steps") else ""
     return (
-        f"predicted and measured peak memory ({kind} of fresh processes) of full finetuning in bfloat16, batch of "
+        f"predicted and measured peak memory ({kind} of fresh processes{until}) of full finetuning in bfloat16, batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, random weights"
         + (f", {settings['layers']} layers of each shape" if settings["layers"] else "")
     )
@@ -157,7 +184,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["shape"],
         row["label"],
         gibibytes(row["predicted"]["peak_bytes"]),
-        gibibytes(row.get("measured_bytes")),
+        peaks(row, "measured_bytes"),
         "-" if error is None else f"{error:+.1%}",
         f"{row['predicted']['planning_seconds']:.1f} s",
     ]

@@ -211,6 +211,12 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
     return [f"{'; '.join(labels)}: {reason}" for reason, labels in rows.items()]
 
 
+def peaks(row: dict[str, Any], steady: str = "peak_memory_bytes") -> str:
+    """A row's peak, as `2.10 GiB, at first 2.05 GiB` where the run went on until it stood still."""
+    first = row.get(f"first_{steady}")
+    return gibibytes(row.get(steady)) + ("" if first is None else f", at first {gibibytes(first)}")
+
+
 def gibibytes(count: float | None) -> str:
     """`3.12 GiB`, `640 MiB`; a dash for nothing."""
     if count is None:

@@ -3,16 +3,31 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lean_ft.generation import generate, open_model
     from lean_ft.models.hf_format import load_model, save_model
+    from lean_ft.notebook import load_recipe, run
     from lean_ft.tokenizers import load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model", "load_tokenizer", "save_model"]
+__all__ = [
+    "__version__",
+    "generate",
+    "load_model",
+    "load_recipe",
+    "load_tokenizer",
+    "open_model",
+    "run",
+    "save_model",
+]
 
 _HOMES = {
+    "generate": "lean_ft.generation",
     "load_model": "lean_ft.models.hf_format",
-    "save_model": "lean_ft.models.hf_format",
+    "load_recipe": "lean_ft.notebook",
     "load_tokenizer": "lean_ft.tokenizers",
+    "open_model": "lean_ft.generation",
+    "run": "lean_ft.notebook",
+    "save_model": "lean_ft.models.hf_format",
 }
 
 
@@ -23,3 +38,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

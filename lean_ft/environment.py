@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lean_ft.allocators import CUDA_ALLOCATOR_VARIABLES
+from lean_ft.before_torch import CUDA_ALLOCATOR_VARIABLES, WAITING_VARIABLES
 from lean_ft.shapes_only import stage
 from lean_ft.units import gibibytes
 
@@ -27,6 +27,7 @@ _VARIABLES = (
     "LRU_CACHE_CAPACITY",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    *WAITING_VARIABLES,
 )
 
 

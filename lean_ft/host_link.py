@@ -10,7 +10,6 @@ memory to a moment that no one can predict.
 """
 
 import itertools
-from collections import deque
 from typing import Any
 
 import torch
@@ -26,18 +25,11 @@ class Sent:
 
     __slots__ = ("__weakref__", "arrival", "host", "source", "version")
 
-    def __init__(self, source: Tensor, host: Tensor) -> None:
+    def __init__(self, host: Tensor, source: Tensor | None = None) -> None:
         self.host = host
-        self.source: Tensor | None = source  # while it is still on the device
-        self.version = source._version  # of the source when it was sent
+        self.source = source  # while it is still on the device; one that never was has been on the host all along
+        self.version = None if source is None else source._version  # when it was sent
         self.arrival: int | None = None  # the number of its copy back, if one has begun
-
-    @classmethod
-    def on_host(cls, host: Tensor) -> "Sent":
-        """One that has been on the host all along."""
-        sent = cls(host, host)
-        sent.source = None
-        return sent
 
 
 class HostLink:
@@ -46,7 +38,7 @@ class HostLink:
     def __init__(self, device: torch.device, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.device = device
         self._in_flight_bytes = in_flight_bytes
-        self._leaving: deque[tuple[Sent, Any]] = deque()  # with the event that ends each copy
+        self._leaving: dict[Sent, Any] = {}  # in the order of sending, with the event that ends each copy
         self._leaving_bytes = 0
         # By number, the memory that copies write to and the event that ends each: kept, though no one may come for it.
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
@@ -60,11 +52,11 @@ class HostLink:
         """Starts a copy to `host`, or to new pinned memory; the caller may drop the tensor at once."""
         if host is None:
             host = self._host_memory(tensor)
-        sent = Sent(tensor, host)
-        self._leaving.append((sent, self._copy(tensor, host)))
+        sent = Sent(host, tensor)
+        self._leaving[sent] = self._copy(tensor, host)
         self._leaving_bytes += tensor.nbytes
         while self._leaving_bytes > self._in_flight_bytes:
-            self._let_go()
+            self.let_go_of(next(iter(self._leaving)))
         return sent
 
     def host_copy(self, tensor: Tensor) -> Tensor:
@@ -93,27 +85,21 @@ class HostLink:
 
     def keep(self, sent: Sent) -> None:
         """Keeps what still is on the device there, for as long as there is a `Sent` for it."""
-        if (done := self._take_from_leaving(sent)) is not None:
+        if sent in self._leaving:
             assert sent.source is not None
-            self._wait(done)
+            self._wait(self._leaving.pop(sent))
             self._leaving_bytes -= sent.source.nbytes
 
     def let_go_of(self, sent: Sent) -> None:
         """Keeps what was sent on the device no longer; a later `fetch` brings it back."""
-        if (done := self._take_from_leaving(sent)) is not None:
-            self._forget_source(sent, done)
-
-    def _take_from_leaving(self, sent: Sent) -> Any:
-        for i, (leaving, done) in enumerate(self._leaving):
-            if leaving is sent:
-                del self._leaving[i]
-                return done
-        return None
+        if sent in self._leaving:
+            self.keep(sent)
+            sent.source = None
 
     def let_all_go(self) -> None:
         """Has the computing stream wait for all that was sent, and keeps none of it on the device."""
         while self._leaving:
-            self._let_go()
+            self.let_go_of(next(iter(self._leaving)))
 
     def forget_arrivals(self) -> None:
         """Gives up what was prefetched and that no one will come for: its owners are gone."""
@@ -125,15 +111,6 @@ class HostLink:
         """The host waits until all copies that were begun are done, and may then use its memory."""
         self.let_all_go()
         self._finish()
-
-    def _let_go(self) -> None:
-        self._forget_source(*self._leaving.popleft())
-
-    def _forget_source(self, sent: Sent, done: Any) -> None:
-        self._wait(done)
-        assert sent.source is not None
-        self._leaving_bytes -= sent.source.nbytes
-        sent.source = None
 
     # What a device does, and a test without one stands in for ------------------------------------------------------
 

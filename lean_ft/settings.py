@@ -4,6 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
@@ -27,6 +28,14 @@ FormatName = Literal[
 ]
 
 MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
+
+
+def _is_regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}.") from None
+    return pattern
 
 
 class Settings(BaseModel):
@@ -405,7 +414,7 @@ class MemoryConfig(Settings):
     host_pool: bool | None = Field(
         None,
         description="CPU: keep the memory that tensors free for the next ones, never more than was once in use; without, "
-        "every step pays the system for fresh pages. Linux with a C++ compiler. null: true where compile is.",
+        "every step pays the system for fresh pages. Linux with a C++ compiler. null: true where it can be had.",
     )
 
 
@@ -426,7 +435,14 @@ class RecipeConfig(Settings):
         0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
     )
     eval_answers: NonNegativeInt = Field(
-        0, description="Held-out questions that the model answers before and after training; 0 asks none."
+        0,
+        description="Held-out questions that the model answers before and after training, right where the whole answer is "
+        "the held-out one; 0 asks none.",
+    )
+    eval_pattern: Annotated[str, AfterValidator(_is_regular_expression)] | None = Field(
+        None,
+        description="What of an answer eval_answers compares: the first group of this regular expression's last match, in "
+        "the model's answer and in the held-out one. GSM8K: `#### (.*)`.",
     )
     save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
     save_async: bool = Field(

@@ -15,7 +15,8 @@ PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}
 
 
 def settings_in(text: str) -> list[str]:
-    """`a=b|c` is a=b and a=c; `a=N` a number."""
+    """`a=b|c` is a=b and a=c; `a=N` a number. Blocks of Python, which tests/test_notebook.py runs, are none."""
+    text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)
     found = re.findall(
         r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )

@@ -1,5 +1,6 @@
 """The arguments that several verbs share, and what they come to: a recipe with the settings of a run."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -9,12 +10,27 @@ import typer
 from lean_ft import catalog
 from lean_ft.settings_text import load_config, preset_fits, preset_recipe, preset_values
 
+
+def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """For the shell's completion: the names that begin with what was typed."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
 RECIPE: Any = typer.Argument(
-    metavar="RECIPE", help="A recipe's name, or the path of a .py file; a preset may name it.", show_default=False
+    metavar="RECIPE",
+    help="A recipe's name, or the path of a .py file; a preset may name it.",
+    show_default=False,
+    autocompletion=_starting(lambda: [*catalog.recipes(), *catalog.aliases()]),
 )
 Recipe = Annotated[str | None, RECIPE]
 RecipeOrPreset = Annotated[
-    str, typer.Argument(metavar="RECIPE|CONFIG", help="A name from `leanft ls`, or a path.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE|CONFIG",
+        help="A name from `leanft ls`, or a path.",
+        show_default=False,
+        autocompletion=_starting(lambda: [*catalog.recipes(), *catalog.aliases(), *catalog.presets()]),
+    ),
 ]
 Preset = Annotated[
     str | None,
@@ -23,6 +39,7 @@ Preset = Annotated[
         "-c",
         metavar="NAME|PATH",
         help="A preset's name (tiny/full), or the path of a .yaml file.",
+        autocompletion=_starting(catalog.presets),
     ),
 ]
 Overrides = Annotated[

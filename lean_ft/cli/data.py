@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
-from lean_ft.cli.output import stdout
+from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
 
@@ -62,10 +62,10 @@ def stats(
         for length in candidates
     ]
     peaks = _peaks(module, cfg, candidates) if peak else {}
-    column = ("peak",) if peak else ()
-    table = [("max_length", "rows cut", "tokens lost", "padding", "packed rows", "packed full", *column, "")]
-    for row in rows:
-        table.append(
+    column = (">peak",) if peak else ()
+    print_table(
+        (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed rows", ">packed full", *column, ""),
+        [
             (
                 f"{row.max_length:,}",
                 f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
@@ -76,11 +76,9 @@ def stats(
                 *((peaks[row.max_length],) if peak else ()),
                 "as set" if row.max_length == cfg.data.max_length else "",
             )
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for i, cells in enumerate(table):
-        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-        console.print(Text(line, style="" if i else "bold"))
+            for row in rows
+        ],
+    )
     console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
     if peak:
         console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
@@ -143,10 +141,10 @@ def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str
 
     device = choose_device(None, cfg.device)
     peaks = dict.fromkeys(candidates, "-")
-    with stdout().status("rehearsing a step") as status:
+    with progress() as tell:
         for length in candidates:
             if cfg.data.batch_tokens is None or length * len(cfg.data.sides) <= cfg.data.batch_tokens:
-                status.update(f"rehearsing a step with rows of {length:,} tokens")
+                tell(f"rehearsing a step with rows of {length:,} tokens")
                 data = cfg.data.model_copy(update={"max_length": length})
                 peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
                 peaks[length] = gibibytes(peak_bytes)

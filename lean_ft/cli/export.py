@@ -49,15 +49,11 @@ def export(
     if base is not None and not merge:
         raise ValueError("--base is the model that an adapter is merged into: it goes with --merge.")
     if gguf is not None:
-        if merge:
-            raise ValueError(
-                "--gguf converts a whole model: export the adapter with --merge to a folder first, and that with --gguf."
-            )
         if dtype is not None or max_shard_size is not None:
             raise ValueError(
                 "--gguf says how numbers are stored and writes one file: leave out --dtype and --max-shard-size."
             )
-        typer.echo(str(export_gguf(source, destination, gguf, force=force)))
+        typer.echo(str(export_gguf(source, destination, gguf, force=force, merge=merge, base=base)))
     else:
         size = max_shard_size or "5GB"
         typer.echo(str(export_folder(source, destination, dtype, size, force=force, merge=merge, base=base)))

@@ -1,14 +1,18 @@
 """`leanft ls`: what there is to run."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from lean_ft import catalog
 from lean_ft.cli.arguments import Debug
-from lean_ft.cli.output import print_rows, stdout
-from lean_ft.settings_text import describe, preset_fits, preset_values
+from lean_ft.cli.output import print_rows, print_table, stdout
+from lean_ft.settings_text import describe, preset_fits, preset_recipe, preset_values
 
 
 def ls(
@@ -22,24 +26,55 @@ def ls(
     if recipe is None:
         recipes = {**catalog.recipes(), **catalog.aliases()}
         print_rows("Recipes", {name: catalog.summary(file) for name, file in recipes.items()})
-        print_rows("Presets", {name: _what_it_is(file) for name, file in catalog.presets().items()})
+        _print_presets("Presets", catalog.presets())
         return
     file = catalog.find_recipe(recipe)
-    config_class = catalog.load_recipe(file).Config
-    settings = describe(config_class)
-    fitting = {n: f for n, f in catalog.presets().items() if preset_fits(config_class, f)}
+    module = catalog.load_recipe(file)
+    settings = describe(module.Config)
+    own = {name: preset for name, preset in catalog.presets().items() if _is_of(preset, recipe, module)}
     where = file.file if isinstance(file, catalog.Alias) else file
     stdout().print(f"{catalog.summary(file)}\n{where}\n", markup=False)
-    print_rows("Presets that fit", {name: _what_it_is(preset) for name, preset in fitting.items()})
+    _print_presets("Presets", own)
     print_rows("Settings it needs", {s.key: f"{s.description} ({s.type})" for s in settings if s.required})
     with_default = sum(not setting.required for setting in settings)
     stdout().print(f"{with_default} more have defaults: leanft cat {recipe}", markup=False)
 
 
-def _what_it_is(preset: Path) -> str:
-    """What a preset says of itself; its settings where it says nothing, or nothing that can be read."""
+def _is_of(preset: Path, recipe: str, module: ModuleType) -> bool:
+    """Whether a preset names the recipe as its own; for a user's file, and where it names none, whether it fits."""
     try:
-        values = preset_values(preset)
+        own = preset_recipe(preset)
+    except ValueError:  # a broken preset is nobody's
+        return False
+    if own is not None and catalog.is_shipped(module):
+        return own == catalog.without_alias(recipe)
+    return preset_fits(module.Config, preset)
+
+
+def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
+    rows = [("  " + name, *_columns(file)) for name, file in presets.items()]
+    if not rows:
+        print_rows(title, {})
+        return
+    stdout().print(Text(title, style="bold"))
+    columns = ("  preset", "recipe", ">parameters", ">card", ">peak", "")
+    shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
+    print_table(columns[:shown], [row[:shown] for row in rows])
+    stdout().print()
+    if gated := [name for name, file in presets.items() if "(gated)" in catalog.summary(file)]:
+        stdout().print(Text(f"On the hub, these want their license accepted first: {', '.join(gated)}\n"))
+
+
+def _columns(preset: Path) -> tuple[str, str, str, str, str]:
+    """The preset's recipe, and what its comment tells: parameters, the smallest card and its peak there. Last, what it
+    says of itself where that is in none of these; its settings where it says nothing, or why it cannot be read."""
+    try:
+        recipe, values = preset_recipe(preset) or "-", preset_values(preset)
     except ValueError as error:  # a broken preset must not hide the others
-        return str(error)
-    return catalog.summary(preset) or " ".join(f"{key}={value}" for key, value in values.items())
+        return "-", "-", "-", "-", str(error)
+    said = catalog.summary(preset)
+    parameters = re.search(r"([\d.]+ [MB]) parameters", said)
+    peak = re.search(r"on a GPU with (\d+ GB): ([\d.]+ GiB) at the peak", said)
+    card, at_peak = peak.groups() if peak else ("-", "-")
+    about = "" if parameters else said or " ".join(f"{key}={value}" for key, value in values.items())
+    return recipe, parameters[1] if parameters else "-", card, at_peak, about

@@ -17,7 +17,6 @@ from lean_ft.cli.output import print_error
 
 app = typer.Typer(
     name="leanft",
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
@@ -43,6 +42,8 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
     """Runs `leanft` with the given arguments (those of the process by default) and exits with its code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if "_LEANFT_COMPLETE" in os.environ:  # a shell asks what could come next
+            app(prog_name="leanft")
         # Not `app()`, which answers errors in its own voice and with its own codes.
         command = typer.main.get_command(app)
         with command.make_context("leanft", list(arguments)) as context:

@@ -5,7 +5,8 @@ In a terminal there is colour and text is folded to its width; in a pipe or file
 
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
@@ -27,20 +28,42 @@ def _console(stream: TextIO) -> Console:
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
     """Prints a titled table of names and what they are."""
-    console = stdout()
-    console.print(Text(title, style="bold"))
-    if not console.is_terminal:
-        width = max(map(len, rows), default=0)
-        for name, text in rows.items():
-            console.print(f"  {name:<{width}}  {text}".rstrip(), markup=False)
-    else:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=True)
-        table.add_column(style="cyan", overflow="fold")
-        table.add_column(overflow="fold")
-        for name, text in rows.items():
-            table.add_row(Text("  " + name), Text(text))
+    stdout().print(Text(title, style="bold"))
+    if rows:
+        print_table(("", ""), [("  " + name, text) for name, text in rows.items()])
+    stdout().print("" if rows else "  none\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of cells under the names of their columns, of which those that begin with `>` are right-aligned; no
+    line of names where all are empty."""
+    console, right = stdout(), [name.startswith(">") for name in columns]
+    names = [name.removeprefix(">") for name in columns]
+    if console.is_terminal:
+        table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), header_style="bold")
+        for i, name in enumerate(names):
+            style = "" if i else "cyan"
+            table.add_column(name, justify="right" if right[i] else "left", overflow="fold", style=style)
+        for row in rows:
+            table.add_row(*map(Text, row))
         console.print(table)
-    console.print("" if rows else "  none\n")
+        return
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    for row in [names, *rows] if any(names) else rows:
+        cells = zip(row, widths, right, strict=True)
+        line = "  ".join(f"{cell:{'>' if is_right else '<'}{width}}" for cell, width, is_right in cells)
+        console.print(Text(line.rstrip()), soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A function that shows on stderr what is being done: in one line that changes in a terminal, else in a line each."""
+    console = _console(sys.stderr)
+    if not console.is_terminal:
+        yield lambda doing: console.print(Text(doing))
+        return
+    with console.status("") as status:
+        yield lambda doing: status.update(Text(doing))
 
 
 def print_error(message: str, traceback_of: BaseException | None = None) -> None:

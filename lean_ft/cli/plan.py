@@ -1,15 +1,15 @@
 """`leanft plan`: what a run takes, before it runs, and which settings fit a budget."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
-from lean_ft.cli.output import stdout
-from lean_ft.units import gibibytes, parse_bytes
+from lean_ft.cli.output import print_table, progress, stdout
+from lean_ft.units import duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device
@@ -48,45 +48,35 @@ def plan(
 
     device = choose_device(device_name, cfg.device)
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
-    console = stdout()
-    with console.status("rehearsing a step on shapes"):
-        rehearsal = rehearse(module, cfg, device)
-    _print_rehearsal(rehearsal, device)
+    reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
+    started, found = time.perf_counter(), None
+    with progress() as tell:
+        tell("rehearsing a step on shapes")
+        own = rehearse(module, cfg, device)
+        if budget_bytes is not None:
+            peak = f"peak {gibibytes(own.peak_bytes)} as it is; rehearsing "
+            found = search(module, cfg, device, budget_bytes - reserved, lambda s: tell(peak + s), own=own)
+    _print_rehearsal(own, device, time.perf_counter() - started)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
-        draw_timeline(rehearsal, png)
+        draw_timeline(own, png, f"{cfg.model.path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
-    if budget_bytes is None:
-        return
-    reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
-    typer.echo("")
-    with console.status("rehearsing other settings") as status:
-        found = search(
-            module,
-            cfg,
-            device,
-            budget_bytes - reserved,
-            lambda settings: status.update(f"rehearsing {settings}"),
-            own=rehearsal,
-        )
-    _print_search(found, rehearsal, budget_bytes, reserved)
+    if found is not None and budget_bytes is not None:
+        typer.echo("")
+        _print_search(found, own, budget_bytes, reserved)
 
 
-def _print_rehearsal(rehearsal: "Rehearsal", device: "Device") -> None:
+def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -> None:
     console = stdout()
     console.print(
         f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {device.name} "
-        f"in {rehearsal.planning_seconds:.1f} s"
+        f"in {duration(seconds)}"
     )
     console.print(Text(f"peak {gibibytes(rehearsal.peak_bytes)}, {rehearsal.peak.where}", style="bold"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    for label, count in sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1]):
-        if count >= 2**20:
-            table.add_row(f"  {label}", gibibytes(count))
-    console.print(table)
+    labels = sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1])
+    shown = [("  " + label, gibibytes(count)) for label, count in labels if count >= 2**20]
+    print_table(("", ">"), shown)
 
 
 def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, reserved: int) -> None:
@@ -102,16 +92,15 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, re
         return
     own_speed = rehearsal.tokens / rehearsal.step_seconds
     console.print(f"fits {gibibytes(budget_bytes)}{held_back}, from the fastest on:")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("", "peak", "speed", "overrides"):
-        table.add_column(column, justify="right" if column in ("peak", "speed") else "left", overflow="fold")
-    for i, candidate in enumerate(found.fitting[:_SHOWN]):
-        table.add_row(
-            "  *" if i == 0 else "",
+    rows = [
+        (
+            "" if i else "  *",
             gibibytes(candidate.peak_bytes),
             f"{candidate.tokens_per_second / own_speed:.2f}x",
             candidate.command_line or "(as they are)",
         )
-    console.print(table)
+        for i, candidate in enumerate(found.fitting[:_SHOWN])
+    ]
+    print_table(("", ">peak", ">speed", "overrides"), rows)
     console.print(f"\nto use the first, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
     console.print("Speeds are estimates against the settings as they are; good for comparing, not for promises.")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lean_ft.allocators import prepare_allocators
+from lean_ft.before_torch import prepare_torch
 from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import is_out_of_memory
@@ -44,22 +44,26 @@ def run(
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
-        prepare_allocators()
-        module, cfg = load_run(recipe, config, overrides)
-        if names_repository(cfg):
-            from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
+        prepare_torch()
+        run_recipe(*load_run(recipe, config, overrides))
 
-            cfg = hold_models_to_commits(cfg)
-        if isinstance(cfg, RecipeConfig) and plans_itself(module, cfg):
-            _tell_outlook(module, cfg)
-        try:
-            module.main(cfg)
-        except BrokenPipeError as error:
-            raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
-        except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note(memory_advice(module, cfg))
-            raise
+
+def run_recipe(recipe: ModuleType, cfg: Any) -> None:
+    """Runs a recipe with its settings, models of the hub held to a commit, and tells beforehand what it takes."""
+    if names_repository(cfg):
+        from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
+
+        cfg = hold_models_to_commits(cfg)
+    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg):
+        _tell_outlook(recipe, cfg)
+    try:
+        recipe.main(cfg)
+    except BrokenPipeError as error:
+        raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(memory_advice(recipe, cfg))
+        raise
 
 
 def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:

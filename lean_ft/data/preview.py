@@ -176,8 +176,8 @@ def _sign(match: re.Match[str]) -> str:
 
 
 STYLE = """
-body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-pre { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; overflow-wrap: anywhere; }
+pre { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; margin: 0; }
 section { border: 1px solid #ccc; border-radius: 6px; margin: 1rem 0; }
 h2 { font-size: 1rem; margin: 0; padding: .4rem .8rem; background: #eee; }
 article { padding: .4rem .8rem; border-top: 1px dashed #999; }

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import check_destination, find_source, room_for
+from lean_ft.export.places import check_destination, read_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
-from lean_ft.models.hf_format import stored_dtype
-from lean_ft.paths import resolve_model_path
-from lean_ft.peft import MergeReport, base_model, is_adapter, load_merged
+from lean_ft.peft import MergeReport
 from lean_ft.spelling import did_you_mean
-from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import checkpoint_bytes
+from lean_ft.training.finished_models import find_finished
 from lean_ft.units import parse_bytes
 from lean_ft.whole_files import write_whole
 
@@ -79,18 +77,10 @@ def export_folder(
     max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES)}.{did_you_mean(dtype, list(_DTYPES))}")
-    folder, destination = find_source(source), Path(destination).expanduser()
+    folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    check_is_adapter(folder, merge)
-    model_folder = resolve_model_path(base or base_model(folder)) if merge else folder
-    wanted = _DTYPES[dtype] if dtype else stored_dtype(model_folder)
-    with_tokenizer = next((place for place in (folder, model_folder) if has_tokenizer(place)), None)
-    tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
-    if merge:
-        model, merged = load_merged(folder, model_folder, dtype=wanted)
-    else:
-        model, merged = load_model(folder, dtype=wanted), None
-    check_finite(model, folder)
+    model, tokenizer, merged = read_source(folder, merge, base, _DTYPES[dtype] if dtype else None)
+    wanted = model.output_weight.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
         raise ValueError(
@@ -119,34 +109,6 @@ def export_folder(
         difference,
         merged,
     )
-
-
-def check_is_adapter(folder: Path, expected: bool) -> None:
-    """Raises ValueError where an adapter is given for a model, or the other way round."""
-    if is_adapter(folder) and not expected:
-        raise ValueError(
-            f"{folder} holds an adapter, which is no model by itself. Export it with the model that it is of: --merge. "
-            "What reads PEFT's format takes the folder as it is."
-        )
-    if expected and not is_adapter(folder):
-        raise ValueError(f"{folder} holds a whole model, and no adapter to merge: leave out --merge.")
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()
-
-
-def check_finite(model: Decoder, folder: Path) -> None:
-    """Raises ValueError where a weight is not finite, as after a cast to float16 of one above 65,504."""
-    for name, parameter in model.named_parameters():
-        lowest, highest = torch.aminmax(parameter.detach())
-        if not (lowest.isfinite() and highest.isfinite()):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{folder}: {name} has a value that {dtype} cannot hold (its largest is "
-                f"{torch.finfo(parameter.dtype).max:g}), or that is not finite in the source. Export it as bfloat16 or "
-                "float32; where that fails too, the source is broken."
-            )
 
 
 @torch.inference_mode()

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.folder import check_finite, check_is_adapter, has_tokenizer
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
-from lean_ft.export.places import check_destination, find_source, room_for
-from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import stored_dtype
-from lean_ft.models.rope import RopeConfig, rope_frequencies
+from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.models import Decoder
+from lean_ft.models.rope import SCALINGS, RopeConfig
+from lean_ft.peft import MergeReport
 from lean_ft.spelling import did_you_mean
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.checkpoint import SMALL_FILES_BYTES
+from lean_ft.training.finished_models import find_finished
 from lean_ft.whole_files import write_whole
 
 # How matrices are stored, with the number of llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
@@ -65,38 +65,45 @@ class ExportedGGUF:
     num_bytes: int
     kept_wider: list[str]
     """Matrices stored as f16, since q8_0 takes rows in blocks of 32."""
+    merged: MergeReport | None = None
+    """What merging did, where the source is an adapter."""
 
     def __str__(self) -> str:
         wider = f" ({len(self.kept_wider)} tensors as f16: their rows are no multiple of 32)" if self.kept_wider else ""
+        merged = f"{self.merged}.\n" if self.merged else ""
         return (
-            f"exported {self.source} to {self.file}: architecture {self.architecture}, {self.kind}{wider}, "
+            f"{merged}exported {self.source} to {self.file}: architecture {self.architecture}, {self.kind}{wider}, "
             f"{self.num_tensors} tensors, {self.num_bytes / 1e9:.3g} GB.\n"
             "Read back: every tensor and the metadata are the model's. Try: llama-cli -m FILE"
         )
 
 
-def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16", force: bool = False) -> ExportedGGUF:
+def export_gguf(
+    source: str | Path,
+    destination: str | Path,
+    kind: str = "bf16",
+    force: bool = False,
+    merge: bool = False,
+    base: str | Path | None = None,
+) -> ExportedGGUF:
     """Writes the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
-    `kind` is f32, f16, bf16 or q8_0. Raises ValueError where the source is missing or damaged, the destination taken,
+    `merge` and `base` are as in `export_folder`; `kind` is f32, f16, bf16 or q8_0. Raises ValueError where the source is missing or damaged, the destination taken,
     the family, its settings or its tokenizer one that llama.cpp computes otherwise, or the `gguf` package is not
     installed; OSError where the disk is full; RuntimeError where the file does not read back as what was meant.
     """
     gguf = _package()
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
-    folder, destination = find_source(source), Path(destination).expanduser()
-    check_is_adapter(folder, False)
+    folder, destination = find_finished(source), Path(destination).expanduser()
     if destination.suffix != ".gguf" or destination.is_dir():
         raise ValueError(f"{destination} is not the name of a GGUF file; expected one that ends in .gguf.")
     check_destination(destination, folder, force)
-    model = load_model(folder, dtype=stored_dtype(folder))
+    model, tokenizer, merged = read_source(folder, merge, base)
     architecture, interleaved = _architecture(model, folder)
-    check_finite(model, folder)
-    if not has_tokenizer(folder):
+    if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, and a GGUF file holds one.")
-    tokenizer = load_tokenizer(folder)
-    vocabulary = gguf_vocabulary(folder, tokenizer, model.config.vocab_size)
+    vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, architecture, kind, destination.stem, tokenizer, vocabulary)
     tensors = dict(_tensors(model, interleaved))
     kinds = {name: _stored_kind(tensor, kind) for name, (tensor, _) in tensors.items()}
@@ -109,15 +116,11 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
             for key, value in metadata.items():
                 _add(writer, key, value)
             for name, (tensor, _) in tensors.items():
-                stored = gguf.GGMLQuantizationType[kinds[name].upper()]
-                shape = (
-                    gguf.quant_shape_to_byte_shape(tuple(tensor.shape), stored)
-                    if kinds[name] == "q8_0"
-                    else tensor.shape
-                )
-                num_bytes = _num_bytes(tensor, kinds[name])
-                numpy_dtype = np.dtype(np.uint8 if kinds[name] == "q8_0" else np.float32)
-                writer.add_tensor_info(name, tuple(shape), numpy_dtype, num_bytes, raw_dtype=stored)
+                stored, shape = gguf.GGMLQuantizationType[kinds[name].upper()], tuple(tensor.shape)
+                in_bytes = kinds[name] == "q8_0"
+                shape = gguf.quant_shape_to_byte_shape(shape, stored) if in_bytes else shape
+                numpy_dtype = np.dtype(np.uint8 if in_bytes else np.float32)
+                writer.add_tensor_info(name, shape, numpy_dtype, _num_bytes(tensor, kinds[name]), raw_dtype=stored)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -126,7 +129,8 @@ def export_gguf(source: str | Path, destination: str | Path, kind: str = "bf16",
             writer.close()
         _check(gguf, temporary, metadata, tensors, kinds)
     kept_wider = [name for name, stored in kinds.items() if kind == "q8_0" and stored == "f16"]
-    return ExportedGGUF(folder, destination, kind, architecture, len(tensors), destination.stat().st_size, kept_wider)
+    num_bytes = destination.stat().st_size
+    return ExportedGGUF(folder, destination, kind, architecture, len(tensors), num_bytes, kept_wider, merged)
 
 
 def _package() -> Any:
@@ -193,7 +197,6 @@ def _metadata(
     if kind == "q8_0":
         metadata["general.quantization_version"] = 2
     if rope.scaling == "linear":
-        assert rope.factor is not None
         metadata[f"{architecture}.rope.scaling.type"] = "linear"
         metadata[f"{architecture}.rope.scaling.factor"] = float(rope.factor)
     if vocabulary.model == "llama":
@@ -215,17 +218,8 @@ def _metadata(
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
 def _tensors(model: Decoder, interleaved: bool) -> Iterator[tuple[str, tuple[Tensor, int | None]]]:
@@ -242,8 +236,8 @@ def _tensors(model: Decoder, interleaved: bool) -> Iterator[tuple[str, tuple[Ten
     rope = _rope(model)
     if rope.scaling == "llama3":
         # What llama.cpp divides each frequency by.
-        plain = rope_frequencies(RopeConfig(theta=rope.theta), model.config.head_dim)
-        yield "rope_freqs.weight", (plain / rope_frequencies(rope, model.config.head_dim), None)
+        plain, scaled = (SCALINGS[kind](rope, model.config.head_dim) for kind in ("default", "llama3"))
+        yield "rope_freqs.weight", (plain / scaled, None)
 
 
 def _interleave(tensor: Tensor, num_heads: int | None) -> Tensor:
@@ -276,18 +270,14 @@ def _encode(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
     if kind == "f32":
         return tensor.float().numpy()
     if kind == "f16":
-        return _float16(tensor).numpy()
+        if not bool((converted := tensor.half()).isfinite().all()):
+            raise ValueError("a weight is above 65,504, which float16 cannot hold. Choose --gguf bf16 or f32.")
+        return converted.numpy()
     if kind == "bf16":
         return tensor.to(torch.bfloat16).view(torch.uint16).numpy()
     quantized = gguf.GGMLQuantizationType.Q8_0
     rows = [gguf.quants.quantize(rows.float().numpy(), quantized) for rows in tensor.split(_ROWS)]
     return np.concatenate(rows)
-
-
-def _float16(tensor: Tensor) -> Tensor:
-    if not bool((converted := tensor.half()).isfinite().all()):
-        raise ValueError("a weight is above 65,504, which float16 cannot hold. Choose --gguf bf16 or f32.")
-    return converted
 
 
 def _check(
@@ -302,9 +292,8 @@ def _check(
     for key, value in metadata.items():
         field = reader.get_field(key)
         found = None if field is None else field.contents()
-        meant = np.float32(value) if isinstance(value, float) else value
-        if isinstance(value, list) and value and isinstance(value[0], float):
-            meant = [float(np.float32(number)) for number in value]
+        first = value[0] if isinstance(value, list) and value else value
+        meant = np.asarray(value, dtype=np.float32).tolist() if isinstance(first, float) else value
         if found != meant:
             raise RuntimeError(f"{file}: {key} was written as {meant!r:.100} and reads back as {found!r:.100}.")
     found_tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -1,40 +1,63 @@
-"""Where an export comes from and where it goes: the source found whole, the destination free and roomy."""
+"""Where an export comes from and where it goes: the source read whole, the destination free and roomy."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lean_ft.models.hf_format import WEIGHTS_INDEX
+import torch
+
+from lean_ft.models import Decoder, load_model
+from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
 from lean_ft.paths import resolve_model_path
-from lean_ft.peft import is_adapter
-from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES
-from lean_ft.training.checkpoint import MANIFEST, check_whole, free_bytes, newest_whole
+from lean_ft.peft import MergeReport, is_adapter, load_merged
+from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
+from lean_ft.training.checkpoint import free_bytes
+from lean_ft.training.finished_models import find_base, tokenizer_folder
 from lean_ft.units import gibibytes
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES}
 
 
-def find_source(source: str | Path) -> Path:
-    """The folder of a model or an adapter that `source` names: a checkpoint, any folder of Hugging Face's or PEFT's, or
-    a run's newest whole checkpoint.
+def read_source(
+    folder: Path, merge: bool, base: str | Path | None = None, dtype: torch.dtype | None = None
+) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
+    """Reads the model in `folder`, or with `merge` the model `base` (None: the adapter's own) with the folder's adapter.
 
-    A checkpoint's files are compared with its manifest's checksums. Raises ValueError where there is none, or none that
-    is whole.
+    Weights are in `dtype` (None: as the files have them). Raises ValueError where an adapter is given for a model, or
+    the other way round, and for weights that are not finite.
     """
-    folder = Path(source).expanduser()
-    folder = folder if folder.is_dir() else resolve_model_path(source)
-    if (folder / "config.json").is_file() or is_adapter(folder):
-        if (folder / MANIFEST).is_file():
-            check_whole(folder)
-        return folder
-    checkpoint = newest_whole(folder, "Passed over for an earlier one.")
-    if checkpoint is None:
+    if is_adapter(folder) and not merge:
         raise ValueError(
-            f"{folder} has neither a config.json, as a checkpoint has, nor checkpoints step_*, as a run directory has."
+            f"{folder} holds an adapter, which is no model by itself. Export it with the model that it is of: --merge. "
+            "What reads PEFT's format takes the folder as it is."
         )
-    return checkpoint
+    if merge and not is_adapter(folder):
+        raise ValueError(f"{folder} holds a whole model, and no adapter to merge: leave out --merge.")
+    model_folder = resolve_model_path(base or find_base(folder)) if merge else folder
+    dtype = dtype or stored_dtype(model_folder)
+    with_tokenizer = tokenizer_folder(folder, model_folder)
+    tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
+    if merge:
+        model, merged = load_merged(folder, model_folder, dtype=dtype)
+    else:
+        model, merged = load_model(folder, dtype=dtype), None
+    _check_finite(model, folder)
+    return model, tokenizer, merged
+
+
+def _check_finite(model: Decoder, folder: Path) -> None:
+    """Raises ValueError where a weight is not finite, as after a cast to float16 of one above 65,504."""
+    for name, parameter in model.named_parameters():
+        lowest, highest = torch.aminmax(parameter.detach())
+        if not (lowest.isfinite() and highest.isfinite()):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{folder}: {name} has a value that {dtype} cannot hold (its largest is "
+                f"{torch.finfo(parameter.dtype).max:g}), or that is not finite in the source. Export it as bfloat16 or "
+                "float32; where that fails too, the source is broken."
+            )
 
 
 def check_destination(destination: Path, source: Path, force: bool) -> None:

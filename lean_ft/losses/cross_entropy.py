@@ -16,7 +16,6 @@ from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 
-
 _PLAIN = LossConfig.model_validate({})
 
 

@@ -11,7 +11,6 @@ et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arX
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -74,29 +73,19 @@ def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keeping_attention(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _selectively(_keep_attention, layer, *args, **kwargs)
+    return _checkpointed(layer, *args, context_fn=partial(_contexts, "attention"), **kwargs)
 
 
 def _keeping_products(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _selectively(_keep_products, layer, *args, **kwargs)
+    return _checkpointed(layer, *args, context_fn=partial(_contexts, "products"), **kwargs)
 
 
 _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "products": _keeping_products}
 
 
-def _selectively(policy: Callable[..., CheckpointPolicy], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+def _contexts(keep: Kept) -> Any:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = any(name in str(operation) for name in KEPT_OPERATIONS[keep])
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _keep(operation, KEPT_OPERATIONS["attention"])
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _keep(operation, KEPT_OPERATIONS["products"])
-
-
-def _keep(operation: Any, names: tuple[str, ...]) -> CheckpointPolicy:
-    kept = any(name in str(operation) for name in names)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(policy)

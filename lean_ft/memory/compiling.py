@@ -19,9 +19,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-import lean_ft.models.document_attention  # noqa: F401  (defines the operation whose cost is told below)
 from lean_ft.shapes_only import stage
 
 
@@ -32,24 +30,19 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     compiler its own choice, which is 1.
 
     Raises:
-        ValueError: when the model has no `layers`, or the budget is not from 0 to 1.
+        ValueError: when the model has no `layers`.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ValueError(f"compile_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}")
-    if activation_budget is not None and not 0 <= activation_budget <= 1:
-        raise ValueError(f"compile_layers expects activation_budget from 0 to 1, but got {activation_budget:g}")
+    backend = {} if activation_budget is None else {"backend": _within(activation_budget)}
     for layer in layers:
-        if activation_budget is None:
-            layer.compile(fullgraph=True)
-        else:
-            layer.compile(fullgraph=True, backend=_within(activation_budget))
+        layer.compile(fullgraph=True, **backend)
     return len(layers)
 
 
 def _within(budget: float) -> Callable[..., Any]:
     """The default compiler, under a budget that holds for its own work alone: the setting is the whole process's."""
-    _tell_cost_of_attention()
     if stage() is not None:  # a planner's compiler takes the place of any, and goes by the process's setting
         functorch_config.activation_memory_budget = budget
     return _inductor_within(budget)
@@ -64,16 +57,3 @@ def _inductor_within(budget: float) -> Callable[..., Any]:
             return inductor(graph, inputs)
 
     return compile_graph
-
-
-def _tell_cost_of_attention() -> None:
-    """Register what our own attention costs: the solver takes an operation that it does not know for free."""
-    operation = torch.ops.lean_ft.document_attention
-    if operation not in flop_registry:
-        register_flop_formula(operation)(_attention_flops)
-
-
-def _attention_flops(query_shape: Any, key_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products of N * N * D multiplications and additions a head, were all N tokens one document."""
-    num_tokens, num_heads, head_dim = query_shape
-    return 4 * num_tokens * num_tokens * num_heads * head_dim

@@ -2,12 +2,12 @@
 
 A training step makes and frees gigabytes of activations. Given back to the system each time, they cost a step a good
 part of its time, for the kernel must find and clear their pages anew; kept by malloc, they cost memory, for what lives
-between them leaves holes that nothing fits into. The pool keeps whole ranges of pages, merges neighbours, and gives back
+between them leaves holes that nothing fits into, the more of them the more the lengths of rows differ. The pool keeps whole ranges of pages, merges neighbours, and gives back
 as much as would take alive and free together beyond the most that was ever alive: its peak is the peak of what is alive,
 and from the second step on hardly a page is new.
 
-The allocator is one file of C++, `host_pool.cpp`, built once with the compiler that torch.compile needs too, and
-kept where torch keeps such (`TORCH_EXTENSIONS_DIR`).
+The allocator is one file of C++, `host_pool.cpp`, built once, in four seconds, with the compiler that torch.compile
+needs too, and kept where torch keeps such (`TORCH_EXTENSIONS_DIR`).
 
 Source: PyTorch's caching allocator for GPUs, whose place this takes on a CPU; the bound is our own.
 """
@@ -31,10 +31,10 @@ SMALLEST_BYTES = 2**17  # smaller tensors stay with malloc
 _SOURCE = Path(__file__).with_name("host_pool.cpp")
 
 
-def wants_host_pool(memory: MemoryConfig, *, compile: bool) -> bool:
-    """Whether a run on a CPU pools its memory: as `memory.host_pool` says, and where that is null, as `compile` does."""
+def wants_host_pool(memory: MemoryConfig) -> bool:
+    """Whether a run on a CPU pools its memory: as `memory.host_pool` says, and where that is null, wherever it can."""
     if memory.host_pool is None:
-        return compile and platform.system() == "Linux"
+        return platform.system() == "Linux"
     return memory.host_pool
 
 

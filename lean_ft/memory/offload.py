@@ -70,9 +70,8 @@ class Offloaded:
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self._order: list[ReferenceType[Sent]] = []  # autograd owns them: a graph that is dropped drops them
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
-        self._shared: list[
-            ReferenceType[Sent]
-        ] = []  # saved by several layers, as rotary angles are: kept on the device
+        # Saved by several layers, as rotary angles are: kept on the device.
+        self._shared: list[ReferenceType[Sent]] = []
         self._came: set[int] = set()  # places that backward has asked for
 
     @property

@@ -80,9 +80,8 @@ class Attention(nn.Module):
             query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
-        query = query.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
-        key = key.unflatten(-1, (-1, self.head_dim))  # (B, T, K, D)
-        value = value.unflatten(-1, (-1, self.head_dim))
+        # (B, T, H, D), and (B, T, K, D) twice
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if cos is not None and sin is not None:
@@ -128,19 +127,20 @@ def attend_documents(
     """
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
-        attended = _attend_varlen(q, k, v, cu_seqlens, query.shape[1], scoring)
+        # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
+        # to be asked of the device, which would wait for it in every layer.
+        longest = query.shape[1]
+        back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
+        attended: Any = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scoring.scale, window_size=(back, 0), **_GROUPED
+        )
     else:
         attended = document_attention(q, k, v, cu_seqlens, sinks, scoring.scale, scoring.window, scoring.softcap)
     return attended.view(query.shape)
 
 
 def attend_cached(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: LayerCache,
-    scoring: Scoring = Scoring(),
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
     """Stores key and value (B, T, K, D) in the cache; returns the attention of query (B, T, H, D) to all it holds."""
     keys, values = cache.store(key, value)  # (B, C, K, D)
@@ -169,17 +169,3 @@ def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     return (
         query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and scoring.softcap is None and sinks is None
     )
-
-
-def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, row_tokens: int, scoring: Scoring
-) -> Tensor:
-    # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
-    # to be asked of the device, which would wait for it in every layer.
-    longest = row_tokens
-    back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
-    scale = {} if scoring.scale is None else {"scale": scoring.scale}
-    attended: Any = varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(back, 0), **scale, **_GROUPED
-    )
-    return attended

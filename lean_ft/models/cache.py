@@ -6,17 +6,21 @@ overwritten by the tokens that follow it, and a query at position p sees exactly
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from lean_ft.models.config import DecoderConfig
 
+
+@dataclass(frozen=True)
 class LayerCache:
     """One layer's keys and values."""
 
-    def __init__(self, keys: Tensor, values: Tensor, owner: "KVCache") -> None:
-        self.keys = keys  # (B, C, K, D)
-        self.values = values
-        self.owner = owner
+    keys: Tensor  # (B, C, K, D)
+    values: Tensor
+    owner: "KVCache"
 
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
@@ -34,20 +38,13 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        batch_size: int,
-        capacity: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_layers, batch_size, capacity, num_kv_heads, head_dim)
+        shape = (config.num_layers, batch_size, capacity, config.num_kv_heads, config.head_dim)
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
         keys = torch.zeros(shape, dtype=dtype, device=device)
         values = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = [LayerCache(keys[i], values[i], self) for i in range(num_layers)]
+        self.layers = [LayerCache(keys[i], values[i], self) for i in range(config.num_layers)]
         self.capacity = capacity
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length; known without asking the device

@@ -43,17 +43,15 @@ class Fields:
             )
         return value
 
-    def positive(self, name: str) -> float:
+    def positive(self, name: str, or_0: bool = False) -> float:
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected a positive number.")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < MAX_NUMBER or (value == 0 and not or_0):
+            raise ValueError(f"{self.where}: {name} is {value!r}; expected {'0 or ' if or_0 else ''}a positive number.")
         return float(value)
 
-    def at_least_0(self, name: str) -> float:
-        value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_NUMBER:
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected 0 or a positive number.")
-        return float(value)
+    def positive_or_null(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.positive(name)
 
     def flag(self, name: str) -> bool:
         value = self._required(name)

@@ -2,7 +2,7 @@
 
 A field that changes the mathematics and that the decoder does not compute is refused by name: a model that trains
 with a wrong formula shows a plausible loss and is worth nothing. What a family's row reads is handled; whatever else
-of `_NEUTRAL_VALUES` the file sets must have the value at which it changes nothing. Both spellings of the rotary
+of `_NEUTRAL` the file sets must have the value at which it changes nothing. Both spellings of the rotary
 settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
@@ -32,42 +32,21 @@ _DEFAULTS: dict[str, Any] = {
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-# Fields that change the mathematics, with the values at which they change nothing. Absent and null are always such.
+# Values at which fields that change the mathematics change nothing, and the fields. Absent and null are always such.
 # Biases are not among them: a bias that is not expected shows in the weights.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (),
-    "sliding_window_pattern": (),
-    "use_sliding_window": (False,),
-    "use_bidirectional_attention": (False,),
-    "attention_chunk_size": (),
-    "partial_rotary_factor": (1.0,),
-    "rope_local_base_freq": (),
-    "use_mrope": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "no_rope_layers": (),
-    "no_rope_layer_interval": (),
-    "rope_interleave": (False,),
-    "num_local_experts": (0, 1),
-    "num_experts": (0, 1),
-    "mlp_only_layers": ([],),
-    "decoder_sparse_step": (1,),
-    "shared_expert_intermediate_size": (0,),
-    "router_jitter_noise": (0.0,),
-    "swiglu_alpha": (),
-    "swiglu_limit": (),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-}
+_NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
+    ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
+    ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
+    ((), ("clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
+    ((False,), ("use_sliding_window", "use_bidirectional_attention", "use_mrope", "use_qk_norm", "qk_layernorm")),
+    ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
+    ((1.0,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
+    ((0, 1), ("num_local_experts", "num_experts")),
+    ((1,), ("decoder_sparse_step",)),
+    ((0,), ("shared_expert_intermediate_size",)),
+    ((0.0,), ("router_jitter_noise",)),
+    (([],), ("mlp_only_layers",)),
+)
 
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
@@ -108,11 +87,9 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     _refuse_other_models(config, where)
     fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
 
-    hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
-    num_kv_heads = num_heads
-    if fields.get("num_key_value_heads") is not None:
-        num_kv_heads = fields.count("num_key_value_heads")
+    no_groups = fields.get("num_key_value_heads") is None
+    num_kv_heads = num_heads if no_groups else fields.count("num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
@@ -120,7 +97,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         )
     read = DecoderConfig(
         vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -163,18 +140,15 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
     if fields.get("layer_types") is not None:
         kinds = fields.of_each_layer("layer_types")
+        has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
         if set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"{has}; expected full_attention or sliding_attention.")
+        by_family, windowed = windowed, [kind == "sliding_attention" for kind in kinds]
+        if windowed != by_family and not family.reads_layer_types:
             raise ValueError(
-                f"{fields.where}: layer_types has {', '.join(sorted(set(map(str, kinds))))}; expected full_attention "
-                "or sliding_attention."
+                f"{has}; in this family {'every' if any(by_family) else 'no'} layer has a sliding window, and the field "
+                "does not change that."
             )
-        listed = [kind == "sliding_attention" for kind in kinds]
-        if listed != windowed and not family.reads_layer_types:
-            raise ValueError(
-                f"{fields.where}: layer_types has {', '.join(sorted(set(kinds)))}; in this family "
-                f"{'every' if any(windowed) else 'no'} layer has a sliding window, and the field does not change that."
-            )
-        windowed = listed
     if family.has_window is not no_layer:
         fields.get("sliding_window")  # the family knows it, even where no layer uses it
     window = fields.count("sliding_window") if any(windowed) else None
@@ -227,7 +201,7 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:
-    for name, neutral in _NEUTRAL_VALUES.items():
+    for name, neutral in [(name, neutral) for neutral, names in _NEUTRAL for name in names]:
         value = config.get(name)
         if value is not None and value not in list(neutral) and name not in handled:  # a list: values may have no hash
             allowed = " or ".join(["absent", *map(repr, neutral)])

@@ -21,31 +21,12 @@ from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
 
-
-def feed_forward(config: DecoderConfig, layer_index: int) -> nn.Module:
-    """Returns the feed-forward layer of layer `layer_index`: (B, T, D) to (B, T, D), a mixture's with router logits."""
-    mixture = config.layers[layer_index].mixture
-    if mixture is not None:
-        return MixtureOfExperts(config.hidden_size, mixture)
-    return MLP(
-        config.hidden_size,
-        config.intermediate_size,
-        config.mlp_bias,
-        activation=config.activation,
-        fused=config.fused_projections,
-    )
-
-
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
+_INTO_ATTENTION, _AFTER_ATTENTION, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 _NORMS = {
-    "in": ("input_layernorm", None, "post_attention_layernorm", None),
-    "out": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "both": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
+    "in": (_INTO_ATTENTION, None, _AFTER_ATTENTION, None),
+    "out": (None, _AFTER_ATTENTION, None, _OUT),
+    "both": (_INTO_ATTENTION, _AFTER_ATTENTION, "pre_feedforward_layernorm", _OUT),
 }
 
 
@@ -57,7 +38,12 @@ class Block(nn.Module):
         self.norms = _NORMS[config.norm_placement]
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = Attention(config, layer_index)
-        self.mlp = feed_forward(config, layer_index)
+        sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
+        self.mlp = (
+            MLP(*sizes, config.mlp_bias, config.activation, config.fused_projections)
+            if mixture is None
+            else MixtureOfExperts(config.hidden_size, mixture)
+        )
         for name in self.norms:
             if name is not None:
                 self.add_module(name, _norm(config))
@@ -214,13 +200,12 @@ class Decoder(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
-        """The length of the text that each position belongs to, (B or 1, T or 1), if any frequency depends on it."""
-        if not any(rope.depends_on_length for rope in self.rotary):
-            return None
+        """The length of the text that each position belongs to, (B or 1, T or 1), where a frequency depends on it and it
+        is not that of the row."""
         if cache is not None:
             return cache.next_lengths[:, None]
-        if cu_seqlens is None:
-            return positions.amax(-1, keepdim=True) + 1
+        if cu_seqlens is None or not any(rope.depends_on_length for rope in self.rotary):
+            return None
         flat = positions.flatten()
         document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
         last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
@@ -237,15 +222,7 @@ class Decoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
         weight = self.output_weight
-        return KVCache(
-            self.config.num_layers,
-            batch_size,
-            capacity,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            weight.dtype,
-            weight.device,
-        )
+        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device)
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -6,37 +6,18 @@ A row is data: facts of the decoder, each a value or what reads it from config.j
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from lean_ft.models.config_fields import Fields
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
 
-Reader = Callable[[Fields], Any]
-
-
-def flag(name: str) -> Reader:
-    """Reads true or false from the field `name`."""
-    return lambda fields: fields.flag(name)
-
-
-def count(name: str) -> Reader:
-    """Reads a positive integer from the field `name`."""
-    return lambda fields: fields.count(name)
-
-
-def number(name: str) -> Reader:
-    """Reads a positive number from the field `name`."""
-    return lambda fields: fields.positive(name)
-
-
-def number_if_any(name: str) -> Reader:
-    """Reads a positive number from the field `name`, None where it is null."""
-    return lambda fields: None if fields.get(name) is None else fields.positive(name)
-
-
-def _scale_by_query_scalar(fields: Fields) -> float:
-    return fields.positive("query_pre_attn_scalar") ** -0.5
+# Readers of one field by its name: true or false, a positive integer, a positive number, such a number or null.
+flag, count, number, number_or_null = (
+    partial(methodcaller, kind) for kind in ("flag", "count", "positive", "positive_or_null")
+)
 
 
 def _num_experts(fields: Fields) -> int:
@@ -50,7 +31,7 @@ def _num_experts(fields: Fields) -> int:
 
 def _router_aux_loss_coef(fields: Fields) -> float:
     """transformers adds the loss only where it also returns the logits that it is made from."""
-    return fields.at_least_0("router_aux_loss_coef") if fields.flag("output_router_logits") else 0.0
+    return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
 
 
 # Which layers have a window, where config.json does not list it: a function of the fields and the layer's number.
@@ -140,11 +121,23 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}
 _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _GEMMA_FACTS = {
     **_ATTENTION_BIAS,
     "norm_weight_offset": 1.0,
     "embedding_multiplier": lambda fields: fields.count("hidden_size") ** 0.5,
     "embedding_multiplier_in_weight_dtype": True,
+}
+_GEMMA_2_FACTS = {  # and 3's
+    **_GEMMA_FACTS,
+    "norm_placement": "both",
+    "attention_scale": lambda fields: fields.positive("query_pre_attn_scalar") ** -0.5,
+    "logits_softcap": number_or_null("final_logit_softcapping"),
 }
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
@@ -179,24 +172,13 @@ FAMILIES: dict[str, Family] = {
         facts={"qkv_bias": True},
         has_window=_upper_layers,
         reads_layer_types=True,
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
+        defaults=_QWEN_DEFAULTS,
     ),
     "qwen3": Family(
         facts={**_ATTENTION_BIAS, "qk_norm": "head"},
         has_window=_upper_layers,
         reads_layer_types=True,
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
     ),
     "gemma": Family(
         facts=_GEMMA_FACTS,
@@ -204,13 +186,7 @@ FAMILIES: dict[str, Family] = {
         activation_meant={"gelu": "gelu_pytorch_tanh"},
     ),
     "gemma2": Family(
-        facts={
-            **_GEMMA_FACTS,
-            "norm_placement": "both",
-            "attention_scale": _scale_by_query_scalar,
-            "attention_softcap": number_if_any("attn_logit_softcapping"),
-            "logits_softcap": number_if_any("final_logit_softcapping"),
-        },
+        facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
         has_window=lambda fields, layer: layer % 2 == 0,
         reads_layer_types=True,
         defaults={
@@ -224,13 +200,7 @@ FAMILIES: dict[str, Family] = {
         activation_field="hidden_activation",
     ),
     "gemma3_text": Family(
-        facts={
-            **_GEMMA_FACTS,
-            "norm_placement": "both",
-            "qk_norm": "head",
-            "attention_scale": _scale_by_query_scalar,
-            "logits_softcap": number_if_any("final_logit_softcapping"),
-        },
+        facts={**_GEMMA_2_FACTS, "qk_norm": "head"},
         has_window=lambda fields, layer: (layer + 1) % fields.count("sliding_window_pattern") != 0,
         reads_layer_types=True,
         rope=_rope_by_window,
@@ -325,9 +295,8 @@ FAMILIES: dict[str, Family] = {
         on_disk=_EXPERTS_ON_DISK,
         defaults={
             **_MIXTURE_DEFAULTS,
+            **_QWEN_DEFAULTS,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens of the longest prompt, V vocabulary.
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +23,11 @@ from lean_ft.models.decoder import Decoder
 
 
 def generate(
-    model: Decoder,
-    prompt_ids: Tensor | Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop_ids: Collection[int] = (),
-    generator: torch.Generator | None = None,
+    model: Decoder, prompt_ids: Tensor | Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any
 ) -> list[list[int]]:
-    """Returns the tokens that follow each prompt: at most `max_new_tokens`, up to and with the first of `stop_ids`.
-
-    prompt_ids: lists of token ids, of any lengths, without padding; or a tensor (B, T) int64. Temperature 0 takes the
-    likeliest token; above it, tokens are drawn from the softmax of logits / temperature, among the `top_k` likeliest
-    and then among the fewest whose probabilities reach `top_p`. Raises ValueError for an empty prompt or settings out
-    of range.
-    """
+    """Returns the tokens that follow each prompt, all at once; settings and errors are those of `generate_steps`."""
     generated: list[list[int]] = [[] for _ in prompt_ids]
-    steps = generate_steps(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, stop_ids, generator)
-    for tokens in steps:
+    for tokens in generate_steps(model, prompt_ids, max_new_tokens, **sampling):
         for row, token in zip(generated, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -57,7 +44,13 @@ def generate_steps(
     stop_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[list[int | None]]:
-    """As `generate`, but yields each step as it is computed: a token for each row, None for rows that have ended."""
+    """Yields each step as it is computed: a token that follows each prompt, None for rows that have ended.
+
+    A row ends after `max_new_tokens`, or with the first of `stop_ids`. prompt_ids: lists of token ids, of any lengths,
+    without padding; or a tensor (B, T) int64. Temperature 0 takes the likeliest token; above it, tokens are drawn from
+    the softmax of logits / temperature, among the `top_k` likeliest and then among the fewest whose probabilities reach
+    `top_p`. Raises ValueError for an empty prompt or settings out of range.
+    """
     prompts = [[int(token) for token in prompt] for prompt in prompt_ids]
     _check(prompts, max_new_tokens, temperature, top_k, top_p)
     if not prompts or max_new_tokens == 0:

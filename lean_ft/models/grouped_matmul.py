@@ -8,6 +8,7 @@ Shapes: M rows of all groups, G groups, K and N features.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,6 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for group, end in enumerate(ends.tolist()):
+    for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if start < end:
             yield group, slice(start, end)
-        start = end

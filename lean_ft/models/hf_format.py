@@ -110,7 +110,7 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
         purpose = (
             "it is an adapter's. Give its base model as model.path, and this folder as adapter= to generate with both."
         )
-    whole = _read_json(file, purpose)
+    whole = read_json(file, purpose)
     hf_config = language_model_config(whole, where=str(file))
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     model.source_folder, model.hf_config = folder, hf_config
@@ -157,7 +157,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
     for file_name, names in shards.items():
         write_file(folder / file_name, {name: tensors[name] for name in names}, {"format": "pt"})
     if len(shards) > 1:
-        total = sum(_num_bytes(tensor) for tensor in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / WEIGHTS_INDEX, index)
@@ -244,7 +244,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return read_header(_inside(folder, _WEIGHTS, folder))
     if not (folder / WEIGHTS_INDEX).exists():
         raise ValueError(_no_weights(folder))
-    index = _read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
+    index = read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / WEIGHTS_INDEX}: expected an object weight_map from tensor names to file names.")
@@ -341,21 +341,17 @@ def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, li
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
-        if shards[-1] and filled + _num_bytes(tensor) > max_shard_bytes:
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += _num_bytes(tensor)
+        filled += tensor.nbytes
     if len(shards) == 1:
         return {_WEIGHTS: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
-
-
-def _read_json(file: Path, purpose: str) -> dict[str, Any]:
+def read_json(file: Path, purpose: str) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}: {purpose}")
     try:

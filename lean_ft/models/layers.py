@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and self.weight_offset == 0.0:  # PyTorch has one kernel for it there, which keeps no more
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _rms_norm(x, self.weight, self.eps, self.weight_offset)
+        return _RMSNorm.apply(x, self.weight, self.eps, self.weight_offset)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -61,12 +61,6 @@ class _RMSNorm(torch.autograd.Function):
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
     return weight if offset == 0.0 else weight.float() + offset
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-    result = _RMSNorm.apply(x, weight, eps, weight_offset)
-    assert isinstance(result, Tensor)
-    return result
 
 
 class _Activation(NamedTuple):
@@ -123,6 +117,4 @@ class _Gated(torch.autograd.Function):
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Returns activation(gate) * up, all (..., I), keeping the two for backward and nothing else."""
-    result = _Gated.apply(gate, up, activation)
-    assert isinstance(result, Tensor)
-    return result
+    return _Gated.apply(gate, up, activation)

@@ -16,7 +16,7 @@ intermediate features.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,18 +39,8 @@ class Router(nn.Module):
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
 
 
-class ThinProducts(NamedTuple):
-    """What is added to the experts' frozen projections: for each a product of two thin matrices an expert, or None.
-
-    gate_up: (E, D, R) and (E, R, 2 * I); down: (E, I, R) and (E, R, D).
-    """
-
-    gate_up: tuple[Tensor, Tensor] | None = None
-    down: tuple[Tensor, Tensor] | None = None
-
-
-NO_THIN_PRODUCTS = ThinProducts()
 _Thin = Sequence[Tensor | None]  # left (E, D, R) and right (E, R, I), or None twice
+NO_THIN_PRODUCT = (None, None)
 
 
 class Experts(nn.Module):
@@ -70,13 +60,25 @@ class Experts(nn.Module):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
 
-    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, thin: ThinProducts = NO_THIN_PRODUCTS) -> Tensor:
-        """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
+    def forward(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        thin_gate_up: _Thin = NO_THIN_PRODUCT,
+        thin_down: _Thin = NO_THIN_PRODUCT,
+    ) -> Tensor:
+        """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D).
+
+        Products of two thin matrices an expert are added to frozen projections: (E, D, R) and (E, R, 2 * I) to the one
+        of gates and ups, (E, I, R) and (E, R, D) to the one down.
+        """
         gate_up, down = self.gate_up_proj, self.down_proj
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
             tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
-        mixed = _mix(tokens, weights, chosen, gate_up, self.gate_up_proj_bias, down, self.config, thin)
+        bias, thin = self.gate_up_proj_bias, (*thin_gate_up, *thin_down)
+        mixed = _Mix.apply(tokens, weights, chosen, gate_up, bias, down, self.config, *thin)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -134,7 +136,7 @@ class _Mix(torch.autograd.Function):
         gate_up_bias: Tensor | None,  # (E, 2 * I)
         down: Tensor,
         config: MixtureConfig,
-        *thin: Tensor | None,  # ThinProducts, the four of them
+        *thin: Tensor | None,  # the two of gate_up and the two of down
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
         into, out_of = _input_first(gate_up, down, config)  # (E, D, 2 * I), (E, I, D)
@@ -180,13 +182,6 @@ class _Mix(torch.autograd.Function):
             grad_tokens = _sum_of_choices(_project_back(grad_factors, into, thin[:2], ends), order, config)
         grads = grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
         return *grads, *grad_thin_gate_up, *grad_thin_down
-
-
-def _mix(*args: Any) -> Tensor:
-    *others, thin = args
-    result = _Mix.apply(*others, *(thin.gate_up or (None, None)), *(thin.down or (None, None)))
-    assert isinstance(result, Tensor)
-    return result
 
 
 def _project(rows: Tensor, matrices: Tensor, thin: _Thin, ends: Tensor) -> Tensor:

@@ -12,11 +12,8 @@ _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 
 def name_in_language_model(name: str) -> str | None:
     """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    name = (
-        name.removeprefix("model.")
-        if name.startswith(("model.language_model.", "model.vision", "model.multi"))
-        else name
-    )
+    if name.startswith(("model.language_model.", "model.vision", "model.multi")):
+        name = name.removeprefix("model.")
     if name.startswith(_OF_IMAGES):
         return None
     inner = name.removeprefix("language_model.")

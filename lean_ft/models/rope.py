@@ -27,10 +27,10 @@ class RopeConfig:
     theta: float
     scaling: str = "default"
     turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_positions: float | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: float = math.inf
     attention_factor: float = 1.0  # on cos and sin
     beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
     beta_slow: float = 1.0  # and below which it is divided by the factor
@@ -44,12 +44,10 @@ class RopeConfig:
 
     def same_frequencies(self, length: int, other: int) -> bool:
         """Whether texts of the two lengths, in tokens, have the same frequencies."""
-        if not self.depends_on_length:
-            return True
-        assert self.original_max_positions is not None
+        original = self.original_max_positions
         if self.scaling == "longrope":
-            return (length > self.original_max_positions) == (other > self.original_max_positions)
-        return max(length, self.original_max_positions) == max(other, self.original_max_positions)
+            return (length > original) == (other > original)
+        return self.scaling != "dynamic" or max(length, original) == max(other, original)
 
 
 def _periods(rope: RopeConfig, size: int) -> Tensor:
@@ -63,29 +61,24 @@ def _plain(rope: RopeConfig, size: int) -> Tensor:
 
 def _linear(rope: RopeConfig, size: int) -> Tensor:
     """All frequencies divided by the factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595)."""
-    assert rope.factor is not None
     return _plain(rope, size) / rope.factor
 
 
 def _llama3(rope: RopeConfig, size: int) -> Tensor:
     """Slow features are stretched by the factor, fast ones kept, those between blended (Llama 3.1)."""
-    factor, low, high, original = (getattr(rope, name) for name in REQUIRED_FIELDS["llama3"])
     frequencies = _plain(rope, size)
-    turns = original * frequencies / (2 * math.pi)  # over the original context
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the original context
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
 def _yarn(rope: RopeConfig, size: int) -> Tensor:
     """As llama3, but blended by the feature's index and not by its turns (Peng et al. 2023,
     https://arxiv.org/abs/2309.00071)."""
-    assert rope.factor is not None
-    assert rope.original_max_positions is not None
-    original = rope.original_max_positions
 
     def feature_of(turns: float) -> float:
         """The index, not whole, of the feature that makes so many turns over the original context."""
-        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = feature_of(rope.beta_fast), feature_of(rope.beta_slow)
     if rope.truncate:
@@ -116,32 +109,15 @@ SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "longrope": _longrope,
 }
 
-# The settings a scaling cannot do without.
-REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_max_positions"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
-    "yarn": ("factor", "original_max_positions"),
-    "longrope": ("original_max_positions", "short_factors", "long_factors"),
-}
-
 
 def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
     """The base grows with the length of the text, so that its slowest feature turns as far as it did over the
     original context. Returns (..., R / 2) for lengths (...)."""
-    assert rope.factor is not None
-    assert rope.original_max_positions is not None
     lengths = lengths.clamp(min=int(rope.original_max_positions))
     stretch = rope.factor * lengths / rope.original_max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (size / (size - 2))
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=lengths.device) / size
     return 1.0 / base[..., None] ** exponents
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Returns the scaled frequencies (head_dim / 2,), radians a position, of a scaling that has one row of them."""
-    return SCALINGS[rope.scaling](rope, head_dim)
 
 
 class RotaryEmbedding:
@@ -177,7 +153,6 @@ class RotaryEmbedding:
             self._frequencies[positions.device] = frequencies
         if not self.rope.depends_on_length:
             return frequencies
-        assert self.rope.original_max_positions is not None
         if lengths is None:
             lengths = positions.amax(-1, keepdim=True) + 1
         is_long = (lengths > self.rope.original_max_positions)[..., None]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
-from lean_ft.models.rope import REQUIRED_FIELDS, SCALINGS, RopeConfig
+from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.spelling import did_you_mean
 
 
@@ -49,7 +49,7 @@ def rope_config(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
             f"{', '.join(sorted(own.read))}. Remove what changes nothing."
         )
-    if "original_max_positions" in REQUIRED_FIELDS[scaling]:
+    if scaling not in ("default", "linear"):
         values.setdefault("original_max_positions", original)
     return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values)
 
@@ -57,15 +57,7 @@ def rope_config(
 # What each scaling reads from its settings, given the longest context and the number of its frequencies.
 
 
-def _read_linear(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    return {"factor": settings.positive("factor")}
-
-
-def _read_dynamic(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
-    return {"factor": settings.positive("factor"), "original_max_positions": float(longest)}
-
-
-def _read_llama3(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+def _read_llama3(settings: Fields, *_: int) -> dict[str, Any]:
     values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
     if values["high_freq_factor"] <= values["low_freq_factor"]:
         raise ValueError(
@@ -75,7 +67,7 @@ def _read_llama3(settings: Fields, longest: int, num_frequencies: int) -> dict[s
     return values
 
 
-def _read_yarn(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+def _read_yarn(settings: Fields, *_: int) -> dict[str, Any]:
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -86,7 +78,7 @@ def _read_yarn(settings: Fields, longest: int, num_frequencies: int) -> dict[str
         attention_factor = grown(settings.positive("mscale")) / grown(settings.positive("mscale_all_dim"))
     if settings.get("attention_factor") is not None:
         attention_factor = settings.positive("attention_factor")
-    values: dict[str, Any] = {"factor": factor, "attention_factor": attention_factor}
+    values = {"factor": factor, "attention_factor": attention_factor}
     values |= {name: settings.positive(name) for name in ("beta_fast", "beta_slow") if settings.get(name)}
     if settings.get("truncate") is not None:
         values["truncate"] = settings.flag("truncate")
@@ -112,9 +104,12 @@ def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict
 
 
 _ROPE_READERS: dict[str, Callable[[Fields, int, int], dict[str, Any]]] = {
-    "default": lambda settings, longest, num_frequencies: {},
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
+    "default": lambda *_: {},
+    "linear": lambda settings, *_: {"factor": settings.positive("factor")},
+    "dynamic": lambda settings, longest, _: {
+        "factor": settings.positive("factor"),
+        "original_max_positions": float(longest),
+    },
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,

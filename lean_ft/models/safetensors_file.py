@@ -18,19 +18,21 @@ from torch import Tensor
 
 from lean_ft.whole_files import write_whole
 
+# In the order in which the library writes them: wide ones first, so that each tensor's bytes are aligned.
 _DTYPES = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
     "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ORDER = list(_NAMES)
 # The library's limit too: a header is kilobytes, and a length beyond this is no header.
 _MAX_HEADER_BYTES = 100_000_000
 _STAGING_BYTES = 2**20
@@ -99,26 +101,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{file} is no safetensors file, or was cut short: its header does not fit into it.")
-        damaged = f"{file} is damaged: its safetensors header cannot be read"
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{damaged} ({error!r}).") from None
-        try:
-            header.pop("__metadata__", None)
-            tensors, end = {}, 0
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                _check_entry(name, entry, file)
-                tensor = StoredTensor(
-                    file, str(entry["dtype"]), tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
-                )
-                start, stop = entry["data_offsets"]
-                known = tensor.dtype is None or stop - start == math.prod(tensor.shape) * tensor.dtype.itemsize
-                if start != end or stop < start or not known:
-                    raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
-                tensors[name], end = tensor, stop
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{damaged} ({error!r}).") from None
+        content = stream.read(length)
+    try:
+        header = json.loads(content)
+        header.pop("__metadata__", None)
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        spans = [(name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+    tensors, end = {}, 0
+    for name, dtype_name, shape, offsets in spans:
+        if not _follows(end, shape, offsets, _DTYPES.get(str(dtype_name))):
+            raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
+        tensors[name], end = StoredTensor(file, str(dtype_name), tuple(shape), 8 + length + offsets[0]), offsets[1]
     if end != size - 8 - length:
         raise ValueError(
             f"{file} is damaged: it should hold {end} bytes of tensors and holds {size - 8 - length}. Download or copy "
@@ -143,38 +138,30 @@ def check_same(
             )
 
 
-def _check_entry(name: str, entry: dict[str, Any], file: Path) -> None:
-    """Raise ValueError unless shape and offsets are counts, before anything is made of them."""
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    counts = [*shape, *offsets]
-    if len(offsets) != 2 or len(shape) > 64 or any(type(n) is not int or not 0 <= n < 2**63 for n in counts):
-        raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
+def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> bool:
+    """Whether shape and offsets are counts, the bytes begin where the last tensor's end, and there are as many."""
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > 64:
+        return False
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in [*shape, *offsets]):
+        return False
+    start, stop = offsets
+    return start == end <= stop and (dtype is None or stop - start == math.prod(shape) * dtype.itemsize)
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Writes tensors, one at a time; `file` is whole or as it was."""
-    # The library's order: wide dtypes first, so that each tensor's bytes are aligned; then by name.
-    names = sorted(tensors, key=lambda name: (_order(tensors[name].dtype), name))
+    names = sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     with write_whole(file) as temporary, temporary.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
             stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
-
-
-def _order(dtype: torch.dtype) -> int:
-    ranks = ["I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
-    return ranks.index(_NAMES[dtype])
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

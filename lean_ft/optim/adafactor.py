@@ -57,7 +57,7 @@ class Adafactor(Rule):
             rms = (squares / grad.numel()).sqrt()
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
-            noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+            noise = RoundingNoise.for_update(state, step)
             decay = step.lr * decay_of(state, self.weight_decay)
             for w, g, of_row, of_column in matrices:
                 self._update([w, g, of_row], of_column, lr, decay, noise=noise)

@@ -15,7 +15,6 @@ moment is the bias-corrected one, after this step's gradient.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class Moment:
     """How one of the two moments is kept: here as numbers of `dtype`, or of the weight's where that is None.
 
     Others keep codes with a float32 scale a block: their `block` is the number of elements that share one, and `kept`
-    has the codes of some blocks and their scales. B: block.
+    has the codes of some blocks and their scales.
     """
 
     block = 1
@@ -41,31 +40,12 @@ class Moment:
         return {name: torch.zeros_like(param, dtype=self.dtype, requires_grad=False)}
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
-        """The moment times the factor: float32 (N / B, B), in memory of its own."""
-        return self.in_blocks(kept[0]).to(torch.float32, copy=True).mul_(factor)
+        """The moment times the factor in float32, in memory of its own: (N,), or (N / block, block)."""
+        return kept[0].to(torch.float32, copy=True).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
-        """Keep the moment (N / B, B), and leave it as it is."""
-        store(self.in_blocks(kept[0]), moment, noise)
-
-    @staticmethod
-    def in_blocks(vector: Tensor) -> Tensor:
-        """(N,) as (N / B, B). B is a constant here, for dynamo makes a variable of an attribute that is a number."""
-        return vector.view(-1, 1)
-
-
-class Scalars(NamedTuple):
-    """What an update of AdamW takes beside tensors; floats, or in compiled calls 0-d tensors."""
-
-    lr: float | Tensor
-    beta1: float | Tensor
-    one_minus_beta1: float | Tensor
-    correction1: float | Tensor
-    beta2: float | Tensor
-    one_minus_beta2: float | Tensor
-    root_correction2: float | Tensor
-    eps: float | Tensor
-    decay: float | Tensor
+        """Keep the moment, of the shape that `read` gives, and leave it as it is."""
+        store(kept[0], moment, noise)
 
 
 class AdamW(Rule):
@@ -134,18 +114,12 @@ class AdamW(Rule):
             second = kept[len(kept) // 2 :]
             self._add_ratios([grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2)
             lr = step.lr / (ratios / grad.numel()).sqrt().clamp(min=1.0)
-        scalars = Scalars(
-            lr=lr,
-            beta1=self.beta1,
-            one_minus_beta1=1 - self.beta1,
-            correction1=1 - self.beta1**step.number,
-            beta2=self.beta2,
-            one_minus_beta2=1 - self.beta2,
-            root_correction2=correction2**0.5,
-            eps=self.eps,
-            decay=decay_of(state, self.weight_decay),
+        scalars = (
+            *(lr, self.eps, decay_of(state, self.weight_decay)),
+            *(self.beta1, 1 - self.beta1, 1 - self.beta1**step.number),
+            *(self.beta2, 1 - self.beta2, correction2**0.5),
         )
-        noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+        noise = RoundingNoise.for_update(state, step)
         self._update_slices([weight, grad, *kept], *scalars, noise=noise)
 
     def _add_ratios_of_slice(
@@ -159,24 +133,29 @@ class AdamW(Rule):
         eps_squared: float | Tensor,
     ) -> None:
         grad, *second = tensors
-        square = self.second.in_blocks(grad).float().square()
-        v_hat = self.second.read(second, beta2).add_(square * one_minus_beta2).div_(correction2)
+        v = self.second.read(second, beta2)
+        square = grad.view_as(v).float().square()
+        v_hat = v.add_(square * one_minus_beta2).div_(correction2)
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
+        lr, eps, decay, beta1, one_minus_beta1, correction1, beta2, one_minus_beta2, root_correction2 = scalars
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        s = Scalars(*scalars)
-        # In blocks throughout: of shapes that differ, inductor would make several loops.
-        weight, grad = self.first.in_blocks(weight), self.first.in_blocks(grad)
-        noise = None if noise is None else self.first.in_blocks(noise)
-        # In place on intermediates: plain calls are bound by memory traffic.
-        gradient, value = grad.float(), weight.to(torch.float32, copy=True)
-        m = self.first.read(first, s.beta1).add_(gradient * s.one_minus_beta1)
-        v = self.second.read(second, s.beta2).add_(gradient.square().mul_(s.one_minus_beta2))
+        # In place on intermediates: plain calls are bound by memory traffic. And all in one shape: of several, inductor
+        # makes several loops.
+        m, v = self.first.read(first, beta1), self.second.read(second, beta2)
+        weight, gradient, noise = (
+            weight.view_as(m),
+            grad.view_as(m).float(),
+            None if noise is None else noise.view_as(m),
+        )
+        m.add_(gradient * one_minus_beta1)
+        v.add_(gradient.square().mul_(one_minus_beta2))
         # The same bits round all three: each is right in the mean, and one draw costs a third of three.
         self.first.write(first, m, noise)
         self.second.write(second, v, noise)
-        direction = m.div_(s.correction1).div_(v.sqrt_().div_(s.root_correction2).add_(s.eps))
-        direction.add_(value * s.decay)
-        store(weight, value.sub_(direction.mul_(s.lr)), noise)
+        direction = m.div_(correction1).div_(v.sqrt_().div_(root_correction2).add_(eps))
+        value = weight.to(torch.float32, copy=True)
+        direction.add_(value * decay)
+        store(weight, value.sub_(direction.mul_(lr)), noise)

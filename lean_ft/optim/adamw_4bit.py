@@ -59,7 +59,3 @@ class Moment4bit(Moment):
         pairs = codes.to(torch.uint8).view(-1, 2)
         scales.copy_(new_scales)
         bytes_of_two.copy_(pairs[:, 0] << 4 | pairs[:, 1])
-
-    @staticmethod
-    def in_blocks(vector: Tensor) -> Tensor:
-        return vector.view(-1, BLOCK)

@@ -25,7 +25,7 @@ from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.shapes_only import device_type, stage
 
-BLOCK = 256  # elements that share a scale
+BLOCK = 256  # elements that share a scale; no attribute, of which dynamo would make a variable
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 
@@ -34,9 +34,8 @@ class Moment8bit(Moment):
 
     block = BLOCK
 
-    def __init__(self, *, signed: bool, paged: bool) -> None:
-        self.code = DynamicCode(signed=signed)
-        self._paged = paged
+    def __init__(self, code: DynamicCode, *, paged: bool) -> None:
+        self.code, self._paged = code, paged
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
         if self._paged and stage() is None and param.numel() >= MIN_PAGED_ELEMENTS:
@@ -50,7 +49,7 @@ class Moment8bit(Moment):
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
         codes, scales = kept
-        return self.code.decode(self.in_blocks(codes)).mul_(scales[:, None] * factor)
+        return self.code.decode(codes.view(-1, BLOCK)).mul_(scales[:, None] * factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         codes, scales = kept
@@ -60,20 +59,16 @@ class Moment8bit(Moment):
         if not self.code.signed:
             scaled.clamp_(min=self.code.smallest_magnitude())
         scales.copy_(new_scales)
-        self.in_blocks(codes).copy_(self.code.encode(scaled))
-
-    @staticmethod
-    def in_blocks(vector: Tensor) -> Tensor:
-        return vector.view(-1, BLOCK)
+        codes.view(-1, BLOCK).copy_(self.code.encode(scaled))
 
 
 class AdamW8bit(AdamW):
     """AdamW over 8-bit moments; bitsandbytes' kernel makes the plain update on a GPU."""
 
     def __init__(self, *, paged: bool, **settings: Any) -> None:
-        super().__init__(
-            moments=(Moment8bit(signed=True, paged=paged), Moment8bit(signed=False, paged=paged)), **settings
-        )
+        self._codes = DynamicCode(signed=True), DynamicCode(signed=False)
+        first, second = (Moment8bit(code, paged=paged) for code in self._codes)
+        super().__init__(moments=(first, second), **settings)
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
@@ -91,8 +86,7 @@ class AdamW8bit(AdamW):
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        first, second = self.first, self.second
-        assert isinstance(first, Moment8bit) and isinstance(second, Moment8bit)
+        signed, unsigned = (code.tables(codes.device)[0] for code in self._codes)
         bnb.optimizer_update_8bit_blockwise(
             "adam",
             state.grad,
@@ -106,8 +100,8 @@ class AdamW8bit(AdamW):
             eps=self.eps,
             step=step.number,
             lr=step.lr,
-            qmap1=first.code.tables(codes.device)[0],
-            qmap2=second.code.tables(codes.device)[0],
+            qmap1=signed,
+            qmap2=unsigned,
             absmax1=scales,
             absmax2=scales_sq,
             weight_decay=decay_of(state, self.weight_decay),

@@ -36,16 +36,12 @@ class Moment8bitTorchao(Moment):
         from torchao.optim.quant_utils import dequant_with_qmap
 
         codes, scales = kept
-        return dequant_with_qmap(self.in_blocks(codes), self._values, scales).mul_(factor)
+        return dequant_with_qmap(codes.view(-1, BLOCK), self._values, scales).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         codes, scales = kept
         scaled, new_scales = scale_tensor(moment, BLOCK)
-        self.in_blocks(codes).copy_(quantize_8bit_with_qmap(scaled, self._values))
+        codes.view(-1, BLOCK).copy_(quantize_8bit_with_qmap(scaled, self._values))
         scales.copy_(new_scales)
-
-    @staticmethod
-    def in_blocks(vector: Tensor) -> Tensor:
-        return vector.view(-1, BLOCK)

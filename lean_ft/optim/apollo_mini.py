@@ -60,7 +60,7 @@ class ApolloMini(Rule):
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
             ratio = self._ratio(state, step)
-            noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+            noise = RoundingNoise.for_update(state, step)
             self._move([flat(state.param), flat(state.grad)], step.lr, ratio, self.weight_decay, noise=noise)
 
     def _ratio(self, state: ParameterState, step: StepInfo) -> Tensor:

@@ -23,7 +23,7 @@ from lean_ft.shapes_only import counted_as, device_type
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
-MIN_CODED_ELEMENTS = 4096
+MIN_CODED_ELEMENTS = 4096  # smaller tensors (norms, biases) keep whole moments: little to save, and much to lose
 PAGED_WITHOUT_CUDA = (
     "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
     "memory, as with adamw_8bit."
@@ -76,47 +76,38 @@ def _rules(
     cfg: OptimizerConfig, model: nn.Module, *, paged: bool, compile: bool
 ) -> Rule | Callable[[nn.Parameter], Rule]:
     """The rule of all parameters; where it is for some alone, what tells each one's: the others get AdamW."""
-    every: dict[str, Any] = {"weight_decay": cfg.weight_decay, "stochastic_rounding": cfg.stochastic_rounding}
+    every: dict[str, Any] = {
+        "weight_decay": cfg.weight_decay,
+        "stochastic_rounding": cfg.stochastic_rounding,
+        "compile": compile,
+    }
     adamw: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, "update_clipping": cfg.update_clipping, **every}
-    in_float32 = Moment(torch.float32), Moment(torch.float32)
     match cfg.name:
         case "sgd":
-            return SGD(momentum=cfg.momentum or 0.0, compile=compile, **every)
+            return SGD(momentum=cfg.momentum or 0.0, **every)
         case "adafactor":
-            return Adafactor(compile=compile, **every)
+            return Adafactor(**every)
         case "adamw":
-            return AdamW(compile=compile, **adamw)
-        case "adamw_8bit" | "paged_adamw_8bit":
-            own, others = (
-                AdamW8bit(paged=paged, compile=compile, **adamw),
-                AdamW(moments=in_float32, compile=False, **adamw),
-            )
-            is_own = _is_large
-        case "adamw_4bit":
-            moments = Moment4bit(signed=True), Moment4bit(signed=False)
-            own, others = (
-                AdamW(moments=moments, compile=compile, **adamw),
-                AdamW(moments=in_float32, compile=False, **adamw),
-            )
-            is_own = _is_large
-        case "adamw_8bit_torchao":
-            moments = Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)
-            own, others = AdamW(moments=moments, compile=compile, **adamw), AdamW(compile=False, **adamw)
-            is_own = lambda param: _is_large(param) and param.numel() % Moment8bitTorchao.block == 0  # noqa: E731
+            return AdamW(**adamw)
         case "muon":
-            momentum = MUON_MOMENTUM if cfg.momentum is None else cfg.momentum
-            own, others = Muon(momentum=momentum, compile=compile, **every), AdamW(compile=compile, **adamw)
-            is_own = _is_matrix_of(model)
+            own: Rule = Muon(momentum=MUON_MOMENTUM if cfg.momentum is None else cfg.momentum, **every)
         case "apollo_mini":
-            own = ApolloMini(betas=cfg.betas, eps=cfg.eps, compile=compile, **every)
-            others = AdamW(compile=compile, **adamw)
-            is_own = _is_matrix_of(model)
-    return lambda param: own if is_own(param) else others
-
-
-def _is_large(param: nn.Parameter) -> bool:
-    """Whether coding its moments is worth while: of norms and biases there is little to save, and much to lose."""
-    return param.numel() >= MIN_CODED_ELEMENTS
+            own = ApolloMini(betas=cfg.betas, eps=cfg.eps, **every)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            own = AdamW8bit(paged=paged, **adamw)
+        case "adamw_4bit":
+            own = AdamW(moments=(Moment4bit(signed=True), Moment4bit(signed=False)), **adamw)
+        case "adamw_8bit_torchao":
+            own = AdamW(moments=(Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)), **adamw)
+    if cfg.name in MATRIX_RULES:
+        is_own, others = _is_matrix_of(model), AdamW(**adamw)
+        return lambda param: own if is_own(param) else others
+    if cfg.name == "adamw_8bit_torchao":  # as torchao does
+        block, moments = Moment8bitTorchao.block, None
+    else:
+        block, moments = 1, (Moment(torch.float32), Moment(torch.float32))
+    small = AdamW(moments=moments, **{**adamw, "compile": False})
+    return lambda param: own if param.numel() >= MIN_CODED_ELEMENTS and param.numel() % block == 0 else small
 
 
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:

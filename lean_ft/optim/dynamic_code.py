@@ -49,12 +49,12 @@ class DynamicCode:
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def encode(self, numbers: Tensor) -> Tensor:
-        by_arithmetic = torch.compiler.is_compiling()
-        return self.encode_by_arithmetic(numbers) if by_arithmetic else self.encode_by_tables(numbers)
+        compiling = torch.compiler.is_compiling()
+        return self.encode_by_arithmetic(numbers) if compiling else self.encode_by_tables(numbers)
 
     def decode(self, codes: Tensor) -> Tensor:
-        by_arithmetic = torch.compiler.is_compiling()
-        return self.decode_by_arithmetic(codes) if by_arithmetic else self.decode_by_tables(codes)
+        compiling = torch.compiler.is_compiling()
+        return self.decode_by_arithmetic(codes) if compiling else self.decode_by_tables(codes)
 
     def smallest_magnitude(self) -> float:
         """The least of the values above 0."""
@@ -114,19 +114,14 @@ class DynamicCode:
         k = offset_k.abs() if signed else offset_k
         starts = [k >= float(_num_bins(decade, signed)) for decade in range(NUM_DECADES)]
         width = _choose(starts, [_bin_width(decade, signed) for decade in range(NUM_DECADES)])
-        below = _choose(starts, [_below_first_bin(decade, signed) for decade in range(NUM_DECADES)])
-        magnitude = torch.where(starts[0], k * width - below, 0.0)
+        offset = [0.8 * 10.0 ** (decade - 6) - 0.5 * _bin_width(decade, signed) for decade in range(NUM_DECADES)]
+        magnitude = torch.where(starts[0], k * width - _choose(starts, offset), 0.0)
         magnitude = torch.where(k >= one_k, 1.0, magnitude)
         return torch.where(offset_k < 0, -magnitude, magnitude) if signed else magnitude
 
 
 def _bin_width(decade: int, signed: bool) -> float:
     return 0.9 * 10.0 ** (decade - 6) / _num_bins(decade, signed)
-
-
-def _below_first_bin(decade: int, signed: bool) -> float:
-    """What to take from k bin widths to get the magnitude of k."""
-    return 0.8 * 10.0 ** (decade - 6) - 0.5 * _bin_width(decade, signed)
 
 
 def _lowest(decade: int, signed: bool) -> float:

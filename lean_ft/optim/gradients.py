@@ -24,9 +24,9 @@ def gradient_norm(grad: Tensor) -> Tensor:
     return total.sqrt().float()
 
 
-def global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, from each one's norm, as a float32 scalar on the device."""
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+def global_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all gradients together, from each one's norm, as a float32 scalar on the device; 0 of none."""
+    return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros((), device=device)
 
 
 def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:

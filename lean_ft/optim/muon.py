@@ -41,7 +41,7 @@ class Muon(Rule):
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
-            noise = RoundingNoise.for_update(state, step) if self.draws_noise else None
+            noise = RoundingNoise.for_update(state, step)
             direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
             momentum = flat(state.tensors["momentum"])
             self._advance([flat(state.grad), momentum, flat(direction)], self.momentum, noise=noise)

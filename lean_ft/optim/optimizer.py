@@ -23,6 +23,7 @@ is not finite, which tells of it.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -76,6 +77,7 @@ class Optimizer:
             tensors = own_rule.init_state(param)
             tensors = streamed.init_state(tensors) if streamed else tensors
             self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors))
+        self._device = self._states[0].param.device
         self.rules = list(dict.fromkeys(state.rule for state in self._states))
         self._updates_now = False  # whether hooks update in the coming backward
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
@@ -88,7 +90,7 @@ class Optimizer:
             )
         if in_backward:
             for state in self._states:
-                state.param.register_post_accumulate_grad_hook(self._hook_of(state))
+                state.param.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state))
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
@@ -119,23 +121,18 @@ class Optimizer:
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
             self._update_leftovers()
-            if self._skips:
-                return self._zero() * torch.nan
-            norms = [self._norms[index] for index in sorted(self._norms)]
-            return global_norm(norms) if norms else self._zero()
+            norm = global_norm([self._norms[index] for index in sorted(self._norms)], self._device)
+            return norm * torch.nan if self._skips else norm
         grads = [state.param.grad for state in self._states if state.param.grad is not None]
-        if not grads:
-            return self._zero()
-        norm = global_norm([gradient_norm(grad) for grad in grads]) / self.scaler.value
+        scale = self.scaler.value
+        norm = global_norm([gradient_norm(grad) for grad in grads], self._device) / scale
         self._skips = not all_finite([norm, *self._losses])
-        if self._skips:
-            self.scaler.update(overflowed=True)
-            return norm
-        if max_norm is not None:
-            scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scaler.value)
-        elif self.scaler.enabled:
-            scale_gradients(grads, 1.0 / self.scaler.value)
-        self.scaler.update(overflowed=False)
+        self.scaler.update(overflowed=self._skips)
+        if grads and not self._skips:
+            if max_norm is not None:
+                scale_gradients(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale)
+            elif scale != 1.0:
+                scale_gradients(grads, 1.0 / scale)
         return norm
 
     @torch.no_grad()
@@ -143,16 +140,10 @@ class Optimizer:
         """Update the parameters that have a gradient; in backward they are updated already and the step is closed."""
         if self.in_backward:
             self._update_leftovers()
-        if self._skips:
-            self.skipped_steps += 1
-            self._close_step()
-            return
-        if not self.in_backward:
+        elif not self._skips:
             self._update([state for state in self._states if state.param.grad is not None])
-        self.step_count += 1
-        self._close_step()
-
-    def _close_step(self) -> None:
+        self.step_count += not self._skips
+        self.skipped_steps += self._skips
         self._noise_seed = None
         self._norms.clear()
         self._losses.clear()
@@ -206,13 +197,10 @@ class Optimizer:
         self.step_count = int(tensors["step"])
         self.skipped_steps = int(tensors["skipped_steps"])
 
-    def _hook_of(self, state: ParameterState) -> Callable[[Tensor], None]:
-        @torch.no_grad()
-        def update(_: Tensor) -> None:
-            if self._updates_now:
-                self._update_and_free(state)
-
-        return update
+    @torch.no_grad()
+    def _gradient_arrived(self, state: ParameterState, _: Tensor) -> None:
+        if self._updates_now:
+            self._update_and_free(state)
 
     def _update_and_free(self, state: ParameterState) -> None:
         if self._skips:
@@ -245,20 +233,18 @@ class Optimizer:
 
     def _hand_to_rules(self, states: Sequence[ParameterState]) -> None:
         """Have the rules update parameters, those of one rule and learning rate together."""
-        if self._noise_seed is None:
+        if self._noise_seed is None and any(rule.draws_noise for rule in self.rules):
             # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
-            self._noise_seed = int(torch.randint(2**31, ())) if any(rule.draws_noise for rule in self.rules) else 0
+            self._noise_seed = int(torch.randint(2**31, ()))
         groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
         for state in states:
             groups[state.rule, state.lr_ratio].append(state)
         for (rule, lr_ratio), members in groups.items():
-            step = StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=self._noise_seed)
+            seed = self._noise_seed if rule.draws_noise else None
+            step = StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=seed)
             if self.streamed is None:
                 rule.update(members, step)
             else:
                 for state in members:
                     with self.streamed.on_device(state, step.number) as here:
                         rule.update([here], step)
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self._states[0].param.device)

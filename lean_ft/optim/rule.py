@@ -37,7 +37,9 @@ class StepInfo:
 
     lr: float
     number: int
-    noise_seed: int  # stochastic rounding draws from it, so the order of updates does not matter
+    noise_seed: (
+        int | None
+    )  # stochastic rounding draws from it, so the order of updates does not matter; None: to nearest
 
 
 class Rule:

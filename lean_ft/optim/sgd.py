@@ -32,7 +32,7 @@ class SGD(Rule):
                 step.lr,
                 self.momentum,
                 decay_of(state, self.weight_decay),
-                noise=RoundingNoise.for_update(state, step) if self.draws_noise else None,
+                noise=RoundingNoise.for_update(state, step),
             )
 
 

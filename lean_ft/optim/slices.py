@@ -103,8 +103,8 @@ class RoundingNoise:
         self._generator = torch.Generator(device).manual_seed(seed + index)
 
     @classmethod
-    def for_update(cls, state: ParameterState, step: StepInfo) -> "RoundingNoise":
-        return cls(state.param.device, step.noise_seed, state.index)
+    def for_update(cls, state: ParameterState, step: StepInfo) -> "RoundingNoise | None":
+        return None if step.noise_seed is None else cls(state.param.device, step.noise_seed, state.index)
 
     def draw(self, num_elements: int) -> Tensor:
         """int16 (num_elements,), all bits random."""

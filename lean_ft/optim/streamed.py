@@ -73,9 +73,7 @@ class StreamedState:
     def _away(self, state: ParameterState) -> dict[str, Sent]:
         if state.index not in self._sent:
             self._sent[state.index] = {
-                name: Sent.on_host(tensor)
-                for name, tensor in state.tensors.items()
-                if tensor.nbytes >= self._smallest_bytes
+                name: Sent(tensor) for name, tensor in state.tensors.items() if tensor.nbytes >= self._smallest_bytes
             }
         return self._sent[state.index]
 

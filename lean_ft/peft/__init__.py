@@ -7,7 +7,6 @@ from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
     adapter_bytes,
     base_fingerprint,
-    base_model,
     is_adapter,
     load_adapter,
     restore_adapter,
@@ -23,7 +22,6 @@ __all__ = [
     "adapter_bytes",
     "apply_lora",
     "base_fingerprint",
-    "base_model",
     "is_adapter",
     "load_adapter",
     "load_merged",

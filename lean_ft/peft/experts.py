@@ -1,6 +1,6 @@
 """Adapters of a mixture's experts: a pair of thin matrices for each expert, beside each of the two stacked projections.
 
-The experts' own backward pass adds the thin products (`ThinProducts`), so no expert's sum W + scaling * B A is formed,
+The experts' own backward pass adds the thin products, so no expert's sum W + scaling * B A is formed,
 and what is kept for backward is what the frozen experts keep. DoRA, dropout and PiSSA are not for stacks: PEFT has no
 such adapters, and nothing could read them.
 
@@ -12,7 +12,7 @@ Shapes: E experts, R rank, I inputs, O outputs of the projection.
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.moe import Experts, ThinProducts
+from lean_ft.models.moe import NO_THIN_PRODUCT, Experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -68,5 +68,6 @@ class LoRAExperts(nn.Module):
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
-        pairs = [None if adapter is None else adapter.thin(dtype) for adapter in (self.gate_up_proj, self.down_proj)]
-        return self.base_layer(tokens, weights, chosen, ThinProducts(*pairs))
+        adapters = (self.gate_up_proj, self.down_proj)
+        pairs = (NO_THIN_PRODUCT if adapter is None else adapter.thin(dtype) for adapter in adapters)
+        return self.base_layer(tokens, weights, chosen, *pairs)

@@ -96,11 +96,8 @@ def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dty
     if is_projection_of_experts(model, name):
         return _put_experts_adapter(model, name, shape, dtype)
     base = model.get_submodule(name)
-    if name == _OUTPUT:
-        kind = LoRAOutput
-    else:
-        kind = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
-    layer = kind(base, shape, dtype)
+    of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
+    layer = (LoRAOutput if name == _OUTPUT else of_matrix)(base, shape, dtype)
     model.set_submodule(name, layer)
     return layer
 

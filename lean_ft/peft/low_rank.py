@@ -39,9 +39,7 @@ def low_rank_linear(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Outside of the function: inside of one that is checkpointed the compiler cannot follow what is random.
     dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
-    result = _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, *frozen)
-    assert isinstance(result, Tensor)
-    return result
+    return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, *frozen)
 
 
 @torch.library.custom_op("lean_ft::sum_of_products", mutates_args=())
@@ -54,16 +52,12 @@ def sum_of_products(
 
 
 @sum_of_products.register_fake
-def _(
-    left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor, scaling: float
-) -> Tensor:
+def _(left: Tensor, right: Tensor, *args: Any) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1])
 
 
 @register_flop_formula(torch.ops.lean_ft.sum_of_products)
-def _num_flops(
-    left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
+def _num_flops(left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, **kwargs: Any) -> int:
     """Of the shapes, a multiplication and an addition each."""
     return 2 * left[0] * right[1] * (left[1] + thin_left[1])
 

@@ -48,11 +48,12 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
     They are new tensors in the dtype of the model's. Raises ValueError where the model has no adapter, or a quantised
     weight, into which nothing can be merged.
     """
-    merged = {}
-    sums = _Sums()
+    merged, squares = {}, []
     for name, layer in _mergeable_layers(model).items():
-        merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = _merge(layer, sums)
-    return merged, sums.report(len(merged), model.output_weight.dtype)
+        weight, of_layer = _merge(layer)
+        merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = weight
+        squares.append(of_layer)
+    return merged, _report(squares, model.output_weight.dtype)
 
 
 @torch.no_grad()
@@ -69,22 +70,17 @@ def load_merged(
     """
     model = load_model(base_model(Path(adapter)) if base is None else base, device=device, dtype=dtype)
     load_adapter(model, adapter)
-    sums, layers = _Sums(), _mergeable_layers(model)
-    for layer in layers.values():
-        layer.frozen_weight.data = _merge(layer, sums)  # the model is this function's own
+    squares = []
+    for layer in _mergeable_layers(model).values():
+        layer.frozen_weight.data, of_layer = _merge(layer)  # the model is this function's own
+        squares.append(of_layer)
     take_adapters_off(model)
-    return model.requires_grad_(True), sums.report(len(layers), dtype)
+    return model.requires_grad_(True), _report(squares, dtype)
 
 
-class _Sums:
-    """Sums of squares over the merged weights."""
-
-    def __init__(self) -> None:
-        self.weights = self.changes = self.errors = 0.0
-
-    def report(self, num_layers: int, dtype: torch.dtype) -> MergeReport:
-        size = self.weights or 1.0
-        return MergeReport(num_layers, (self.changes / size) ** 0.5, (self.errors / size) ** 0.5, dtype)
+def _report(squares: list[tuple[float, float, float]], dtype: torch.dtype) -> MergeReport:
+    weights, changes, errors = map(sum, zip(*squares, strict=True))
+    return MergeReport(len(squares), (changes / (weights or 1.0)) ** 0.5, (errors / (weights or 1.0)) ** 0.5, dtype)
 
 
 def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
@@ -100,12 +96,9 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     return layers
 
 
-def _merge(layer: AdaptedLayer, sums: _Sums) -> Tensor:
-    """The layer's merged weight in its own dtype; adds to the sums."""
-    weight = layer.frozen_weight.detach()
-    exact = layer.merged_weight()
+def _merge(layer: AdaptedLayer) -> tuple[Tensor, tuple[float, float, float]]:
+    """The layer's merged weight in its own dtype; sums of the squares of the weight, of its change and of rounding."""
+    weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
     rounded = exact.to(weight.dtype, copy=True)
-    sums.weights += weight.float().square().sum().item()
-    sums.errors += (rounded.float() - exact).square().sum().item()
-    sums.changes += exact.sub_(weight).square().sum().item()
-    return rounded
+    error = (rounded.float() - exact).square().sum().item()
+    return rounded, (weight.float().square().sum().item(), exact.sub_(weight).square().sum().item(), error)

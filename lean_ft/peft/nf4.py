@@ -80,9 +80,7 @@ class NF4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        result = _NF4Product.apply(x, self.bias, self.out_features, *self.frozen)
-        assert isinstance(result, Tensor)
-        return result
+        return _NF4Product.apply(x, self.bias, self.out_features, *self.frozen)
 
 
 _NAMES = ("levels", "scales", "scale_scales", "mean_scale", "scale_levels")

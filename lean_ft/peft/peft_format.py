@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
-from lean_ft.models.hf_format import weights_fingerprint
+from lean_ft.models.hf_format import read_json, weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.paths import checkpoint_hint
@@ -283,13 +283,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves them."
             f"{checkpoint_hint(folder)}"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        came = config.get("peft_type") if isinstance(config, dict) else config
-        raise ValueError(f"{file}: peft_type is {came!r}; expected LORA, the one kind of adapter that is supported.")
+    config = read_json(file, "it says what the adapter is.")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{file}: peft_type is {kind!r}; expected LORA, the one kind of adapter that is supported.")
     if config.get("init_lora_weights") not in _HARMLESS_STARTS:
         raise ValueError(
             f"{file}: init_lora_weights is {config['init_lora_weights']!r}: the adapter goes with a changed copy of the "

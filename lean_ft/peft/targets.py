@@ -13,8 +13,7 @@ from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
-_LINEAR = (nn.Linear, NF4Linear, Router)
-_ADAPTABLE = (*_LINEAR, nn.Embedding, Experts)
+_ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
 
 
 def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:

@@ -76,11 +76,13 @@ CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=5e-6, host_bytes_pe
 
 
 def find_device(name: str) -> Device:
-    """The card of that name, in any spelling of case and spaces. Raises ValueError with the nearest name."""
+    """The card of that name, in any spelling of case and spaces, or the only one that ends in it (`4090`). Raises
+    ValueError with the nearest name."""
     wanted = _plain(name)
-    for card in DEVICES.values():
-        if _plain(card.name) == wanted:
-            return card
+    found = [card for card in DEVICES.values() if wanted and _plain(card.name).endswith(wanted)]
+    found = [card for card in found if _plain(card.name) == wanted] or found
+    if len(found) == 1:
+        return found[0]
     raise ValueError(
         f"no device is called {name!r}.{did_you_mean(name, DEVICES)} Known are {', '.join(DEVICES)}; for another one "
         "give its memory with --budget."

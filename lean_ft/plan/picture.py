@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.rehearsal import LABELS, Rehearsal
 from lean_ft.units import GIB, gibibytes
 
+_SMALLEST_SHOWN = 0.002  # of the peak: what is less would be an entry of the legend and no area
 
-def draw_timeline(rehearsal: Rehearsal, path: Path) -> None:
-    """Draws bytes alive over the step's estimated time, with its peak marked, into `path`.
 
-    Raises ValueError where matplotlib is not installed.
+def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: int | None) -> None:
+    """Draws into `path` what is alive over the step's estimated time, by what it is of, with the peak and the budget.
+
+    `planned` says of which model on which device. Raises ValueError where matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -18,17 +20,32 @@ def draw_timeline(rehearsal: Rehearsal, path: Path) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise ValueError("--png needs matplotlib; install it with: pip install 'lean-ft[plots]'") from None
-    seconds = [moment[0] for moment in rehearsal.timeline]
-    alive = [moment[1] / GIB for moment in rehearsal.timeline]
+    seconds, alive = zip(*rehearsal.timeline, strict=True)
+    most = {label: max(moment.get(label, 0) for moment in alive) for label in {*LABELS, *alive[-1]}}
+    # What lives longest lies lowest: on weights and states, which are flat, one sees what comes and goes.
+    shown = [
+        label
+        for label in [*LABELS, *(most.keys() - set(LABELS))]
+        if most[label] > _SMALLEST_SHOWN * rehearsal.peak_bytes
+    ]
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.plot(seconds, alive, linewidth=1, drawstyle="steps-post")
-    axes.fill_between(seconds, alive, step="post", alpha=0.25)
-    axes.axhline(rehearsal.peak_bytes / GIB, linestyle=":", color="black", linewidth=1)
+    axes.stackplot(
+        seconds,
+        [[moment.get(label, 0) / GIB for moment in alive] for label in shown],
+        labels=[f"{label}: {gibibytes(rehearsal.peak.bytes_by_label.get(label, 0))} at the peak" for label in shown],
+        step="post",
+    )
+    axes.axhline(
+        rehearsal.peak_bytes / GIB, linestyle=":", color="black", label=f"peak: {gibibytes(rehearsal.peak_bytes)}"
+    )
+    if budget_bytes is not None:
+        axes.axhline(budget_bytes / GIB, linestyle="--", color="firebrick", label=f"budget: {gibibytes(budget_bytes)}")
     axes.set(
         xlabel="estimated seconds into the step",
         ylabel="GiB alive",
         ylim=(0, None),
-        title=f"peak {gibibytes(rehearsal.peak_bytes)}, {rehearsal.peak.where}",
+        title=f"{planned}: peak in {rehearsal.peak.where}",
     )
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -41,7 +41,7 @@ class Rehearsal:
     step_seconds: float  # estimated; good for comparing settings
     tokens: int  # of all micro-batches, every position counted
     num_parameters: int
-    timeline: list[tuple[float, int, str]] = field(repr=False)  # (seconds, bytes alive, label)
+    timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
 
     @property
@@ -57,7 +57,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     """
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
-    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory, compile=cfg.compile))
+    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory))
     stage = WatchedStage(trace)
     torch._dynamo.reset()
     try:

@@ -74,7 +74,7 @@ class Trace(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.live_bytes = 0
         self.peak = Moment()
-        self.timeline: list[tuple[float, int, str]] = []  # (seconds, bytes alive, label)
+        self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.seconds = 0.0
         self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
         self.longest_document = 1
@@ -174,7 +174,7 @@ class Trace(TorchDispatchMode):
         """Adds the time of so much arithmetic and traffic in one kernel."""
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
         self.seconds += max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
-        self.timeline.append((self.seconds, self.live_bytes, self.label))
+        self.timeline.append((self.seconds, dict(self.live)))
 
     def travel(self, num_bytes: int) -> None:
         """Adds the time of a copy between the device and the host."""

@@ -99,7 +99,7 @@ class Budget:
         times = 1 + sum(abs(value) if isinstance(value, int) else self.weigh(value) for value in given[1:])
         if name == "replace":
             text, old, new = [*map(str, given), "", ""][:3]
-            self.allow(len(text) + max(text.count(old) * len(new), text.count(new) * len(old)))  # they may be named
+            self.allow(len(text) + text.count(old) * len(new))
         elif name in ("%", "format", "format_map"):
             if WIDE_FORMAT.search(text := str(given[0])):
                 raise TemplateLimitError("it formats to a width of thousands, or one that it computes")
@@ -176,10 +176,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget, owner = ACTIVE.get(), getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        given = [*args, *(kwargs[name] for name in kwargs if name not in ("_loop_vars", "_block_vars"))]  # Jinja's own
         if isinstance(owner, str | bytes | int | list | tuple | dict | type):  # Jinja wraps str.format
-            args = tuple(budget.foresee(__obj.__name__, [owner, *args, *kwargs.values()])[1 : len(args) + 1])
+            args = tuple(budget.foresee(__obj.__name__, [owner, *given])[1 : len(args) + 1])
         else:
-            budget.weigh([*args, *kwargs.values()])  # a macro sees them as a tuple
+            budget.weigh(given)  # a macro sees them as a tuple
         return budget.made(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -211,7 +212,8 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*given: Any, **named: Any) -> Any:
         budget = ACTIVE.get()
-        foreseen = budget.foresee(name, [*given[first:], *named.values()])
+        by_name = [named[key] for key in sorted(named, reverse=True)]  # `old` before `new`
+        foreseen = budget.foresee(name, [*given[first:], *by_name])
         return budget.made(function(*given[:first], *foreseen[: len(given) - first], **named))
 
     return counted

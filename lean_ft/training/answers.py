@@ -2,10 +2,13 @@
 
 The loss says how likely the right answer was; this says whether it was given. A question is all that precedes the last
 trained stretch of a held-out sequence (for a chat: everything up to the last assistant turn, its header included), and
-the right answer is that stretch. Decoding is greedy, so asking draws no random number and a run stays the same bits.
+the right answer is that stretch, or what a pattern finds in it: the last line of a worked solution, say. Decoding is
+greedy, so asking draws no random number and a run stays the same bits.
 """
 
-from collections.abc import Iterable
+import re
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -14,17 +17,22 @@ from lean_ft.data import Batch
 from lean_ft.log import say
 from lean_ft.models import Decoder, generate
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.units import duration
 
 T = TypeVar("T")
+
+_PROGRESS_SECONDS = 10.0  # between two lines that tell how far it is
+_SHOWN = 40  # characters of a question or an answer that a sample shows
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question, the answer that the data gives, and the model's."""
+    """A question, the answer that the data gives, and the model's; with a pattern, what it finds in either."""
 
     question: str
     expected: str
-    given: str
+    given: str | None
+    """None where the pattern finds nothing."""
     ended: bool
     """Whether the model ended its answer; one that would have gone on is not right."""
 
@@ -56,6 +64,7 @@ def say_answers(
     held_out: Iterable[Batch] | None,
     max_questions: int,
     num_samples: int = 3,
+    pattern: str | None = None,
 ) -> AnswerReport | None:
     """Answers held-out questions and prints the share of right answers, with the same few as samples each time.
 
@@ -69,22 +78,40 @@ def say_answers(
             f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
             "data.validation_fraction, or eval_answers=0."
         )
-    report = answer_held_out(model, tokenizer, held_out, max_questions)
-    total = len(report.answers)
-    say("answers", f"{when}: {report.num_right} of {total} held-out questions right ({report.exact_match:.1%})")
+    started = said = time.perf_counter()
+
+    def progress(num_answered: int, total: int) -> None:
+        nonlocal said
+        if (now := time.perf_counter()) - said > _PROGRESS_SECONDS:
+            say("", f"{num_answered} of {total} held-out questions answered in {duration(now - started)}")
+            said = now
+
+    report = answer_held_out(model, tokenizer, held_out, max_questions, pattern, progress)
+    total, what = len(report.answers), "the whole answer" if pattern is None else f"what {pattern} finds last"
+    share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
+    say("answers", f"{when}: {share}; right is {what}, to the letter, and an end")
     for answer in _spread(report.answers, num_samples):
-        verdict = "right" if answer.right else f"expected: {answer.expected}"
-        say("", f"{_one_line(answer.question)}  ->  {_one_line(answer.given)}  ({verdict})")
+        given = "(no match)" if answer.given is None else _one_line(answer.given)
+        wrong = "it went on" if answer.given == answer.expected else f"expected: {_one_line(answer.expected)}"
+        say("", f"{_one_line(answer.question)}  ->  {given}  ({'right' if answer.right else wrong})")
     return report
 
 
 def answer_held_out(
-    model: Decoder, tokenizer: Tokenizer, held_out: Iterable[Batch], max_questions: int
+    model: Decoder,
+    tokenizer: Tokenizer,
+    held_out: Iterable[Batch],
+    max_questions: int,
+    pattern: str | None = None,
+    progress: Callable[[int, int], None] = lambda num_answered, total: None,
 ) -> AnswerReport:
     """Returns the model's greedy answers to at most `max_questions` of the held-out sequences, spread evenly over them.
 
-    An answer may take as many tokens as the longest right one asked with it. At most as many positions are computed at
-    a time as the largest of the batches has. Raises ValueError where a sequence has no question, as plain text has not.
+    An answer may take as many tokens as the longest right one asked with it. With a `pattern`, a regular expression, the
+    first group of its last match in both texts is compared (all of the match where it has no group), and since another
+    way there may be longer, an answer may take twice the tokens of the longest right one. At most as many positions are
+    computed at a time as the largest of the batches has. Raises ValueError where a sequence has no question, as plain
+    text has not, and where the pattern finds nothing in a right answer.
     """
     batches = list(held_out)
     questions = _spread([question for batch in batches for question in _questions(batch)], max_questions)
@@ -93,28 +120,49 @@ def answer_held_out(
             "a held-out sequence is trained from its start, so it has no question to answer. Set eval_answers=0 for "
             "plain text and for data.train_on=all."
         )
-    stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
-    stop_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-
-    by_length = sorted(range(len(questions)), key=lambda i: sum(map(len, questions[i])), reverse=True)
-    max_positions = max(batch.num_tokens for batch in batches)
-    given: dict[int, list[int]] = {}
-    while by_length:
-        rows_at_a_time = max(1, max_positions // sum(map(len, questions[by_length[0]])))
-        asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
-        prompts = [questions[i][0] for i in asked]
-        longest_answer = max(len(questions[i][1]) for i in asked)
-        given.update(zip(asked, generate(model, prompts, longest_answer, stop_ids=stop_ids), strict=True))
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
+    def compared(ids: list[int]) -> str | None:
+        return text(ids) if pattern is None else _last_match(pattern, text(ids))
+
+    expected = dict[int, str]()
+    for i, (_, answer) in enumerate(questions):
+        if (found := compared(answer)) is None:
+            raise ValueError(
+                f"eval_pattern={pattern!r} finds nothing in a right answer, which ends in "
+                f"{text(answer)[-_SHOWN:]!r}. Give a pattern that every held-out answer has, or leave it out."
+            )
+        expected[i] = found
+    stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
+    stop_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+    longest = 2 * max(len(answer) for _, answer in questions)
+    limits = [len(answer) if pattern is None else longest for _, answer in questions]  # tokens of an answer
+
+    by_length = sorted(range(len(questions)), key=lambda i: len(questions[i][0]) + limits[i], reverse=True)
+    max_positions = max(batch.num_tokens for batch in batches)
+    given: dict[int, list[int]] = {}
+    while by_length:
+        positions = len(questions[by_length[0]][0]) + limits[by_length[0]]
+        rows_at_a_time = max(1, max_positions // positions)
+        asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
+        prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
+        given.update(zip(asked, generate(model, prompts, limit, stop_ids=stop_ids), strict=True))
+        progress(len(given), len(questions))
+
     return AnswerReport(
         [
-            Answer(text(prompt), text(expected), text(given[i]), given[i][-1] in stop_ids)
-            for i, (prompt, expected) in enumerate(questions)
+            Answer(text(prompt), expected[i], compared(given[i]), given[i][-1] in stop_ids)
+            for i, (prompt, _) in enumerate(questions)
         ]
     )
+
+
+def _last_match(pattern: str, text: str) -> str | None:
+    """The first group of the pattern's last match in `text`, or the match where it has no group."""
+    matches = list(re.finditer(pattern, text))
+    return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
 
 def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
@@ -139,4 +187,5 @@ def _spread(items: list[T], most: int) -> list[T]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."

@@ -23,7 +23,7 @@ from lean_ft.training.run_directory import Settings, check_usable, holds_run, re
 
 FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
-FREE |= {"eval_answers", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
+FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID_GROUPS = ("memory.", "schedule.")

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from lean_ft.allocators import keep_compiled_products, prepare_allocators
+from lean_ft.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.log import say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
@@ -17,7 +17,7 @@ from lean_ft.training.continuation import check_output_dir
 from lean_ft.units import gibibytes
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
-OTHER_SHAPES = 48  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks
+OTHER_SHAPES = 32  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks
 
 
 def start(cfg: RecipeConfig) -> torch.device:
@@ -32,7 +32,7 @@ def start(cfg: RecipeConfig) -> torch.device:
     """
     if stage() is not None:
         return torch.device("cpu")
-    prepare_allocators()  # for a recipe that was not started by the command line
+    prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
@@ -66,7 +66,7 @@ def _settle_host_memory(cfg: RecipeConfig) -> str:
     returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
     data = cfg.group(DataConfig)
     keep_compiled_products(num_product_shapes(2048 if data is None else data.max_length) + OTHER_SHAPES)
-    if memory is None or not wants_host_pool(memory, compile=cfg.compile):
+    if memory is None or not wants_host_pool(memory):
         return "freed memory goes back to the system at once (glibc's malloc thresholds fixed)" if returned else ""
     try:
         pool_host_memory()
@@ -74,7 +74,7 @@ def _settle_host_memory(cfg: RecipeConfig) -> str:
         if memory.host_pool:
             raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
         return f"no memory.host_pool: {error}"
-    why = "memory.host_pool" if memory.host_pool else "as compile=true asks; memory.host_pool=false turns that off"
+    why = "memory.host_pool" if memory.host_pool else "memory.host_pool=false turns that off"
     return f"tensors are allocated from a pool, which keeps what they free for the next ones ({why})"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
-from lean_ft.training.process_memory import ResidentGrowth, peak_memory_bytes, rss_bytes
+from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
 from lean_ft.whole_files import sync
 
 Row = dict[str, Any]
@@ -85,7 +85,6 @@ class Metrics:
         """
         assert self._started is not None
         ended = self._clock.mark()
-        resident_bytes = rss_bytes()
         row = {
             "step": step,
             "epoch": step / self._steps_per_epoch,
@@ -98,8 +97,10 @@ class Metrics:
             "target_tokens_per_second": None,
             "step_seconds": None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
-            "rss_bytes": resident_bytes,
-            "rss_growth_bytes": self.growth.note(resident_bytes),  # since step 10 of this start
+            "rss_bytes": rss_bytes(),
+            "rss_growth_bytes": self.growth.note(
+                own_rss_bytes()
+            ),  # since step 10 of this start, without pages of files
         }
         if skipped:
             row["skipped"] = True

@@ -4,8 +4,9 @@ Resident memory is what the kernel has given the process physical pages for: wei
 and also freed memory the allocator has not handed back. That is the honest number on a CPU. On a GPU the peak is
 the caching allocator's: the most bytes that were in live tensors at once. Nothing here waits for the device.
 
-A run's memory should stand still once all has happened that happens in a step. What still grows then ends a long run
-after hours, so growth is told from step 10 on, and what goes on growing is noticed.
+A run's own memory should stand still once all has happened that happens in a step. What still grows then ends a long
+run after hours, so growth is told from step 10 on, and what goes on growing is noticed. Pages of files do not count: the
+more of its data a run has read, the more of that is resident, until the kernel wants the room.
 
 Source: proc(5), `/proc/[pid]/status` (VmRSS, VmHWM).
 """
@@ -35,6 +36,12 @@ def _status_bytes(field: str) -> int | None:
 def rss_bytes() -> int | None:
     """Resident size of this process now, in bytes; None off Linux, where only the peak is to be had cheaply."""
     return _status_bytes("VmRSS")
+
+
+def own_rss_bytes() -> int | None:
+    """Resident size now without the pages of files, libraries and data, which the kernel may drop; None off Linux."""
+    resident, of_files = _status_bytes("VmRSS"), _status_bytes("RssFile")
+    return None if resident is None or of_files is None else resident - of_files
 
 
 def peak_rss_bytes() -> int:

@@ -17,7 +17,8 @@ class ProgressBar:
     def __init__(self, start_step: int, total_steps: int):
         self._start_step = start_step
         self._total_steps = total_steps
-        self._started = time.perf_counter()
+        # The time left is told from here: the start, then the first step that was seen, which compiles and warms up.
+        self._since = (start_step, time.perf_counter())
         self._last_line = float("-inf")
         self._bar: Progress | None = None
 
@@ -36,20 +37,22 @@ class ProgressBar:
 
     def update(self, row: Row) -> None:
         """Show the state that the newest metrics line tells."""
-        step = row["step"]
+        step, state = row["step"], self._state(row)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, state=self._state(row), refresh=True)
+            self._bar.update(self._bar.task_ids[0], completed=step, state=state, refresh=True)
             return
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
             self._last_line = now
             place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
-            say("step", f"{place}  {self._state(row)}")
+            say("step", f"{place}  {state}")
 
     def _state(self, row: Row) -> str:
-        step = row["step"]
-        elapsed = time.perf_counter() - self._started
-        left = elapsed / max(1, step - self._start_step) * (self._total_steps - step)
+        step, now = row["step"], time.perf_counter()
+        first_step, then = self._since
+        left = (now - then) / max(1, step - first_step) * (self._total_steps - step)
+        if first_step == self._start_step:
+            self._since = (step, now)
         return (
             f"loss {number(row['loss'])}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"

@@ -402,8 +402,8 @@ class Run:
     def _say_answers(self, when: str) -> None:
         """Has the model answer held-out questions, where `eval_answers` asks for them."""
         if self.cfg.eval_answers:
-            model = cast(Decoder, self.model)
-            say_answers(when, model, self.tokenizer, self._held_out, self.cfg.eval_answers)
+            model, cfg = cast(Decoder, self.model), self.cfg
+            say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
 
     # Ending -------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from torch import nn
 from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
-from lean_ft.peft import NF4Linear, adapted_layers
-from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
+from lean_ft.peft import NF4Linear
+from lean_ft.settings import MemoryConfig, OptimizerConfig
 from lean_ft.training.metrics import Row
 from lean_ft.units import duration, gibibytes, number
 
@@ -102,20 +102,15 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))
-        say("next", _command_to_generate(run, run.checkpoint))
-
-
-def _command_to_generate(run: "Run", checkpoint: Path) -> str:
-    """The command that asks the trained model something; an adapter goes on the model that it was trained beside."""
-    arguments = [f"model.path={checkpoint}"]
-    if adapted_layers(run.model) and (model := run.cfg.group(ModelConfig)) is not None:
-        arguments = [f"model.path={model.path}", f"adapter={checkpoint}"]
-    return shlex.join(["leanft", "run", "generate", *arguments])
+        say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
 
 
 def command_to_continue(resume: str) -> str:
-    """The command that goes on with this run: the one that started it, which resumes by itself unless told not to."""
+    """The command that goes on with this run: the one that started it, which resumes by itself unless told not to.
+    In a notebook or at Python's prompt that is no command."""
     program, *arguments = sys.argv
+    if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
+        return "the same call again" if resume == "auto" else "the same call again, with resume='auto'"
     if resume != "auto":
         arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
     # `python -m lean_ft` too; a script of the user's may well lie in a checkout that is called lean_ft.

@@ -102,6 +102,27 @@ def test_a_budget_gives_a_run_no_more_than_is_left():
     assert 0 < Budget(60, 10).timeout_seconds() <= 10
 
 
+def test_a_run_goes_on_until_its_peak_stands_still(tmp_path):
+    """The peak rises by 10 % a step up to step 60, and would for ever after step 100."""
+    code = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+for step in range(1, 201):
+    peak = 1000 + 100 * min(step, 60) + 100 * max(0, step - 100)
+    row = {"step": step, "step_seconds": 0.1, "tokens": 64, "target_tokens": 60, "loss": 1.0, "peak_memory_bytes": peak}
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\\n")
+    time.sleep(30 if step == 90 else 0)
+"""
+    common = {"steps": 2, "warmup_steps": 1, "tokens_per_step": 64, "timeout_seconds": 60}
+    rows = [measure_training(lambda run: [*python(code), run], settle_steps=most, **common) for most in (0, 150)]
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert "first_peak_memory_bytes" not in rows[0]
+    assert rows[0]["peak_memory_bytes"] == rows[1]["first_peak_memory_bytes"] == 1300
+    assert (rows[1]["peak_memory_bytes"], rows[1]["num_steps"], rows[1]["stands_still"]) == (7000, 90, True)
+
+
 @pytest.mark.parametrize(
     ("exit_code", "output", "status"),
     [

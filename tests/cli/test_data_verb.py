@@ -111,7 +111,9 @@ def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "device=cpu"]
     settings = ["data.max_length=300", "data.batch_tokens=512"]
     answer = leanft("data", "stats", *run, *settings, "--peak")
-    assert (answer.code, answer.err) == (0, "")
+    assert answer.code == 0
+    # A line where there is no terminal tells what it is at.
+    assert answer.err.splitlines() == [f"rehearsing a step with rows of {length} tokens" for length in (256, 300, 512)]
     said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
     planned = leanft("plan", *run, *settings, f"output_dir={tmp_path}/run").out
     assert re.search(r"peak ([\d.]+ [MG]iB)", planned)[1] in said["300"]  # pyright: ignore[reportOptionalSubscript]

@@ -72,13 +72,23 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     assert (merged - expected).norm() < 1e-4 * expected.norm()
 
 
+def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
+    """The very file that the merged folder makes; the adapter has no tokenizer, so the model's is in it."""
+    assert leanft("export", adapter, tmp_path / "merged", "--merge").code == 0
+    assert leanft("export", tmp_path / "merged", tmp_path / "two" / "model.gguf", "--gguf", "q8_0").code == 0
+    for base in ([], ["--base", "tiny"]):
+        answer = leanft("export", adapter, tmp_path / "one" / "model.gguf", "--merge", "--gguf", "q8_0", "-f", *base)
+        assert answer.code == 0, answer.err
+        assert "merged an adapter into" in answer.out and "architecture llama, q8_0" in answer.out
+        assert (tmp_path / "one" / "model.gguf").read_bytes() == (tmp_path / "two" / "model.gguf").read_bytes()
+
+
 def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, adapter):
     for arguments, message in [
         ([adapter, tmp_path / "out"], "holds an adapter, which is no model by itself"),
         ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "holds an adapter, which is no model by itself"),
         (["tiny", tmp_path / "out", "--merge"], "no adapter to merge"),
         (["tiny", tmp_path / "out", "--base", "tiny"], "it goes with --merge"),
-        ([adapter, tmp_path / "out.gguf", "--merge", "--gguf", "f32"], "--merge to a folder first"),
     ]:
         answer = leanft("export", *arguments)
         assert answer.code == 2

@@ -1,22 +1,57 @@
 """`leanft ls`: what there is, and what one recipe needs."""
 
+import pytest
+
 
 def test_recipes_and_presets_are_listed(leanft, shipped):
     answer = leanft("ls")
     assert answer.code == 0
-    lines = [line.split(maxsplit=1) for line in answer.out.splitlines() if line.startswith("  ")]
-    assert dict(lines) == {
-        "toy_single_device": "A toy recipe: does what `act` says.",
-        "other": "Another one, in two lines.",
-        "tiny/toy": "The toy.",
-        "foreign": "lora.rank=8",
-    }
+    assert [line.split(maxsplit=5) for line in answer.out.splitlines() if line.startswith("  ")] == [
+        ["other", "Another", "one,", "in", "two", "lines."],
+        ["toy_single_device", "A", "toy", "recipe:", "does", "what `act` says."],
+        ["preset", "recipe", "parameters", "card", "peak"],
+        ["foreign", "-", "-", "-", "-", "lora.rank=8"],
+        ["tiny/toy", "-", "-", "-", "-", "The toy."],
+    ]
+
+
+def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch):
+    """The real catalogue of this checkout, in which every comment is made by the same rule."""
+    lines = {line.split()[0]: line.split()[1:] for line in leanft("ls").out.splitlines() if line.startswith("  ")}
+    assert lines["llama3_1_8b/qlora"] == ["finetune", "8.03", "B", "12", "GB", "7.5", "GiB"]
+    assert lines["qwen3_0_6b/full"] == ["full_finetune_single_device", "0.60", "B", "8", "GB", "6.6", "GiB"]
+    assert lines["tiny/full"] == ["full_finetune_single_device", "0.89", "M", "-", "-"]
+    gated = leanft("ls").out.splitlines()[-2]
+    assert "llama3_1_8b/qlora" in gated
+    assert "qwen3_0_6b" not in gated
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has", "lacks"),
+    [
+        ("full_finetune_single_device", "tiny/full", "tiny/lora"),
+        ("finetune", "tiny/lora", "tiny/full"),  # it would take the other as well
+        ("lora_finetune_single_device", "tiny/lora", "tiny/full"),
+        ("generate", "none", "tiny/"),
+    ],
+)
+def test_a_recipe_lists_the_presets_that_name_it(leanft, recipe, has, lacks):
+    presets = leanft("ls", recipe).out.partition("Presets")[2].partition("Settings")[0]
+    assert has in presets
+    assert lacks not in presets
+
+
+def test_a_users_own_recipe_lists_the_presets_that_fit(leanft, tmp_path):
+    leanft("cp", "full_finetune_single_device", tmp_path / "mine.py")
+    presets = leanft("ls", tmp_path / "mine.py").out.partition("Presets")[2].partition("Settings")[0]
+    assert "tiny/full" in presets
+    assert "tiny/lora" not in presets
 
 
 def test_lines_in_a_pipe_are_whole(leanft, shipped, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     (shipped / "configs" / "long.yaml").write_text(f"data: {{source: {'x' * 500}}}\n")
-    assert f"  long      data.source={'x' * 500}\n" in leanft("ls").out
+    assert f"  data.source={'x' * 500}\n" in leanft("ls").out
 
 
 def test_a_recipe_shows_its_presets_and_what_it_needs(leanft, shipped):

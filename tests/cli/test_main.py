@@ -56,6 +56,20 @@ def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, argu
         assert word in answer.err
 
 
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        ("leanft pl", ["plan"]),
+        ("leanft run full_", ["full_finetune_single_device"]),
+        ("leanft run --config tiny/", ["tiny/full", "tiny/lora"]),
+        ("leanft cat tiny/f", ["tiny/full"]),
+    ],
+)
+def test_a_shell_is_told_what_could_come_next(leanft_process, words, answers):
+    answer = leanft_process(_LEANFT_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=f"{words.count(' ')}")
+    assert (answer.code, answer.out.split()) == (0, answers)
+
+
 def test_python_m_lean_ft_is_leanft(leanft_process):
     answer = leanft_process("--version")
     assert (answer.code, answer.out, answer.err) == (0, f"{lean_ft.__version__}\n", "")

@@ -1,5 +1,6 @@
 """What is shown is what batches hold: the same tokens and labels, in text that cannot act on who reads it."""
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
@@ -96,6 +97,9 @@ def test_html_in_data_does_not_run(config: Config, plain_tokenizer):
     assert tags.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class"}
     assert tags.text.count(attack) == 3  # in the title, the heading and the row, as it was written
     assert "http" not in page.replace("http-equiv", "")
+    # A word as long as a file's path, in any part of the page, is no wider than a telephone: as seen in a browser of 400
+    # pixels, where it was 3,326 wide without this.
+    assert re.search(r"^body {[^}]* overflow-wrap: anywhere; }$", page, re.MULTILINE)
 
 
 def test_what_acts_on_a_terminal_is_shown_instead():

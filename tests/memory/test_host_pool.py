@@ -172,8 +172,9 @@ def test_without_a_compiler_it_is_refused_with_the_reason(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_where_nothing_is_said_it_goes_with_the_compiler() -> None:
-    assert wants_host_pool(MemoryConfig(), compile=True)
-    assert not wants_host_pool(MemoryConfig(), compile=False)
-    assert not wants_host_pool(MemoryConfig(host_pool=False), compile=True)
-    assert wants_host_pool(MemoryConfig(host_pool=True), compile=False)
+def test_where_nothing_is_said_a_run_has_it_if_it_can(tmp_path: Path) -> None:
+    assert wants_host_pool(MemoryConfig()) and wants_host_pool(MemoryConfig(host_pool=True))
+    assert not wants_host_pool(MemoryConfig(host_pool=False))
+    done = run_recipe(tmp_path, "max_steps=1", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
+    assert done.returncode == 0, done.stderr
+    assert "no memory.host_pool: the C++ compiler no-such-compiler does not start" in " ".join(done.stdout.split())

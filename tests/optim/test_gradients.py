@@ -5,6 +5,8 @@ import torch
 
 from lean_ft.optim.gradients import global_norm, gradient_norm, scale_gradients
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1500, 300)])
@@ -16,7 +18,8 @@ def test_norms_equal_float64s(dtype: torch.dtype, shape: tuple[int, ...]) -> Non
         assert norm.dtype == torch.float32
         assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-5)
     together = torch.cat([grad.double().flatten() for grad in grads])
-    assert global_norm(norms).item() == pytest.approx(together.norm().item(), rel=1e-5)
+    assert global_norm(norms, CPU).item() == pytest.approx(together.norm().item(), rel=1e-5)
+    assert global_norm([], CPU).item() == 0.0
 
 
 def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:

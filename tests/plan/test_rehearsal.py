@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.plan.trace import Trace
 from lean_ft.settings_text import load_config
 
 RECIPE = "full_finetune_single_device"
@@ -97,3 +99,46 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     plain = rehearse(recipe, cfg, CPU)
     changed = rehearse(load_recipe(edited), cfg, CPU)
     assert changed.peak_bytes - plain.peak_bytes == 2**23
+
+
+def test_a_recipe_with_a_second_model_that_reads_values_is_planned(tmp_path: Path):
+    """As one with a reference is: its weights are counted, its pass keeps nothing, and what the host reads is some value."""
+    source = find_recipe(RECIPE).read_text()
+    edited = tmp_path / "mine.py"
+    edited.write_text(
+        source.replace("    apply_memory(", "    reference = load_model(cfg.model, device)\n    apply_memory(")
+        .replace(
+            "            # Sum, then divide",
+            "            with torch.no_grad():\n"
+            "                expected = reference(batch.input_ids, batch.positions, return_hidden=True)\n"
+            "            if not expected.isfinite().all() or float(expected.sum()) == 0.0 or tokenizer.eos_id is None:\n"
+            "                continue\n"
+            "            # Sum, then divide",
+        )
+        .replace("from lean_ft.data", "import torch\nfrom lean_ft.data", 1)
+    )
+    recipe, cfg = settings(tmp_path)
+    plain, two = rehearse(recipe, cfg, CPU), rehearse(load_recipe(edited), cfg, CPU)
+    weights = [rehearsal.peak.bytes_by_label["weights"] for rehearsal in (plain, two)]
+    assert weights[1] == 2 * weights[0]
+    assert two.num_parameters == 2 * plain.num_parameters
+    assert two.peak_bytes - plain.peak_bytes == pytest.approx(weights[0], rel=0.2)
+
+
+def test_what_goes_round_many_times_is_planned_in_a_few(tmp_path: Path):
+    """A step of a billion tokens takes no longer to plan; one whose elements 64 bits do not count is refused."""
+    few, many = (planned(tmp_path, f"batch_size={rows}", "memory.loss_chunk_tokens=512") for rows in (16, 10**6))
+    assert many.step_seconds / few.step_seconds == pytest.approx(10**6 / 16, rel=0.1)
+    assert many.planning_seconds < 10 * max(1.0, few.planning_seconds)
+    with pytest.raises(ValueError, match="more elements than 64 bits can count"):
+        planned(tmp_path, "data.max_length=1000000000")
+
+
+def test_asking_a_tensor_for_its_device_takes_no_time():
+    trace = Trace(CPU)
+    with FakeTensorMode(), trace:
+        large = torch.empty(2**30)
+        before = trace.seconds
+        for _ in range(10):
+            _ = large.device, large.dtype, large.shape
+    assert trace.seconds == before

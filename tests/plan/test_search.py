@@ -108,3 +108,12 @@ def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, m
     found = search(RECIPE, cfg, CPU, 650)
     assert found.fitting[0].overrides["memory.activation_checkpointing"] == "selective"
     assert set(found.refused.values()) == {"not here"}
+
+
+def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(cfg, rehearsed):
+    cfg = cfg.model_copy({"data": SimpleNamespace(max_length=4096)})
+    own = search_module.rehearse(RECIPE, cfg, CPU)
+    found = search(RECIPE, cfg, CPU, 2000, own=own)
+    assert found.fitting[0].overrides == {}
+    assert found.fitting[0].rehearsal is own
+    assert {settings.memory.loss_chunk_tokens for settings in rehearsed} == {"auto", 8192}

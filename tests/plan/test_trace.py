@@ -189,6 +189,15 @@ def test_a_compiled_product_stores_what_it_reads():
 
 
 def test_devices_are_found_in_any_spelling():
-    assert find_device("nvidia GeForce rtx4090") is DEVICES["RTX 4090"]
+    for wanted, name in {
+        "nvidia GeForce rtx4090": "RTX 4090",
+        "a6000": "RTX A6000",  # where only one card's name ends so
+        "M3 Max": "Apple M3 Max",
+        **{name: name for name in ("V100", "B200", "MI300X", "Apple M4 Max")},
+    }.items():
+        assert find_device(wanted) is DEVICES[name]
     with pytest.raises(ValueError, match=r"no device is called 'RTX 409'.*RTX 4090"):
         find_device("RTX 409")
+    for no_single_one in ("80", ""):
+        with pytest.raises(ValueError, match="no device is called"):
+            find_device(no_single_one)

@@ -166,7 +166,7 @@ def test_what_was_learned_answers_through_the_adapter(train, tmp_path, capsys):
     train("optimizer.lr=1e-2")
     said = capsys.readouterr().out
     checkpoint = tmp_path / "run" / "step_00000008"
-    assert f"leanft run generate model.path=tiny adapter={checkpoint}" in said
+    assert f"leanft run generate model.path={checkpoint}" in said
     recipe = load_recipe(recipes()["generate"])
 
     def answer(*settings: str) -> str:

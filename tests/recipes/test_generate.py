@@ -1,5 +1,8 @@
 """The generate recipe, against transformers' own generation on the embedded model."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -8,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.generation import _text
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings_text import load_config
@@ -96,17 +100,122 @@ def test_the_generation_config_names_further_ends(generate, tmp_path: Path) -> N
     assert len(tokenizer.encode(generate(prompt=QUESTION, model_path=tmp_path).removesuffix("\n"))) <= 3
 
 
-def test_the_stream_cuts_no_character(recipe: ModuleType) -> None:
+def test_the_stream_cuts_no_character() -> None:
     tokenizer = load_tokenizer("tiny")
     text = "fig 日本 🙂 é, saw"
     ids = tokenizer.encode(text)
-    pieces = list(recipe.stream(tokenizer, iter(ids)))
+    pieces = list(_text(tokenizer, iter(ids)))
     assert "".join(pieces) == text
     assert len(pieces) > 5
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_the_stream_ends_with_half_a_character_if_the_model_did(recipe: ModuleType) -> None:
+def test_the_stream_ends_with_half_a_character_if_the_model_did() -> None:
     tokenizer = load_tokenizer("tiny")
     ids = tokenizer.encode("ok 🙂")[:-1]
-    assert "".join(recipe.stream(tokenizer, iter(ids))) == tokenizer.decode(ids)
+    assert "".join(_text(tokenizer, iter(ids))) == tokenizer.decode(ids)
+
+
+CHAT = [{"role": "user", "content": QUESTION}]
+FILES = {
+    "rows.jsonl": [{"prompt": QUESTION, "id": 7}, {"prompt": CHAT}, {"messages": CHAT}],
+    "array.json": [{"messages": [*CHAT, {"role": "assistant", "content": "what it should say"}]}],
+    "chat.json": CHAT,
+    "table.csv": f"prompt,id\n{QUESTION},7\n",
+    "lines.txt": f"{QUESTION}\n\n{QUESTION}\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_file_of_prompts_may_be(generate, tmp_path: Path, name: str) -> None:
+    """Every one of them asks the same question, and the rows come out with what else they hold."""
+    content, answer = FILES[name], generate(prompt=QUESTION).removesuffix("\n")
+    file, output = tmp_path / name, tmp_path / "out.jsonl"
+    lines = content if isinstance(content, list) and name.endswith(".jsonl") else [content]
+    texts = content if isinstance(content, str) else "".join(json.dumps(line) + "\n" for line in lines)
+    file.write_text(texts)
+    generate(prompts_file=file, output=output, batch_size=2)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["generated_text"] for row in rows] == [answer] * {"rows.jsonl": 3, "lines.txt": 2}.get(name, 1)
+    if name == "rows.jsonl":
+        assert [{k: v for k, v in row.items() if k != "generated_text"} for row in rows] == content
+    with pytest.raises(ValueError, match="is there already"):
+        generate(prompts_file=file, output=output)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"question": "x"}', "line 2: a prompt is {'question': 'x'}; expected text, a list of messages,"),
+        ("{", "line 2: malformed JSON"),
+        ('{"prompt": 5}', "line 2: a prompt is {'prompt': 5}; expected"),
+        ('{"messages": []}', "line 2: a prompt is {'messages': []}; expected"),
+        ('{"messages": ["x"]}', "line 2: a prompt is {'messages': ['x']}; expected"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_refused_before_any_is_answered(
+    generate, tmp_path: Path, row: str, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' + row + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(prompts_file=tmp_path / "rows.jsonl", output=tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, and one that trained an adapter."""
+    folder = tmp_path_factory.mktemp("runs")
+    module = load_recipe(find_recipe("finetune"))
+    settings = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "optimizer.lr=5e-3"]
+    settings += ["batch_size=4", "max_steps=2", "save_every=1", "device=cpu", "schedule.name=constant"]
+    for name in ("full", "lora"):
+        own = [f"output_dir={folder / name}"] + ["lora.rank=4"] * (name == "lora")
+        module.main(load_config(module.Config, None, [*settings, *own]))
+    return folder
+
+
+class TestWhatIsAsked:
+    """A run goes by many names."""
+
+    @pytest.fixture
+    def ask(self, recipe: ModuleType, capsys: pytest.CaptureFixture[str]):
+        def run(*settings: str) -> str:
+            given = [*settings, f"prompt={QUESTION}", "max_new_tokens=20", "model.dtype=float32", "device=cpu"]
+            recipe.main(load_config(recipe.Config, None, given))
+            return capsys.readouterr().out
+
+        return run
+
+    def test_a_run_is_its_newest_whole_checkpoint(self, runs: Path, ask, tmp_path: Path) -> None:
+        full = runs / "full"
+        newest, earlier = (ask(f"model.path={full}/step_0000000{step}") for step in (2, 1))
+        assert ask(f"model.path={full}") == newest != earlier
+        damaged = shutil.copytree(full, tmp_path / "damaged")
+        (damaged / "step_00000002" / "config.json").write_text("{}")
+        answer = ask(f"model.path={damaged}")
+        assert "step_00000002" in answer and "Passed over for an earlier one." in answer
+        assert answer.endswith(earlier)
+
+    def test_an_adapter_finds_its_model(self, runs: Path, ask, tmp_path: Path) -> None:
+        adapter = runs / "lora" / "step_00000002"
+        expected = ask("model.path=tiny", f"adapter={adapter}")
+        assert expected != ask("model.path=tiny")
+        for settings in ([f"adapter={adapter}"], [f"adapter={runs}/lora"], [f"model.path={runs}/lora"]):
+            assert ask(*settings) == expected
+        two = ask("model.path=tiny", f"adapter=[{adapter},{adapter}]")
+        assert ask(f"adapter=[{adapter},{adapter}]") == ask(f"model.path={adapter}", f"adapter={adapter}") == two
+
+        # As it is on another machine: the run's settings still know the model, and without them nobody does.
+        elsewhere = shutil.copytree(adapter, tmp_path / "elsewhere")
+        config = json.loads((elsewhere / "adapter_config.json").read_text())
+        (elsewhere / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone/away"}))
+        (elsewhere / "manifest.json").unlink()
+        assert ask(f"adapter={elsewhere}") == expected
+        shutil.rmtree(elsewhere / "training_state")
+        with pytest.raises(ValueError, match=r"it is of /gone/away, which is not here; give the model's folder"):
+            ask(f"adapter={elsewhere}")
+
+    def test_one_of_the_two_is_needed(self, ask) -> None:
+        with pytest.raises(ValueError, match=r"expected model.path=\.\.\., or adapter="):
+            ask()

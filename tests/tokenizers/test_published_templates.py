@@ -12,12 +12,15 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers.chat_template import MARKERS, ChatTemplate
 
 NAMES = [
     "cohere",
@@ -69,6 +72,36 @@ def folder_of(published: Path, byte_level: HFTokenizer, make_folder: Callable[..
         return make_folder(tokenizer, chat_template=sources[0], bos_token="<bos>", eos_token="<eos>")
 
     return make
+
+
+CALL = {
+    "type": "function",
+    "id": "a1b2c3d4e",
+    "function": {"name": "f", "arguments": {"x": 1, "y": ["<", {"é": None}]}},
+}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}}, "required": ["x"]}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "Calls.", "parameters": SCHEMA}}] * 2
+LONG = [{"role": "user", "content": "q <think> \n" * 20}, {"role": "assistant", "content": "a</think> b 字\n" * 40}] * 4
+CALLED = {"role": "assistant", "content": "", "reasoning": "Hm.\n", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "7", "tool_call_id": "a1b2c3d4e"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 20, CHAT[1]], TOOLS)],
+    ids=["chat", "long", "calls"],
+)
+def test_every_template_writes_what_it_writes_in_transformers(messages: Any, tools: Any, published: Path):
+    written = 0
+    for file in sorted(published.glob("*.jinja")):
+        source, special = file.read_text(encoding="utf-8"), {"bos_token": "<s>", "eos_token": "</s>"}
+        try:
+            theirs = render_jinja_template([messages], tools=tools, chat_template=source, **special)[0][0]
+        except (jinja2.TemplateError, TypeError):
+            continue  # as some that take no tools
+        assert MARKERS.sub("", ChatTemplate(source).render(messages, tools, False, special)) == theirs, file.name
+        written += 1
+    assert written > 20
 
 
 def trained_texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:

@@ -23,6 +23,7 @@ LONG_TEXTS = {
     "sum of lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x" + END,
     "replace filter": GROW + "ns.x | replace('1', '11111111111111')" + END,
     "replace method": GROW + "ns.x.replace('', 'aaaaaaaaaaaaaa')" + END,
+    "replace filter by name": GROW + "ns.x | replace(new='11111111111111', old='')" + END,
     "join filter": GROW + "[ns.x, ns.x] | join" + END,
     "join filter between": GROW + "ns.x | join(ns.x)" + END,
     "join filter of an attribute": GROW + "[{'a': ns.x}, {'a': ns.x}] | join('', attribute='a')" + END,
@@ -157,11 +158,21 @@ def test_the_clock_of_the_processor_bounds_what_steps_do_not(monkeypatch):
         render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
 
 
+def test_what_a_loop_holds_is_no_argument_of_a_call():
+    content = "x" * 3_000_000
+    template = ChatTemplate("{% for m in messages %}{% set content = m.content %}{{ content.strip('\n') }}{% endfor %}")
+    assert template.render([{"role": "user", "content": content}], None, False, {}) == content
+
+
 def test_bounds_grow_with_the_messages(monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_VALUE", 10)
     monkeypatch.setattr(template_limits, "MAX_TOTAL", 10_000)
     chat = [{"role": "user", "content": "x" * 100_000}] * 20
-    template = ChatTemplate("{% for m in messages %}{{ m.role ~ ': ' ~ m.content.strip() ~ '\n' }}{% endfor %}")
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content.strip() | replace('"
+        + "?" * 100
+        + "', '')) ~ '\n' }}{% endfor %}"
+    )
     assert len(template.render(chat, None, False, {})) == 20 * 100_007
 
 

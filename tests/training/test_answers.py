@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.models import Decoder, load_model
 from lean_ft.paths import resolve_model_path
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import RecipeConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.answers import answer_held_out, say_answers
 
@@ -128,14 +128,49 @@ def test_takes_questions_from_all_over(tmp_path: Path, model: Decoder, tokenizer
     assert [answer.question for answer in report.answers] == [f"Question {i}?" for i in (0, 2, 5, 7)]
 
 
-def test_says_the_share_and_samples(tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    batches = held_out(tmp_path, tokenizer, [chat(f"Question {i}?", "Yes." if i else "No.") for i in range(4)])
+@pytest.mark.parametrize(
+    ("said", "answers", "right"),
+    [
+        ("6 + 6 = 12\n#### 12", "5 + 7 = 12 #### 12", 1),  # another way, the same end
+        ("#### 12\nNo:\n#### 13", "#### 12", 0),  # the last match counts
+        ("Twelve.", "#### 12", 0),  # without a match
+        ("#### 12" + " fig" * 20, "#### 12", 0),  # what follows belongs to the group, and it does not end
+        ("a way that takes longer than the right answer does #### 12", "A short way to get there #### 12", 1),
+    ],
+)
+def test_a_pattern_compares_what_it_finds_last(
+    tmp_path: Path, tokenizer: Tokenizer, said: str, answers: str, right: int
+) -> None:
+    batches = held_out(tmp_path, tokenizer, [chat("What is 7 plus 5?", answers)])
+    parrot = Parrot(tokenizer.encode(f"{said}<|end|>"), tokenizer.vocab_size)
+    report = answer_held_out(parrot, tokenizer, batches, 10, pattern="#### (.*)")
+    assert (report.num_right, report.answers[0].expected) == (right, "12")
+
+
+def test_a_pattern_that_the_data_lacks_is_refused(tmp_path: Path, tokenizer: Tokenizer, model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"finds nothing in a right answer, which ends in 'Twelve\.'"):
+        answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [chat("7 + 5?", "Twelve.")]), 10, "#### (.*)")
+    with pytest.raises(ValueError, match=r"'#### \(' is no regular expression: missing \)"):
+        RecipeConfig(output_dir=tmp_path, eval_pattern="#### (")
+
+
+def test_says_the_share_and_what_is_right_with_short_samples(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [chat(f"Question {i}?" + " and so on" * 30, "Yes." if i else "No.") for i in range(4)]
+    batches = held_out(tmp_path, tokenizer, rows, truncation_side="left")
     parrot = Parrot(tokenizer.encode("Yes.<|end|>"), tokenizer.vocab_size)
     say_answers("before training", parrot, tokenizer, batches, 4)
-    printed = capsys.readouterr().out
-    assert "before training: 3 of 4 held-out questions right (75.0%)" in printed
-    assert "Question 0?  ->  Yes.  (expected: No.)" in printed
-    assert "Question 2?  ->  Yes.  (right)" in printed
+    said, *samples = capsys.readouterr().out.splitlines()
+    assert "before training: 3 of 4 held-out questions right (75.0%); right is the whole answer, to the letter" in said
+    assert len(samples) == 3 and all(len(sample) < 120 for sample in samples)
+    assert "->  Yes.  (expected: No.)" in samples[0] and "->  Yes.  (right)" in samples[1]
+
+    monkeypatch.setattr("lean_ft.training.answers._PROGRESS_SECONDS", 0.0)
+    say_answers("before training", parrot, tokenizer, batches, 4, pattern="(.)")
+    told, *_, said = capsys.readouterr().out.splitlines()[:-3]
+    assert "of 4 held-out questions answered in" in told
+    assert "right is what (.) finds last, to the letter" in said
 
 
 def test_does_nothing_when_not_asked(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft.data.batches import Batches
+from lean_ft.losses import cross_entropy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from recipes import full_finetune_single_device as recipe
 from tests.training.toy_runs import metrics
@@ -20,13 +21,13 @@ def poison(monkeypatch):
     """Make the losses of the calls with these numbers NaN, from 0; two micro-batches a step, three steps of 13 rows."""
 
     def at(*calls):
-        real, count = recipe.linear_cross_entropy, iter(range(10**6))
+        real, count = cross_entropy.linear_cross_entropy, iter(range(10**6))
 
         def loss(*args, **kwargs):
             value = real(*args, **kwargs)
             return value * math.nan if next(count) in calls else value
 
-        monkeypatch.setattr(recipe, "linear_cross_entropy", loss)
+        monkeypatch.setattr(cross_entropy, "linear_cross_entropy", loss)
 
     return at
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
-from lean_ft.training.process_memory import ResidentGrowth
+from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes
 
 BLOCK = 200 * 2**20
 
@@ -26,6 +26,15 @@ def test_peak_keeps_what_resident_size_gives_back():
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_rss_bytes(), rel=0.01)
 
 
+def test_pages_of_files_are_not_a_runs_own(tmp_path):
+    np.ones(BLOCK, dtype=np.uint8).tofile(tmp_path / "data")
+    resident, own = rss_bytes(), own_rss_bytes()
+    data = np.memmap(tmp_path / "data", mode="r")
+    assert data.sum() == BLOCK
+    assert rss_bytes() - resident > 0.9 * BLOCK
+    assert own_rss_bytes() - own < 0.1 * BLOCK
+
+
 def test_growth_is_told_from_step_10_on():
     growth = ResidentGrowth()
     assert [growth.note(100 + step) for step in range(1, 14)] == [None] * 9 + [0, 1, 2, 3]
@@ -35,7 +44,10 @@ def test_growth_is_told_from_step_10_on():
     ("resident", "from_step"),
     [
         (lambda step: 1000 + step / 4, 200),  # a leak
-        (lambda step: 1000 + step / 4 + 500 * (step % 25 == 0), 200),  # and an evaluation's memory, which comes and goes
+        (
+            lambda step: 1000 + step / 4 + 500 * (step % 25 == 0),
+            200,
+        ),  # and an evaluation's memory, which comes and goes
         (lambda step: 1000 + max(0, step - 300) / 4, 350),  # one that begins later
         (lambda step: 1000 + 500 * (step % 25 == 0), None),
         (lambda step: 1000 + min(step, 130), None),  # what was full after 130 steps

@@ -53,7 +53,10 @@ def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
     with ProgressBar(90, 100) as bar:
         clock[0] = 20.0
         bar.update(row(92))
-    assert "1 min 20 s left" in file.getvalue()  # 8 steps of 10 s
+        assert "1 min 20 s left" in file.getvalue()  # 8 steps of 10 s
+        clock[0] = 32.0
+        bar.update(row(94))
+    assert "36 s left" in file.getvalue()  # 6 steps of 6 s: the first one's compiling is over
 
 
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):

@@ -83,7 +83,7 @@ def test_metrics_have_the_promised_fields(whole, train, tmp_path):
 @pytest.mark.parametrize(("bytes_a_step", "times_said"), [(2**20, 1), (0, 0)])
 def test_memory_that_goes_on_growing_is_said_once(bytes_a_step, times_said, train, tmp_path, monkeypatch, capsys):
     resident = itertools.count(2**26, bytes_a_step)
-    monkeypatch.setattr("lean_ft.training.metrics.rss_bytes", lambda: next(resident))
+    monkeypatch.setattr("lean_ft.training.metrics.own_rss_bytes", lambda: next(resident))
     monkeypatch.setattr("lean_ft.training.process_memory.WINDOW_STEPS", 1)
     monkeypatch.setattr("lean_ft.training.process_memory.SETTLED_STEPS", 3)
     rows = [row for row in metrics(train(tmp_path / "run")) if "loss" in row]

@@ -27,3 +27,10 @@ def test_a_run_goes_on_with_the_program_that_started_it(program, started, monkey
 def test_a_run_that_was_not_to_resume_resumes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["leanft", "run", "lora_single_device", "resume=never"])
     assert command_to_continue("never") == "leanft run lora_single_device resume=auto"
+
+
+@pytest.mark.parametrize("program", ["", "-c", "/venv/lib/python3/site-packages/ipykernel_launcher.py"])
+def test_where_there_is_no_command_the_call_is_meant(program, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "-f", "kernel.json"])
+    assert command_to_continue("auto") == "the same call again"
+    assert command_to_continue("never") == "the same call again, with resume='auto'"

@@ -28,7 +28,14 @@ QWEN = {
     "torch_dtype": "float32",
 }
 
-TIMES = {"tokens_per_second", "target_tokens_per_second", "step_seconds", "peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
+TIMES = {
+    "tokens_per_second",
+    "target_tokens_per_second",
+    "step_seconds",
+    "peak_memory_bytes",
+    "rss_bytes",
+    "rss_growth_bytes",
+}
 
 
 def metrics(directory: Path, *, timed: bool = True) -> list[dict[str, Any]]:

@@ -1,0 +1,169 @@
+"""Text in, text out: opens whatever training left, and answers prompts and chats with it.
+
+What decodes tokens is `lean_ft.models.generation`; here are the questions around it: which folders, how a prompt is
+written, what ends an answer, and where a character is whole.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lean_ft.data.sources import read_rows
+from lean_ft.models import Decoder, generate_steps, load_model
+from lean_ft.models import generate as generate_ids
+from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.training.continuation import QUICK_BYTES
+from lean_ft.training.device import check_dtype, resolve_device
+from lean_ft.training.finished_models import find_base, find_finished, tokenizer_folder
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Mapping[str, Any]
+"""A text; the messages of a chat; or a row: {"prompt": either} or {"messages": ...}, and `tools` where there are any."""
+
+_ROWS = {".jsonl", ".json", ".csv", ".tsv", ".parquet"}
+
+
+def open_model(
+    path: str | Path = "auto",
+    adapter: str | Path | Sequence[str | Path] = (),
+    device: str = "auto",
+    dtype: str = "bfloat16",
+    random_init: bool = False,
+) -> tuple[Decoder, Tokenizer]:
+    """Returns the model that `path` names with its tokenizer, ready to be asked.
+
+    `path` is a model's folder, a checkpoint, a run (its newest whole checkpoint), a repository of the hub, `tiny`, or an
+    adapter or a run that trained one, which is put on its own model. Adapters in `adapter` add up; `auto` is the model
+    of the first. Raises ValueError where one of them is not there or not whole, and as `start` does for the device.
+    """
+    adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
+    if path == "auto" and not adapters:
+        raise ValueError("expected model.path=..., or adapter=..., which names the model that it is of; came neither.")
+    folder = adapters[0] if path == "auto" else find_finished(path, QUICK_BYTES, weights=not random_init)
+    if is_adapter(folder):
+        adapters = adapters if path == "auto" else [folder, *adapters]
+        folder = find_finished(find_base(folder), QUICK_BYTES)
+    where = resolve_device(device)
+    check_dtype(dtype, where)
+    model = load_model(folder, where, getattr(torch, dtype), random_init)
+    if adapters:
+        load_adapter(model, *adapters)
+    return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
+
+
+def generate(
+    model: Decoder | str | Path,
+    prompts: Prompt | Sequence[Prompt],
+    tokenizer: Tokenizer | None = None,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    chat: Literal["auto"] | bool = "auto",
+    seed: int = 0,
+) -> list[str]:
+    """Returns the text that follows each prompt; all are computed together.
+
+    model: one that is loaded, or what `open_model` opens; tokenizer: None takes the one in its folder. chat: whether a
+    text is a user's message, written with the chat template; auto: where there is one. Of messages that end in an
+    answer, that answer is what is asked for. `seed` seeds the drawing; the rest is as `lean_ft.models.generate` takes
+    it. Raises ValueError as these do, and for a prompt that is none.
+    """
+    if not isinstance(model, Decoder):
+        model, own = open_model(model)
+        tokenizer = tokenizer or own
+    if tokenizer is None:
+        if model.source_folder is None:
+            raise ValueError("the model was not loaded from a folder: give its tokenizer too.")
+        tokenizer = load_tokenizer(model.source_folder)
+    several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
+    ids, asked = _encoded(model, tokenizer, several, chat, seed)
+    answers = generate_ids(model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, **asked)
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+
+
+def stream(
+    model: Decoder, tokenizer: Tokenizer, prompt: Prompt, *, chat: Literal["auto"] | bool, seed: int, **sampling: Any
+) -> Iterator[str]:
+    """The text that `generate` returns, as it grows. A character cut between two tokens waits for its second part."""
+    ids, asked = _encoded(model, tokenizer, [prompt], chat, seed)
+    return _text(tokenizer, (token for (token,) in generate_steps(model, ids, **sampling, **asked)))
+
+
+def _text(tokenizer: Tokenizer, tokens: Iterable[int | None]) -> Iterator[str]:
+    ids: list[int] = []
+    told = text = ""
+    for token in tokens:
+        ids += [] if token is None else [token]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            yield text[len(told) :]
+            told = text
+    if len(told) < len(text):
+        yield text[len(told) :]
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """The prompts of a file, as rows: JSON, JSONL, CSV or Parquet of {"prompt"} or {"messages"}; one chat's messages as
+    JSON; any other text has a prompt a line. Raises ValueError for a row that is none, with its place.
+    """
+    if not _ROWS & set(file.suffixes):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return [{"prompt": line} for line in lines if line.strip()]
+    rows = list(read_rows(str(file)))
+    if _is_chat([row.fields for row in rows]):
+        return [{"messages": [row.fields for row in rows]}]
+    for row in rows:
+        try:
+            _asked(row.fields)
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {row.problem or error}") from None
+    return [row.fields for row in rows]
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in messages[:1] or [0])
+
+
+def _asked(prompt: Prompt) -> Any:
+    """The text or the messages of a prompt. Raises ValueError where there are none."""
+    asked = prompt.get("messages", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+    if isinstance(asked, str) or _is_chat(asked):
+        return asked
+    raise ValueError(
+        f'a prompt is {prompt!r:.80}; expected text, a list of messages, {{"prompt": text or messages}} or '
+        '{"messages": [...]}, a message being {"role": ..., "content": ...}.'
+    )
+
+
+def _encoded(
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: Literal["auto"] | bool, seed: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The ids of prompts, and what else of them and of `seed` goes to `lean_ft.models.generate`."""
+    chat = tokenizer.chat_template is not None if chat == "auto" else chat
+    generator = torch.Generator(model.output_weight.device).manual_seed(seed)
+    ids = [_prompt_ids(tokenizer, prompt, chat) for prompt in prompts]
+    return ids, {"stop_ids": _stop_ids(model, tokenizer), "generator": generator}
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool) -> list[int]:
+    asked = _asked(prompt)
+    if isinstance(asked, str) and not chat:
+        return tokenizer.encode(asked, add_special_tokens=True)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    tools = prompt.get("tools") if isinstance(prompt, Mapping) else None
+    return tokenizer.render(messages, tools, add_generation_prompt=True)[0]
+
+
+def _stop_ids(model: Decoder, tokenizer: Tokenizer) -> set[int]:
+    """What ends a text: the tokenizer's eos, and the ids that the model's generation_config.json adds to it."""
+    configured = json.loads(model.generation_config or b"{}").get("eos_token_id")
+    ids = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*ids, tokenizer.eos_id) if token is not None}

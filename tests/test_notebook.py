@@ -1,0 +1,110 @@
+"""lean_ft from Python: the page that describes it, run as it stands, and settings that arrive as they were given."""
+
+import json
+import re
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import lean_ft
+from lean_ft.notebook import _overrides
+from lean_ft.settings import LoRAConfig, Source
+from lean_ft.settings_text import load_config
+from lean_ft.strict_yaml import read_yaml_file
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+ROWS = [{"prompt": "a \"b\" 'c'\n", "completion": "日本 🙂"}]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the blocks of the page ran, in a process of their own and without the command line."""
+    folder = tmp_path_factory.mktemp("notebook")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 5
+    blocks.append("json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape}, open('out.json', 'w'))\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import json\n" + "\n".join(blocks)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def test_what_the_page_says_is_so(workplace: Path) -> None:
+    said = (workplace / "stdout").read_text()
+    assert "['It has 5.', 'It has 3.']" in said
+    assert "optimizer.rl (command line): no such setting. Did you mean 'optimizer.lr'?" in said
+    assert "It has 7.<|end|>" in said
+    out = json.loads((workplace / "out.json").read_text())
+    assert out["answers"][1:] == ["It has 7."] * 2
+    assert len(out["drawn"]) == 1
+    assert out["shape"][0] == 1 and len(out["shape"]) == 3
+    for folder in ("runs/letters/step_00000060", "runs/loop/step_00000002", "mine"):
+        assert (workplace / folder / "tokenizer.json").is_file()
+    assert not (workplace / "runs" / "x").exists()
+
+
+def test_rows_are_a_file_that_another_start_finds_again(workplace: Path) -> None:
+    config, _ = read_yaml_file(workplace / "runs" / "letters" / "config.yaml")
+    file = Path(config["data"]["source"])
+    assert [json.loads(line) for line in file.read_text().splitlines()][1]["completion"] == "It has 5."
+    (again,) = _overrides({"data": {"source": [json.loads(line) for line in file.read_text().splitlines()]}})
+    assert again == f"data.source={file}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model": {"path": "null"}, "data": {"source": "1e-5"}}, {"model.path": "null", "data.source": "1e-5"}),
+        ({"model.path": "[a]", "clip_grad_norm": None}, {"model.path": "[a]", "clip_grad_norm": None}),
+        ({"epochs": 3, "compile": True, "optimizer.lr": 1e-05}, {"epochs": 3, "compile": True, "optimizer.lr": 1e-5}),
+        ({"optimizer": {"betas": (0.5, 0.9)}}, {"optimizer.betas": (0.5, 0.9), "optimizer.lr": 2e-5}),
+        ({"data.columns": {"prompt": "a: b", "text": "#"}}, {"data.columns": {"prompt": "a: b", "text": "#"}}),
+        ({"model": {"path": "é 🙂 \x7f\n'"}, "lora": None}, {"model.path": "é 🙂 \x7f\n'", "lora": None}),
+        ({"data": {"source": [Path("a b"), "x\ny\"'\\"]}}, {"data.source": ["a b", "x\ny\"'\\"]}),
+        ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [Source(path="*", weight=2.0)]}),
+        ({"lora": {}}, {"lora": LoRAConfig()}),
+        ({"lora": LoRAConfig(targets=["l.[0-3].*", "'q'"])}, {"lora.targets": ["l.[0-3].*", "'q'"], "lora.rank": 16}),
+    ],
+    ids=str,
+)
+def test_settings_arrive_as_they_were_given(settings: dict, expected: dict) -> None:
+    needed = ["model.path=m", "data.source=d", "output_dir=o"]
+    cfg = load_config(lean_ft.load_recipe("finetune").Config, None, [*needed, *_overrides(settings)])
+    assert {key: attrgetter(key)(cfg) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": {"source": [{"text": {1, 2}}]}}, "data.source: a row holds what JSON cannot"),
+        ({"data.source": [{"text": float("nan")}]}, "data.source: a row holds what JSON cannot"),
+        ({"data": {"source": []}}, "data.source is an empty list"),
+        ({"data": {"source": [{"path": "x", "wieght": 2}]}}, "data.source .*"),
+        ({"epochs": "3"}, "epochs .*expected whole number > 0.*, came '3'"),
+    ],
+)
+def test_what_cannot_be_is_one_message(settings: dict, message: str, tmp_path: Path) -> None:
+    given = {"model.path": "tiny", "data.source": ROWS, "output_dir": tmp_path / "run"} | settings
+    if "data" in settings:
+        del given["data.source"]
+    with pytest.raises(ValueError, match=message):
+        lean_ft.run("finetune", **given)
+
+
+def test_names_are_listed_without_torch_and_found() -> None:
+    code = "import lean_ft, sys; print(*dir(lean_ft)); assert not {'torch', 'typer'} & sys.modules.keys()"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"generate", "load_model", "load_recipe", "load_tokenizer", "open_model", "run", "save_model"} <= {*names}
+    assert all(callable(getattr(lean_ft, name)) for name in lean_ft.__all__ if name != "__version__")
+    assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
+    with pytest.raises(AttributeError, match="no attribute 'lode_model'"):
+        _ = lean_ft.lode_model
