@@ -265,8 +265,8 @@ class _DeviceMemory:
 
 
 def recipe_command(recipe: str, settings: dict[str, Any]) -> list[str]:
-    """`leanft run RECIPE key=value ...` for this interpreter."""
-    return [sys.executable, "-m", "lean_ft", "run", recipe, *overrides(settings)]
+    """`leanft run RECIPE key=value ...` for this interpreter; of what is measured nothing is saved in between."""
+    return [sys.executable, "-m", "lean_ft", "run", recipe, *overrides({"save_every": 0, **settings})]
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:

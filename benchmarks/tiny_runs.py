@@ -68,7 +68,7 @@ def config(inputs: Path, output_dir: Path, settings: list[str]) -> Any:
     """The settings of a run of 16 steps, 4 an epoch."""
     arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
     arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]
-    arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=9", f"max_steps={STEPS}"]
+    arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=9", f"max_steps={STEPS}", "save_every=0"]
     # Prepared data lies apart from the run, and from that of other users, who could not read it.
     arguments += [f"data.cache_dir={inputs / 'caches' / str(os.getuid())}"]
     return load_config(recipe.Config, None, [*arguments, f"output_dir={output_dir}", *settings])

@@ -22,6 +22,8 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Optimizer steps, or what they are of an epoch.
+Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]
 
 FormatName = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "input_output", "text", "tokens", "preference"
@@ -356,10 +358,22 @@ class ScheduleConfig(Settings):
     """The learning rate over the run."""
 
     name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
-    warmup_steps: NonNegativeInt = Field(0, description="Optimizer steps of linear warm-up from 0.")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="Optimizer steps of linear warm-up from 0, which is the rate of the first."
+    )
+    warmup_ratio: Fraction = Field(0.0, description="The same as a share of the run's steps; warmup_steps is then 0.")
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0, description="Learning rate at the end, as a share of the peak."
     )
+
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> "ScheduleConfig":
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the warm-up "
+                "is. Set one of them to 0."
+            )
+        return self
 
 
 class MemoryConfig(Settings):
@@ -426,13 +440,34 @@ class RecipeConfig(Settings):
     clip_grad_norm: PositiveFloat | None = Field(
         None, description="Largest global norm of the gradients; null does not clip."
     )
-    epochs: PositiveInt = Field(1, description="Passes over the data.")
+    epochs: PositiveFloat = Field(1, description="Passes over the data, the last of which may be a part: 2.5.")
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps after which to stop, if before the epochs end."
     )
     compile: bool = Field(False, description="torch.compile each layer, the loss and the optimizer's update.")
-    eval_every: NonNegativeInt = Field(
-        0, description="Optimizer steps between evaluations; 0 evaluates only at the end."
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="Parameters that keep their values: ends of names, of parameters or of what holds them "
+        "(embed_tokens, mlp, lora_A), or names with wildcards (model.layers.[0-3].*).",
+    )
+    train: list[str] = Field(
+        default_factory=list,
+        description="Of what would train, the parameters that do, named as in freeze; empty leaves all of it.",
+    )
+    neftune_alpha: NonNegativeFloat = Field(
+        0.0,
+        description="NEFTune: noise on the embeddings in training, evenly from -1 to 1 times this over the root of a "
+        "sequence's tokens times the hidden size. Its authors took 5 to 15; 0 adds none.",
+    )
+    eval_every: Every = Field(
+        0,
+        description="How often to evaluate: after so many optimizer steps, after each `epoch`, or after a share of one "
+        "(0.25); 0 evaluates only at the end.",
+    )
+    stop_after_evals: NonNegativeInt = Field(
+        0,
+        description="Early stopping: ends the run after so many evaluations in a row without a held-out loss below the "
+        "lowest before; 0 never does.",
     )
     eval_answers: NonNegativeInt = Field(
         0,
@@ -444,7 +479,12 @@ class RecipeConfig(Settings):
         description="What of an answer eval_answers compares: the first group of this regular expression's last match, in "
         "the model's answer and in the held-out one. GSM8K: `#### (.*)`.",
     )
-    save_every: NonNegativeInt = Field(0, description="Optimizer steps between checkpoints; 0 saves only at the end.")
+    save_every: Every | Literal["auto"] = Field(
+        "auto",
+        description="How often to save a checkpoint, as eval_every; 0 saves only at the end. `auto` saves after each "
+        "epoch, as long as saving takes less than a tenth of the time, and at least every 30 minutes; of these it keeps "
+        "the last two unless keep_last says otherwise.",
+    )
     save_async: bool = Field(
         False,
         description="Copy what a checkpoint holds to host memory and write it while training goes on. The copy takes "
@@ -452,10 +492,12 @@ class RecipeConfig(Settings):
         "last checkpoint is waited for.",
     )
     keep_last: PositiveInt | None = Field(
-        None, description="Checkpoints kept, the newest ones; older ones are deleted. null keeps all."
+        None,
+        description="Checkpoints kept, the newest ones; older ones are deleted. null keeps all, or the last two where "
+        "save_every is auto.",
     )
     keep_every: NonNegativeInt = Field(
-        0, description="With keep_last: checkpoints of steps that are multiples of this are kept as well; 0: none."
+        0, description="Beside the newest: checkpoints of steps that are multiples of this are kept as well; 0: none."
     )
     keep_best: NonNegativeInt = Field(
         0,
@@ -488,23 +530,41 @@ class RecipeConfig(Settings):
 
     @model_validator(mode="after")
     def _check_retention(self) -> "RecipeConfig":
-        if self.keep_last is None and (self.keep_every or self.keep_best):
+        if self.most_kept is None and (self.keep_every or self.keep_best):
             name = "keep_every" if self.keep_every else "keep_best"
             raise ValueError(
                 f"{name} tells what is kept beyond the last checkpoints, and keep_last=null keeps all of them. "
                 f"Set keep_last (1 keeps the newest), or leave {name} out."
             )
-        if self.keep_best and self.save_every and (not self.eval_every or self.save_every % self.eval_every):
+        if self.keep_best and self.save_every and not _is_multiple(self.save_every, self.eval_every):
             raise ValueError(
                 f"keep_best={self.keep_best} compares checkpoints by their held-out loss, and with "
                 f"save_every={self.save_every} and eval_every={self.eval_every} some would have none. Set save_every to "
                 f"a multiple of eval_every."
             )
+        if self.stop_after_evals and not self.eval_every:
+            raise ValueError(
+                f"stop_after_evals={self.stop_after_evals} compares evaluations, and with eval_every=0 there is only the "
+                "last. Set eval_every (epoch evaluates after each epoch), or leave it out."
+            )
         return self
+
+    @property
+    def most_kept(self) -> int | None:
+        """Checkpoints kept for being the newest; None keeps all."""
+        return 2 if self.keep_last is None and self.save_every == "auto" else self.keep_last
 
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""
         return next((value for _, value in self if isinstance(value, kind)), None)
+
+
+def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
+    """Whether what happens `every` so often comes together with what happens each `other`, whatever an epoch has."""
+    long, short = (1.0 if value == "epoch" else value for value in (every, other))
+    if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
+        return False
+    return abs(long / short - round(long / short)) < 1e-9
 
 
 class TrainingConfig(Protocol):

@@ -23,7 +23,7 @@ from lean_ft.settings import (
     SFTDataConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, start
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(RecipeConfig):
@@ -41,6 +41,7 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
     cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time

@@ -1,11 +1,25 @@
-"""What the documents tell a reader to type: every `key=value` in them is one that a recipe takes."""
+"""What the documents tell a reader to type: every `key=value` in them is one that a recipe takes, and every command does
+what it says, one after another in one folder as a reader would have it.
 
+What a command prints is compared where a document shows it: words, labels and columns, but no amount.
+"""
+
+import json
 import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
+from benchmarks.shapes import write_model_folder
 from lean_ft import catalog
+from lean_ft.cli.main import app, run_command_line
+from lean_ft.paths import resolve_model_path
 from lean_ft.settings_text import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,3 +64,173 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
     assert settings_in(text) == ["a.b=[c,d.[0-3].*]", "e=f g", "h=4", "j=2", "x=1", "x=y"]
     assert len(settings_in((ROOT / "docs" / "lora.md").read_text())) > 10
     assert all(refusal(config_class, "lora.targts=[q_proj]") for config_class in config_classes)
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+# What is put in a command's place, one after another, and why. Models need nothing: folders of their names have the
+# embedded model.
+SUBSTITUTES = [
+    (r"\[(--.*?)\]", r"\1", "an option in brackets may be left out, and is not"),
+    (r"^(leanft run (?!generate).*)", r"\1 max_steps=2 eval_answers=0 compile=false plan=false", "so it takes seconds"),
+    (r"^(leanft run generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
+    (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds: longer rows have a dash"),
+    (r",another\]", r",runs/lora]", "a second adapter; the same one twice adds up as well"),
+    (r"^leanft download (\S+)", r"leanft validate generate model.path=\1 prompt=x", "nothing is fetched in a test"),
+]
+NOT_RUN = {
+    "make ": "installs from the network; continuous integration runs these targets",
+    "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
+    "leanft plan ": "takes a minute; the long test below",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a document tells its reader to type, and what it shows as the answer."""
+
+    line: str
+    output: list[str]
+
+
+def commands_in(text: str) -> Iterator[Command]:
+    """Those of blocks of bash, and of blocks that begin with a `$`."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        block = re.sub(r" *\\\n +", " ", block)
+        if language == "bash":
+            yield from (Command(re.sub(r"\s+# .*", "", line), []) for line in block.splitlines())
+        elif block.startswith("$ "):
+            line, *output = block.splitlines()
+            yield Command(line.removeprefix("$ "), output)
+
+
+def shape_of(line: str) -> str:
+    """A line of output without its amounts: `3.1 MiB` and `24 GiB` are alike, and so are all bars."""
+    for pattern, stands_for in (
+        (r"[\d,.]*\d", "N"),
+        ("N min N s", "N s"),
+        ("[KMG]iB", "iB"),
+        ("█+", "█"),
+        (r"\s+", " "),
+    ):
+        line = re.sub(pattern, stands_for, line)
+    return line.strip()
+
+
+def shown_lines(shown: list[str], printed: str) -> Iterator[tuple[str, str]]:
+    """Each line that a document shows, and the printed one of its shape, in that order. `...` is a line's rest, or lines."""
+    rest = iter(printed.splitlines())
+    for line in shown:
+        wanted, is_whole = shape_of(line.removesuffix("...")), not line.endswith("...")
+        if wanted:
+            alike = (
+                found
+                for found in rest
+                if shape_of(found) == wanted or (not is_whole and shape_of(found).startswith(wanted))
+            )
+            found = next(alike, None)
+            assert found is not None, f"the document shows {line!r}, which is not (or not here) in:\n{printed}"
+            yield line, found
+
+
+def typed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints, which it ends with exit code 0."""
+    capsys.readouterr()
+    program, *arguments = shlex.split(line)
+    assert program == "leanft", f"{line}: say in NOT_RUN why no test types it"
+    with pytest.raises(SystemExit) as exited:
+        run_command_line(arguments)
+    printed = capsys.readouterr()
+    assert exited.value.code == 0, f"{line}\n{printed.out}\n{printed.err}"
+    return printed.out
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts this process into the folder of a reader, who has the files and models that the documents speak of."""
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "It is 42."}]
+    for name, rows in {
+        "my_chats.jsonl": [{"messages": chat}] * 40,
+        "mine.jsonl": [{"prompt": "What is 6 x 7?", "completion": "It is 42."}] * 40,
+        "questions.jsonl": [{"prompt": "What is 6 x 7?"}] * 2,
+        "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
+    }.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    text += "".join(
+        catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME"}
+    )
+    for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - {"runs/first"}:
+        shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
+        if "Instruct" not in name:  # a base model has no chat template
+            file = tmp_path / name / "tokenizer_config.json"
+            settings = json.loads(file.read_text())
+            file.write_text(json.dumps({key: value for key, value in settings.items() if key != "chat_template"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
+    for command in commands_in(document.read_text()):
+        line = command.line
+        if line.startswith(tuple(NOT_RUN)):
+            continue
+        for pattern, stands_for, _ in SUBSTITUTES:
+            line = re.sub(pattern, stands_for, line)
+        printed = typed(line, capsys)
+        assert all(shown_lines(command.output, printed))
+
+
+@pytest.mark.long
+def test_a_plan_has_the_figures_that_the_document_shows(reader, capsys):
+    (command,) = (c for c in commands_in((ROOT / "README.md").read_text()) if c.line.startswith("leanft plan "))
+    write_model_folder("llama3_2_3b", reader / "Llama-3.2-3B-Instruct")
+    for shown, printed in shown_lines(command.output, typed(command.line, capsys)):
+        for amount, found in zip(*(re.findall(r"([\d.]+) GiB", line) for line in (shown, printed)), strict=True):
+            assert float(found) == pytest.approx(float(amount), rel=0.02), shown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_document_names_only_what_is_there(document):
+    """Verbs, options, extras, targets, scripts, YAML and links, in blocks, sentences and comments alike."""
+    text, leanft = document.read_text(), typer.main.get_command(app)
+    commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
+    options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
+    options |= {option for parameter in leanft.params for option in parameter.opts}
+    scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
+    for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", text)):
+        assert option in options or f'"{option}"' in scripts, option
+    for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+)", text, re.MULTILINE)):
+        assert verb in commands, verb
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"lean-ft\[(\w+)\]", text)) <= extras.keys()
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
+    for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.]*)", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (document.parent / name).exists(), name
+
+
+def test_yaml_in_a_document_is_a_preset(tmp_path):
+    config = catalog.load_recipe(catalog.recipes()["full_finetune_single_device"]).Config
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "preset.yaml").write_text(block)
+        assert load_config(config, tmp_path / "preset.yaml", ["model.path=tiny", "output_dir=run"]).data.source
+
+
+def test_an_output_of_another_shape_is_found():
+    text = "```\n$ leanft env \\\n     x\n peak  3.1 MiB  ██\n  ...\n  end: 4,000 rows ...\n```\n```bash\nleanft ls   # all\n```\n"
+    first, second = commands_in(text)
+    assert (first.line, second) == ("leanft env x", Command("leanft ls", []))
+    assert len(list(shown_lines(first.output, "peak 24.0 GiB █████\nmore\nend: 1 rows and so on\n"))) == 2
+    for printed in (
+        "peak 3.1 MiB\nend: 4,000 rows x",
+        "end: 1 rows\npeak 3.1 MiB ██",
+        "peak 3.1 MiB ██\nend: 4,000 columns",
+    ):
+        with pytest.raises(AssertionError, match="the document shows"):
+            list(shown_lines(first.output, printed))

@@ -5,16 +5,20 @@ input, or where a file could not be opened. The same ValueError from inside torc
 does everything else. Ctrl-C is neither.
 """
 
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from lean_ft.redaction import redact
 from lean_ft.spelling import did_you_mean
 
 # click's UsageError, which some versions of typer import from click and others carry inside.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+TRACEBACK_FILE = "traceback.log"  # in a run directory, which takes logs
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 _OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -31,11 +35,38 @@ def explain(error: BaseException) -> tuple[str, int]:
         return text + notes, 2
     if isinstance(error, ValueError) and _raised_by_us(error):
         return f"{error}{notes}", 2
-    if isinstance(error, RuntimeError) and type(error).__module__.startswith("lean_ft."):  # made to be read
+    if _is_made_to_be_read(error):
         return f"{error}{notes}", 1
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     message = ": ".join(filter(None, [type(error).__name__, first_line]))
-    return f"{message}{notes}\nWith --debug you see where.", 1
+    where = "" if TRACEBACK_FILE in notes else "\nWith --debug you see the whole traceback."
+    return f"{message}{notes}{where}", 1
+
+
+def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path | None) -> None:
+    """Note where a run failed: the line of the user's own recipe, or of what lies beside it, and the file in the run
+    directory that has the whole traceback. What a shipped recipe refuses, or tells in full, needs neither."""
+    if _is_made_to_be_read(error) or (is_shipped and explain(error)[1] == 2):
+        return
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == recipe.parent]
+    if frames and not is_shipped:
+        error.add_note(f"In {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}")
+    if output_dir is not None:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in output_dir.iterdir()}
+            if not names <= {TRACEBACK_FILE} and "config.yaml" not in names:
+                return  # no run's folder, which is what the error may be about
+            with (output_dir / TRACEBACK_FILE).open("a", encoding="utf-8") as file:
+                text = redact("".join(traceback.format_exception(error)))
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n{text}\n")
+        except OSError:
+            return
+        error.add_note(f"The whole traceback is in {output_dir / TRACEBACK_FILE}.")
+
+
+def _is_made_to_be_read(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and type(error).__module__.startswith("lean_ft.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from lean_ft.before_torch import prepare_torch
 from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
-from lean_ft.cli.errors import is_out_of_memory
+from lean_ft.cli.errors import add_place, is_out_of_memory
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
@@ -63,6 +64,7 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             error.add_note(memory_advice(recipe, cfg))
+        add_place(error, Path(recipe.__file__ or ""), is_shipped(recipe), getattr(cfg, "output_dir", None))
         raise
 
 
@@ -103,4 +105,6 @@ def memory_advice(recipe: ModuleType, cfg: Any) -> str:
 
         with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all
             advice = what_takes_less(recipe, cfg) or advice
+    if isinstance(cfg, RecipeConfig) and cfg.batch_size > 1:
+        advice += "\nA smaller batch_size with as many more gradient_accumulation_steps goes on with this run."
     return f"Out of memory. {advice}"

@@ -306,9 +306,10 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to the place `state`; the next `take` gives what it would have given there.
 
-        Raises ValueError where the data, the seed or the batch size differ, since no such place exists then.
+        With another batch size that is the place after the same rows. Raises ValueError where the data or the seed
+        differ, or those rows are no whole batches, since no such place exists then.
         """
-        here = self.state_dict()
+        here, state = self.state_dict(), self._with_own_batch_size(state)
         for key, name in (
             ("seed", "seed"),
             ("batch_size", "batch_size"),
@@ -323,6 +324,23 @@ class Batches:
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
         self._plan = self._draw(self.epoch)
+
+    def _with_own_batch_size(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The place after the same rows in batches of the own size, if there is one; `state` as it is otherwise."""
+        layout, theirs, num_taken = self._layout, state["batch_size"], state["num_taken"]
+        own = layout.batch_size
+        # Batches by tokens, and those that are one row, are not cut from one order of rows.
+        if theirs == own or layout.kind == "flat" or layout.batch_tokens is not None:
+            return state
+        if -(-len(layout) // theirs) != state["batches_per_epoch"]:
+            return state
+        if num_taken == state["batches_per_epoch"]:
+            num_taken = self.batches_per_epoch
+        elif num_taken * theirs % own == 0:
+            num_taken = num_taken * theirs // own
+        else:
+            return state
+        return state | {"batch_size": own, "num_taken": num_taken, "batches_per_epoch": self.batches_per_epoch}
 
     def _draw(self, epoch: int) -> Plan:
         return self._layout.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)

@@ -43,15 +43,15 @@ class CrossEntropy:
         return self._sum(model, batch, statistics, self._loss)
 
     @torch.no_grad()
-    def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
+    def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
         """Returns `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalars: means over the targets of all batches,
-        of the plain cross-entropy without smoothing or further terms."""
+        of the plain cross-entropy without smoothing or further terms. Without a target the loss is None, and alone."""
         statistics, num_targets = TokenStatistics(), 0
         device = model.output_weight.device
         for batch in batches:
             self._sum(model, batch.to(device), statistics, _PLAIN)
             num_targets += batch.num_targets
-        return statistics.means(max(1, num_targets), "eval_")
+        return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
 
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
         with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):

@@ -260,7 +260,10 @@ def _softmax_gradient(logits: Tensor, labels: Tensor, rows: Tensor, terms: _Term
         losses = losses + label_smoothing * (of_label - values.mean(dim=1, keepdim=True))
     if z_loss:
         losses = losses + z_loss * log_total.square()
-    rows.copy_(torch.cat([losses, (of_label == highest).to(rows.dtype), total.log() - mean_below], 1))
+    # Of several highest logits each counts as a share of the prediction: a model whose logits are all alike knows nothing.
+    num_highest = (below == 0).to(rows.dtype).sum(dim=1, keepdim=True).clamp(min=1)  # of NaN none is
+    right = (of_label == highest).to(rows.dtype) / num_highest
+    rows.copy_(torch.cat([losses, right, total.log() - mean_below], 1))
 
     gradient = (values - log_total).exp()
     if z_loss:

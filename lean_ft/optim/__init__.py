@@ -5,7 +5,7 @@ from lean_ft.optim.from_torch import FromTorch
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
-from lean_ft.optim.schedule import learning_rate
+from lean_ft.optim.schedule import learning_rate, num_warmup_steps
 
 __all__ = [
     "FromTorch",
@@ -16,4 +16,5 @@ __all__ = [
     "StepInfo",
     "build_optimizer",
     "learning_rate",
+    "num_warmup_steps",
 ]

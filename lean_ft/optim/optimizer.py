@@ -68,6 +68,7 @@ class Optimizer:
         self.lr = 0.0
         self.step_count = 0  # updates made, the same for all parameters
         self.skipped_steps = 0  # steps not made because a loss or gradients were not finite
+        self.is_whole = True  # False from a step's first update to its end: weights and state are then of no step
         self.streamed = streamed
         self.notes = tuple(notes)
         self._states: list[ParameterState] = []
@@ -148,6 +149,7 @@ class Optimizer:
         self._norms.clear()
         self._losses.clear()
         self._updates_now = self._skips = False
+        self.is_whole = True
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -233,6 +235,7 @@ class Optimizer:
 
     def _hand_to_rules(self, states: Sequence[ParameterState]) -> None:
         """Have the rules update parameters, those of one rule and learning rate together."""
+        self.is_whole = False
         if self._noise_seed is None and any(rule.draws_noise for rule in self.rules):
             # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
             self._noise_seed = int(torch.randint(2**31, ()))

@@ -81,6 +81,11 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         return name.startswith("model.layers.") and isinstance(module, nn.Linear | NF4Linear | Experts)
+    return matches_name(name, pattern)
+
+
+def matches_name(name: str, pattern: str) -> bool:
+    """Whether a pattern is a name, the last parts of it, or one with wildcards that fits."""
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 

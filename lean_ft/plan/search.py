@@ -43,7 +43,7 @@ class Candidate:
     @property
     def command_line(self) -> str:
         """The overrides as `leanft run` takes them."""
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.overrides.items())
+        return _command_line(self.overrides)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Rehearsals:
         overrides = {key: value for key, value in wanted.items() if current(self.cfg, key) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
-            self.progress(" ".join(f"{key}={value}" for key, value in overrides.items()) or "the settings as they are")
+            self.progress(_command_line(overrides) or "the settings as they are")
             try:
                 rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device)
                 self.found[name] = Candidate(overrides, rehearsal)
@@ -197,6 +197,10 @@ def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
     for batch_size in range(cfg.batch_size // 2, 0, -1):
         if rows % batch_size == 0 and math.log2(batch_size).is_integer():
             yield {"batch_size": batch_size, "gradient_accumulation_steps": rows // batch_size}
+
+
+def _command_line(overrides: Overrides) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in overrides.items())
 
 
 def current(cfg: Any, key: str) -> Any:

@@ -3,6 +3,16 @@
 from lean_ft.training.answers import answer_held_out, say_answers
 from lean_ft.training.device import start
 from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, rss_bytes
+from lean_ft.training.regularization import apply_regularization
 from lean_ft.training.run import Run
 
-__all__ = ["Run", "answer_held_out", "peak_memory_bytes", "peak_rss_bytes", "rss_bytes", "say_answers", "start"]
+__all__ = [
+    "Run",
+    "answer_held_out",
+    "apply_regularization",
+    "peak_memory_bytes",
+    "peak_rss_bytes",
+    "rss_bytes",
+    "say_answers",
+    "start",
+]

@@ -6,10 +6,13 @@ after it as before; the loss stays in metrics.jsonl as it was (null, with `non_f
     bad_batches/step_00000012.safetensors    0.input_ids, 0.labels, 0.positions ... of each micro-batch
     bad_batches/step_00000012.json           the step's line of metrics, and the text of its rows
 
+A loss that stays at the logarithm of the vocabulary's size is that of a model which predicts nothing, and is told of.
+
 float16 gradients that overflow under a loss scale above 1 are no bad step: that is how the scale finds its place.
 """
 
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +34,8 @@ SPIKE_WINDOW = 50  # losses that a new one is compared with
 SPIKE_MIN_LOSSES = 10
 SPIKE_DEVIATIONS = 8  # median absolute deviations above the median; those of a normal distribution are 0.67 sigma
 SPIKE_RATIO = 1.5
+UNIFORM_STEPS = 10  # in a row with a loss that near to that of a model to which all tokens are alike
+UNIFORM_TOLERANCE = 1e-3
 
 
 class TrainingFailed(RuntimeError):
@@ -40,7 +45,7 @@ class TrainingFailed(RuntimeError):
 class BadSteps:
     """Counts a run's bad steps; after more than `max_bad_steps` there are too many."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, max_bad_steps: int):
+    def __init__(self, directory: Path, tokenizer: Tokenizer, max_bad_steps: int, vocab_size: int | None = None):
         self.count = 0  # of the whole run
         self.steps: list[int] = []  # since this start
         self.spikes = 0
@@ -49,6 +54,8 @@ class BadSteps:
         self._directory, self._tokenizer, self._limit = directory, tokenizer, max_bad_steps
         self._kept: dict[int, list[Batch]] = {}
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._uniform_loss = None if vocab_size is None else math.log(vocab_size)  # None: unknown, or told of
+        self._uniform_steps = 0
 
     def keep(self, step: int, micro_batches: list[Batch]) -> None:
         """Hold a step's batches until its line is written and looked at."""
@@ -60,6 +67,7 @@ class BadSteps:
         micro_batches = self._kept.pop(row["step"], [])
         if row["loss"] is not None:
             self._look_for_spike(row)
+            self._look_for_uniform_loss(row)
         overflowed = row["loss"] is not None and loss_scale > 1
         if not ("loss" in (bad := row.get("non_finite", {})) or ("grad_norm" in bad and not overflowed)):
             return
@@ -109,6 +117,21 @@ class BadSteps:
                 self.spikes += 1
                 say("spike", f"loss {number(loss)} at step {row['step']}; the median of those before is {median:.4g}")
         self._losses.append(loss)
+
+    def _look_for_uniform_loss(self, row: Row) -> None:
+        if self._uniform_loss is None:
+            return
+        near = abs(row["loss"] - self._uniform_loss) < UNIFORM_TOLERANCE * self._uniform_loss
+        self._uniform_steps = self._uniform_steps + 1 if near else 0
+        if self._uniform_steps == UNIFORM_STEPS:
+            say(
+                "WARNING",
+                f"the model predicts nothing: for {UNIFORM_STEPS} steps the loss has been {self._uniform_loss:.4g}, the "
+                f"logarithm of the number of tokens, so all of them are alike to it (step {row['step']}). Weights that "
+                "are random or have collapsed do this: look at model.path and model.random_init, and try a lower "
+                "optimizer.lr with a warm-up.",
+            )
+            self._uniform_loss = None
 
 
 def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], tokenizer: Tokenizer) -> Path:

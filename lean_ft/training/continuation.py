@@ -6,6 +6,7 @@ numbers without making the state wrong (the learning rate, the device, the memor
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,24 @@ from lean_ft.training.checkpoint import (
 )
 from lean_ft.training.run_directory import Settings, check_usable, holds_run, read_starts, recipe_name, settings_of
 
-FREE = {"plan", "max_steps", "epochs", "save_every", "eval_every", "log_every", "output_dir", "resume"}
+FREE = {
+    "plan",
+    "max_steps",
+    "epochs",
+    "save_every",
+    "eval_every",
+    "stop_after_evals",
+    "log_every",
+    "output_dir",
+    "resume",
+}
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
 FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
+SAID |= {"neftune_alpha"}
 SAID_GROUPS = ("memory.", "schedule.")
+BATCH = ("batch_size", "gradient_accumulation_steps")  # allowed together, where a step's rows stay the same
 CONTENT = {"data.source", "data.chat_template"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
 QUICK_BYTES = 2**20  # before a model is loaded, only the checksums of files up to this size are verified
@@ -113,16 +126,25 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     before, now = dict(state["settings"]), settings_of(cfg)
     if is_own(cfg, folder):
         before["recipe"], now["recipe"] = without_alias(state["recipe"]), recipe_name(cfg)
-    refused, said = [], []
+    refused, said, hint = [], [], ""
+    rows_then, rows_now = (math.prod(settings.get(key, 1) for key in BATCH) for settings in (before, now))
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
         # A setting known on one side only is another version's, or an edited recipe's: nothing to compare.
         if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT:
             continue
         change = _change(key, old, new)
-        (said if key in SAID or key.startswith(SAID_GROUPS) else refused).append(change)
+        is_allowed = key in SAID or key.startswith(SAID_GROUPS) or (key in BATCH and rows_then == rows_now)
+        (said if is_allowed else refused).append(change)
+        if key in BATCH and rows_then != rows_now:
+            hint = (
+                f"\nbatch_size and gradient_accumulation_steps may change together: {rows_then} rows a step, as then."
+            )
+            size = now["batch_size"]
+            if rows_then % size == 0:
+                hint = f"\nbatch_size={size} goes on with gradient_accumulation_steps={rows_then // size}: the same rows a step."
     if refused:
-        raise ValueError(_refusal(f"{folder} was written with other settings", refused))
+        raise ValueError(_refusal(f"{folder} was written with other settings", refused) + hint)
     return said
 
 

@@ -81,7 +81,7 @@ class Metrics:
         """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
 
         `values` are the step's `loss` and `grad_norm`, which the line has in any case, and further ones, which end it
-        unless they are None. A step whose update was not made says so: `skipped`.
+        unless they are None. Of a step without a target only the norm was measured. A step whose update was not made says so: `skipped`.
         """
         assert self._started is not None
         ended = self._clock.mark()
@@ -104,7 +104,8 @@ class Metrics:
         }
         if skipped:
             row["skipped"] = True
-        scalars = {name: _copy(value) for name, value in values.items() if value is not None}
+        measured = values if row["target_tokens"] else {"grad_norm": values.get("grad_norm")}
+        scalars = {name: _copy(value) for name, value in measured.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
 
@@ -127,7 +128,7 @@ class Metrics:
         self._append(rows)
         return rows
 
-    def write_evaluation(self, step: int, loss: Tensor | float, more: dict[str, Any]) -> Row:
+    def write_evaluation(self, step: int, loss: Tensor | float | None, more: dict[str, Any]) -> Row:
         """Write the line of an evaluation after `step` steps; `more` are further fields of plain numbers or text."""
         row: Row = {"step": step, "epoch": step / self._steps_per_epoch}
         for name, value in {"eval_loss": loss, **more}.items():

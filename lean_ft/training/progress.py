@@ -53,7 +53,8 @@ class ProgressBar:
         left = (now - then) / max(1, step - first_step) * (self._total_steps - step)
         if first_step == self._start_step:
             self._since = (step, now)
+        loss = "of no target" if row.get("target_tokens") == 0 else number(row["loss"])
         return (
-            f"loss {number(row['loss'])}  {row['tokens_per_second']:,.0f} tok/s  "
+            f"loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
         )

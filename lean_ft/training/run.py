@@ -4,7 +4,8 @@ It owns the run directory, finds where to go on, counts steps, writes metrics an
 the loop cleanly when asked to stop. It never calls the loop's parts: `steps()` yields and the recipe does the rest.
 
 A run is the same bits whether or not it was interrupted, on the same machine with the same settings: a checkpoint holds
-weights, optimizer state, loss scale, position in the data and every random number generator. A run extended by a larger
+weights, optimizer state, loss scale, position in the data and every random number generator. A loop that is left by an
+exception or a `break` saves the steps that are whole; in the middle of an update there are none to save. A run extended by a larger
 `max_steps` or `epochs` equals one that had it all along where the schedule does not look at the total (`constant`);
 `linear` and `cosine` end at the total, so an extended one rises again first, which is said.
 """
@@ -13,6 +14,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,9 +51,11 @@ from lean_ft.training.continuation import (
     is_own,
 )
 from lean_ft.training.host_memory import trim_heap
+from lean_ft.training.intervals import is_due
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
+from lean_ft.training.regularization import check_applied
 from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import (
     METRICS_FILE,
@@ -65,6 +69,19 @@ from lean_ft.training.run_directory import (
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
 from lean_ft.units import duration, gibibytes, number
 
+AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
+AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a checkpoint holds beside weights and optimizer state, as it was between two steps."""
+
+    batches: dict[str, Any]
+    scaler: dict[str, Any] | None
+    random_state: RandomState
+    num_updates: tuple[int, int]  # made and skipped: by these a step that has begun to update is known
+
 
 class Run:
     """One run of a recipe, new or gone on with; the module says what it promises.
@@ -74,7 +91,7 @@ class Run:
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
-            or its disk has no room for a checkpoint.
+            or its disk has no room for a checkpoint; or `stop_after_evals` finds nothing held out.
     """
 
     def __init__(
@@ -90,31 +107,49 @@ class Run:
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
+        check_applied(model, cfg)
         if stage() is not None:
             return
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
 
         self.steps_per_epoch = math.ceil(batches.batches_per_epoch / cfg.gradient_accumulation_steps)
-        self.total_steps = cfg.epochs * self.steps_per_epoch
+        self.total_steps = max(1, math.ceil(cfg.epochs * self.steps_per_epoch - 1e-9))
         if cfg.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.max_steps)
         self.start_step = 0
         self.checkpoint: Path | None = None  # the newest one, written or gone on from
 
+        self._step = 1  # the step under way, from 1
         self._done_steps = 0
+        self._saved_steps = 0  # of which the newest checkpoint is
+        self._begun: _Place | None = None  # where the step under way began
+        self._saved_at, self._save_seconds = (
+            time.perf_counter(),
+            0.0,
+        )  # when a save ended, and how long it held the loop
         self._logged = False  # whether the step under way has called log()
         self._random_state: RandomState | None = None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)
         self._totals = Totals()
-        self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps)
+        self._bad_steps = BadSteps(
+            self.directory,
+            tokenizer,
+            cfg.max_bad_steps,
+            model.config.vocab_size if isinstance(model, Decoder) else None,
+        )
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._growth_said = False
-        self._eval_loss: tuple[int, float | None] = (0, None)  # the newest evaluation: after how many steps, and loss
+        self._eval_losses: dict[int, float | None] = {}  # held-out losses, by the steps done
         self._writer = BackgroundWriter()
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
+        if cfg.stop_after_evals and held_out is None:
+            raise ValueError(
+                f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
+                "data.validation_source or data.validation_fraction, or leave it out."
+            )
         check_output_dir(cfg)
         self._lock = DirectoryLock(self.directory)
         try:
@@ -156,11 +191,14 @@ class Run:
         changes = compare_settings(self.cfg, state, folder)
         compare_data(self.cfg, self.batches.fingerprint, state, folder)
         compare_base(self._base_fingerprint, state, folder)
-        self.start_step = self._done_steps = state["step"]
+        self.start_step = self._done_steps = self._saved_steps = state["step"]
         self.checkpoint = folder
         self._bad_steps.count = int(state.get("bad_steps", 0))
+        if is_own(self.cfg, folder) and (rows := trim_metrics(self._metrics.path, self.start_step)):
+            self._totals.first_loss = rows[0].get("loss")
+            self._eval_losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
         restore_weights(folder, self.model)  # of a complete run, too: it can still be asked for answers
-        if self.start_step >= self.total_steps:
+        if self.start_step >= self.total_steps or self._evals_say_stop:
             self.total_steps = self.start_step  # `max_steps` may ask for fewer than there are: none is undone
             return
 
@@ -169,14 +207,13 @@ class Run:
         if state["scaler"] is not None:
             self.optimizer.scaler.load_state_dict(state["scaler"])
         self._random_state = read_random_state(folder)
-        if is_own(self.cfg, folder) and (rows := trim_metrics(self._metrics.path, self.start_step)):
-            self._totals.first_loss = rows[0].get("loss")
         say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
         for change in changes:
             say("changed", f"{change}: from here on the numbers are not those of a run that had it all along")
         schedule, planned = self.cfg.group(ScheduleConfig), state["total_steps"]
-        if schedule is not None and schedule.name != "constant" and planned != self.total_steps:
-            ends = f"schedule.name={schedule.name} ends at the new total from here on"
+        ends = schedule is not None and (schedule.name != "constant" or schedule.warmup_ratio > 0)
+        if schedule is not None and ends and planned != self.total_steps:
+            ends = f"schedule.name={schedule.name} goes by the new total from here on"
             say("changed", f"steps in total: {planned} then, {self.total_steps} now: {ends}")
 
     def _check_free_space(self) -> None:
@@ -188,7 +225,7 @@ class Run:
                 f"output_dir={self.directory} has {gibibytes(free)} free: not even one could be saved. Free some space "
                 f"or set another output_dir."
             )
-        saves = most_checkpoints(self.cfg, self.start_step, self.total_steps)
+        saves = most_checkpoints(self.cfg, self.start_step, self.total_steps, self.steps_per_epoch)
         if free < saves * needed:
             say(
                 "disk",
@@ -201,8 +238,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the 0-based index of each optimizer step to take; in between, write, save, and stop if asked to.
 
-        The body calls `log` once. After the last step a checkpoint is saved and a summary printed. On SIGINT or SIGTERM
-        the step is finished and saved, and SystemExit(130 or 143) raised; on SIGUSR1 it is saved and the run goes on.
+        The body calls `log` once. After the last step, or an early one where `stop_after_evals` says so, a checkpoint is
+        saved and a summary printed. On SIGINT or SIGTERM the step is finished and saved, and SystemExit(130 or 143)
+        raised; on SIGUSR1 it is saved and the run goes on. Where the body raises, the steps before are saved.
 
         Raises:
             TrainingFailed: more than `max_bad_steps` steps were not finite, found when their lines are written, so up to
@@ -219,7 +257,7 @@ class Run:
             self._say_answers(f"at step {self.total_steps}")
             return
         self._say_answers(f"at step {self.start_step}")
-        started = time.perf_counter()
+        started = self._saved_at = time.perf_counter()
         try:
             with self._signals as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
                 if self._random_state is not None:
@@ -228,14 +266,21 @@ class Run:
                     if step <= self.start_step + 1:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
                         trim_heap()
-                    self._logged = False
+                    self._step, self._logged = step + 1, False
+                    self._begun = self._here()
                     self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
-                    yield step
+                    try:
+                        yield step
+                    except GeneratorExit:  # the loop was left, by an exception or a break: it does not tell which
+                        self._save_what_is_whole()
+                        raise
                     received = signals.received  # read once: what comes while this step is saved is for the next
-                    self._finish_step(step + 1, stopping=received is not None)
+                    self._finish_step(stopping=received is not None)
                     if received is not None and step + 1 < self.total_steps:
                         self._stop(128 + received)
+                    if self._evals_say_stop:
+                        break
         finally:
             self._progress = None
             with contextlib.suppress(Exception):  # an error of the loop's own matters more; else it was raised before
@@ -243,10 +288,13 @@ class Run:
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
             self._lock.release()
+        self._remove_superseded(self._done_steps)  # by the loss of the last evaluation too
+        if self._done_steps < self.total_steps:
+            say("stopped", self._why_early())
         seconds = time.perf_counter() - started
         say_end(self, self._totals, seconds=seconds, steps=self._done_steps - self.start_step)
         self._bad_steps.say_totals()
-        self._say_answers(f"at step {self.total_steps}")
+        self._say_answers(f"at step {self._done_steps}")
 
     def log(
         self,
@@ -268,9 +316,9 @@ class Run:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
         micro_batches = list(micro_batches)
-        self._bad_steps.keep(self._done_steps + 1, micro_batches)
+        self._bad_steps.keep(self._step, micro_batches)
         self._metrics.record(
-            self._done_steps + 1,
+            self._step,
             lr=lr,
             values={"loss": loss, "grad_norm": grad_norm, **more},
             micro_batches=micro_batches,
@@ -278,21 +326,24 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now, inside the loop's body: every `eval_every` steps, and after the last, if anything is
-        held out."""
+        """Whether to evaluate now, inside the loop's body: as often as `eval_every` says, and after the last step, which
+        is saved first; never where nothing is held out."""
         if self._held_out is None:
             return False
-        done = self._done_steps + 1
-        every = self.cfg.eval_every
-        return done == self.total_steps or bool(every and done % every == 0)
+        if self._step < self.total_steps:
+            return is_due(self.cfg.eval_every, self._step, self.steps_per_epoch)
+        if self._logged:
+            self._finish_step(stopping=False)
+        return True
 
-    def log_evaluation(self, eval_loss: Tensor | float, **more: Any) -> None:
-        """Write an evaluation's line: `eval_loss`, and whatever else is given, as plain numbers or text."""
+    def log_evaluation(self, eval_loss: Tensor | float | None, **more: Any) -> None:
+        """Write an evaluation's line: `eval_loss`, None where nothing held out has a label, and whatever else is given, as
+        plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._done_steps + 1, eval_loss, more)
-        self._totals.eval_loss = row["eval_loss"]
-        self._eval_loss = (row["step"], row["eval_loss"])
-        say("evaluation", f"after step {row['step']}: held-out loss {number(row['eval_loss'])}")
+        row = self._metrics.write_evaluation(self._step, eval_loss, more)
+        self._totals.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
+        loss = "no token held out has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
+        say("evaluation", f"after step {row['step']}: {loss}")
 
     def held_out(self) -> Iterator[Batch]:
         """The held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
@@ -301,23 +352,26 @@ class Run:
         """
         for batch in self._held_out or ():
             if self._logged and self._signals.received is not None:
-                say("evaluation", f"after step {self._done_steps + 1}: cut short, and not made up for")
-                self._finish_step(self._done_steps + 1, stopping=True)
+                say("evaluation", f"after step {self._step}: cut short, and not made up for")
+                self._finish_step(stopping=True)
                 self._stop(128 + self._signals.received)
             yield batch
 
     # Between steps ------------------------------------------------------------------------------------------------
 
-    def _finish_step(self, done: int, *, stopping: bool) -> None:
+    def _finish_step(self, *, stopping: bool) -> None:
+        """Write and save what is due after the step under way, once."""
+        done = self._step
         if not self._logged:
             raise RuntimeError(
                 f"Step {done} ended without run.log(...), so metrics.jsonl would lack it. Call it once a step."
             )
+        if self._done_steps == done:
+            return
         self._done_steps = done
-        cfg, ending = self.cfg, stopping or done == self.total_steps
-        due = bool(cfg.save_every and done % cfg.save_every == 0)
-        saving = self._signals.take_save_request() or ending or due
-        if saving or done % cfg.log_every == 0:
+        ending = stopping or done == self.total_steps or self._evals_say_stop
+        saving = self._signals.take_save_request() or ending or self._save_is_due
+        if saving or done % self.cfg.log_every == 0:
             self._flush()
         self._writer.check()
         if self._bad_steps.too_many:
@@ -339,8 +393,61 @@ class Run:
         for row in rows:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 
-    def _save(self, *, wait: bool) -> None:
-        """Write a checkpoint, or with `save_async` start to, unless `wait`."""
+    @property
+    def _save_is_due(self) -> bool:
+        every = self.cfg.save_every
+        if every != "auto":
+            return is_due(every, self._done_steps, self.steps_per_epoch)
+        seconds = time.perf_counter() - self._saved_at
+        is_worth_it = self._save_seconds <= AUTO_SAVE_SHARE * (self._save_seconds + seconds)
+        return seconds >= AUTO_SAVE_SECONDS or (is_worth_it and is_due("epoch", self._done_steps, self.steps_per_epoch))
+
+    @property
+    def _evals_say_stop(self) -> bool:
+        """Whether the held-out loss has not gone below its lowest for `stop_after_evals` evaluations."""
+        patience, losses = self.cfg.stop_after_evals, list(self._eval_losses.values())
+        return bool(losses) and 0 < patience < len(losses) - losses.index(self._lowest_eval_loss)
+
+    @property
+    def _lowest_eval_loss(self) -> float | None:
+        return min((loss for loss in self._eval_losses.values() if loss is not None), default=None)
+
+    def _here(self) -> _Place:
+        scaler, random_state = self.optimizer.scaler.state_dict(), capture_random_state(self.device)
+        return _Place(self.batches.state_dict(), scaler, random_state, self._num_updates)
+
+    @property
+    def _num_updates(self) -> tuple[int, int]:
+        return self.optimizer.step_count, self.optimizer.skipped_steps
+
+    def _save_what_is_whole(self) -> None:
+        """Save the steps before the one that was broken off, or that one too where it was logged.
+
+        Weights are those of a step until its first update, and again once it is logged; in between nothing can be saved
+        that would go on as if nothing had happened. What fails here is told, as the loop's own error is on its way.
+        """
+        optimizer, begun = self.optimizer, self._begun
+        try:
+            if self._logged:
+                self._finish_step(stopping=True)
+            elif begun is None or not optimizer.is_whole or begun.num_updates != self._num_updates:
+                newest = (
+                    f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "nothing was saved before"
+                )
+                say(
+                    "not saved",
+                    f"step {self._step} was broken off in its update, so the weights are of no step; {newest}",
+                )
+            elif self._done_steps > self._saved_steps:
+                optimizer.zero_grad()  # room to save, where memory was short
+                self._flush()
+                self._save(wait=True, place=begun)
+        except Exception as error:
+            say("not saved", f"{type(error).__name__}: {error}")
+
+    def _save(self, *, wait: bool, place: _Place | None = None) -> None:
+        """Write a checkpoint, or with `save_async` start to, unless `wait`; of where the run is, or was at `place`."""
+        place = place or self._here()
         started = time.perf_counter()
         done = self._done_steps
         self._writer.wait()
@@ -358,16 +465,14 @@ class Run:
             "step": done,
             "total_steps": self.total_steps,
             "epoch": done / self.steps_per_epoch,
-            "batches": self.batches.state_dict(),
-            "scaler": self.optimizer.scaler.state_dict(),
+            "batches": place.batches,
+            "scaler": place.scaler,
             "data_fingerprint": self.batches.fingerprint,
             "settings": settings_of(self.cfg),
-            "eval_loss": self._eval_loss[1] if self._eval_loss[0] == done else None,
             "bad_steps": self._bad_steps.count,
             "base_fingerprint": self._base_fingerprint,
         }
         model, optimizer_state = self.model, self.optimizer.state_dict()
-        random_state = capture_random_state(self.device)
         in_background = self.cfg.save_async and not wait
         if in_background:
             model, optimizer_state = host_copy(model), host_copies(optimizer_state)
@@ -382,7 +487,7 @@ class Run:
                     tokenizer=self.tokenizer,
                     optimizer_state=optimizer_state,
                     training_state=training_state,
-                    random_state=random_state,
+                    random_state=place.random_state,
                 )
             except OSError as error:
                 newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
@@ -391,13 +496,19 @@ class Run:
                     f"same command again:\n{command_to_continue(self.cfg.resume)}"
                 ) from error
             say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}{copied}")
-            if removed := remove_superseded(self.directory, self.cfg, done):
-                say("removed", f"{', '.join(removed)}, as keep_last={self.cfg.keep_last} asks")
+            self._remove_superseded(done)
 
         if in_background:
             self._writer.start(write)
         else:
             write()
+        self._saved_steps, self._saved_at = done, time.perf_counter()
+        self._save_seconds = self._saved_at - started
+
+    def _remove_superseded(self, newest_step: int) -> None:
+        if removed := remove_superseded(self.directory, self.cfg, newest_step, self._eval_losses):
+            keeps = "save_every=auto" if self.cfg.keep_last is None else f"keep_last={self.cfg.keep_last}"
+            say("removed", f"{', '.join(removed)}, as {keeps} asks")
 
     def _say_answers(self, when: str) -> None:
         """Has the model answer held-out questions, where `eval_answers` asks for them."""
@@ -412,7 +523,18 @@ class Run:
         say("", command_to_continue(self.cfg.resume))
         raise SystemExit(exit_code)
 
+    def _why_early(self) -> str:
+        step = next(step for step, loss in self._eval_losses.items() if loss == self._lowest_eval_loss)
+        return (
+            f"early, after step {self._done_steps}: no held-out loss since step {step} was below its "
+            f"{number(self._lowest_eval_loss)} (stop_after_evals={self.cfg.stop_after_evals})"
+        )
+
     def _say_complete(self) -> None:
+        if self._evals_say_stop:
+            say("complete", f"stopped {self._why_early()}: {self.checkpoint}")
+            say("", "To train on, give the same command a larger stop_after_evals; to start another, a new output_dir.")
+            return
         say("complete", f"all {self.total_steps} steps are done, nothing is left to do: {self.checkpoint}")
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
         limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)

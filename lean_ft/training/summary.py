@@ -11,8 +11,9 @@ from torch import nn
 from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
+from lean_ft.optim import num_warmup_steps
 from lean_ft.peft import NF4Linear
-from lean_ft.settings import MemoryConfig, OptimizerConfig
+from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 from lean_ft.training.metrics import Row
 from lean_ft.units import duration, gibibytes, number
 
@@ -39,9 +40,10 @@ class Totals:
         self.step_seconds += row["step_seconds"]
         self.peak_memory_bytes = max(self.peak_memory_bytes, row["peak_memory_bytes"])
         self.rss_growth_bytes = row["rss_growth_bytes"]
-        self.last_loss = row["loss"]
-        if self.first_loss is None:
-            self.first_loss = row["loss"]
+        if row["target_tokens"]:
+            self.last_loss = row["loss"]
+            if self.first_loss is None:
+                self.first_loss = row["loss"]
 
 
 def say_start(run: "Run") -> None:
@@ -53,7 +55,17 @@ def say_start(run: "Run") -> None:
         in_backward = ", stepping in backward" if optimizer.in_backward else ""
         place = {"device": "", "paged": " of managed memory", "streamed": " in pinned host memory"}[optimizer.state]
         state = f"{gibibytes(run.optimizer.state_bytes)}{place}"
-        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}, state {state}{in_backward}")
+        schedule = cfg.group(ScheduleConfig)
+        warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, run.total_steps)
+        warmup = f" after {warmup_steps} steps of warm-up from 0" if warmup_steps else ""
+        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{warmup}, state {state}{in_backward}")
+        if warmup_steps >= run.total_steps:
+            highest = optimizer.lr * (run.total_steps - 1) / warmup_steps
+            say(
+                "WARNING",
+                f"the whole run is warm-up: of {warmup_steps} steps it makes {run.total_steps}, so the learning rate never "
+                f"exceeds {highest:g}. Shorten it (schedule.warmup_ratio=0.1), or train longer.",
+            )
     if (memory := cfg.group(MemoryConfig)) is not None:
         tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
         chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
@@ -64,9 +76,25 @@ def say_start(run: "Run") -> None:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
     begun = f", {run.start_step} of them done" if run.start_step else ""
     say("steps", f"{run.total_steps}{begun}; {run.steps_per_epoch} an epoch, {batch} a step")
-    say("output", str(run.directory))
+    say("output", f"{run.directory}; saved {describe_saving(cfg)}")
     for note in run.optimizer.notes:
         say("adjusted", note)
+
+
+def describe_saving(cfg: RecipeConfig) -> str:
+    """`after each epoch and at least every 30 minutes, the last 2 kept`."""
+    match cfg.save_every:
+        case "auto":
+            often = "after each epoch and at least every 30 minutes"
+        case "epoch":
+            often = "after each epoch"
+        case 0:
+            return "at the end"
+        case int(steps):
+            often = f"every {steps} steps" if steps > 1 else "after every step"
+        case share:
+            often = f"every {share:g} of an epoch"
+    return often if cfg.most_kept is None else f"{often}, the last {cfg.most_kept} kept"
 
 
 def describe_model(model: nn.Module) -> str:

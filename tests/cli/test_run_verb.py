@@ -29,18 +29,53 @@ def test_a_recipe_runs_with_preset_and_overrides(leanft, shipped, toy_recipe):
 @pytest.mark.parametrize(
     ("act", "code", "message"),
     [
-        ("refuse", 2, "error: batch_size must be even; it is odd. Set batch_size=4.\n"),
-        ("fail", 1, "error: RuntimeError: the loss is not finite\nWith --debug you see where.\n"),
-        ("fail silently", 1, "error: RuntimeError\nWith --debug you see where.\n"),
-        ("fail inside a library", 1, "error: StatisticsError: n must be at least 1\nWith --debug you see where.\n"),
-        ("open", 2, "error: No such file or directory: /no/such/file.jsonl\n"),
+        ("refuse", 2, "error: batch_size must be even; it is odd. Set batch_size=4.{place}"),
+        ("fail", 1, "error: RuntimeError: the loss is not finite{place}{debug}"),
+        ("fail silently", 1, "error: RuntimeError{place}{debug}"),
+        ("fail inside a library", 1, "error: StatisticsError: n must be at least 1{place}{debug}"),
+        ("open", 2, "error: No such file or directory: /no/such/file.jsonl{place}"),
         ("interrupt", 130, "error: interrupted.\n"),
         ("exit", 143, ""),
     ],
 )
-def test_how_a_run_ends(leanft, toy_recipe, act, code, message):
+def test_how_a_run_ends(leanft, toy_recipe, shipped, act, code, message):
+    """In the user's own file with its line; a shipped recipe's line means nothing to them."""
+    raising = {"refuse": "raise ValueError(", "fail": "raise RuntimeError(", "fail silently": "raise RuntimeError"}
+    raising |= {"fail inside a library": "statistics.quantiles(", "open": "open("}
     answer = leanft("run", toy_recipe, "model.path=m", f"act={act}")
-    assert (answer.code, answer.err) == (code, message)
+    lines = [line.strip() for line in toy_recipe.read_text().splitlines()]
+    place = ""
+    if act in raising:
+        number = lines.index(f'elif cfg.act == "{act}":') + 1
+        while not lines[number].startswith(raising[act]):
+            number += 1
+        place = f"\nIn {toy_recipe}, line {number + 1}: {lines[number]}"
+    debug = "\nWith --debug you see the whole traceback."
+    assert (answer.code, answer.err.rstrip("\n")) == (code, message.format(place=place, debug=debug).rstrip("\n"))
+    answer = leanft("run", "toy_single_device", "model.path=m", f"act={act}")
+    assert (answer.code, answer.err.rstrip("\n")) == (code, message.format(place="", debug=debug).rstrip("\n"))
+
+
+def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
+    """Of every failure, in what lies beside the recipe too, and not in a folder that is no run's."""
+    recipe, output = tmp_path / "mine.py", tmp_path / "run"
+    recipe.write_text(TRAINING_RECIPE + "    import my_loss_of_this_test\n    my_loss_of_this_test.compute(cfg.seed)\n")
+    beside = tmp_path / "my_loss_of_this_test.py"
+    beside.write_text("import json\n\ndef compute(seed):\n    json.loads('{' * seed)\n")
+    arguments = ["run", recipe, "model.path=tiny", "data.source=x.jsonl", "seed=2"]
+    for num_failures in (1, 2):
+        answer = leanft(*arguments, f"output_dir={output}")
+        assert answer.err.splitlines() == [
+            "error: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+            f"In {beside}, line 4: json.loads('{{' * seed)",
+            f"The whole traceback is in {output / 'traceback.log'}.",
+        ]
+        assert (output / "traceback.log").read_text().count("Traceback (most recent call last)") == num_failures
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.tex").write_text("...")
+    assert "With --debug you see the whole traceback." in leanft(*arguments, f"output_dir={thesis}").err
+    assert [path.name for path in thesis.iterdir()] == ["chapter.tex"]
 
 
 def test_the_library_error_of_the_table_is_a_value_error(leanft, toy_recipe):

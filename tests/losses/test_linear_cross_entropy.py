@@ -155,6 +155,15 @@ def test_accuracy_and_entropy_are_those_of_the_plain_logits_and_take_no_gradient
     assert means["entropy"].item() == pytest.approx(entropy.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("highest", "share"), [([0, 1], 0.5), ([1], 0.0), (range(8), 1 / 8), ([0], 1.0)])
+def test_a_prediction_of_several_tokens_is_right_by_a_share(highest: Any, share: float) -> None:
+    weight = torch.zeros(8, 4)
+    weight[list(highest)] = 1.0
+    statistics = TokenStatistics()
+    linear_cross_entropy(torch.ones(2, 4), weight, torch.tensor([0, 0]), statistics=statistics)
+    assert statistics.means(2)["token_accuracy"].item() == share
+
+
 @pytest.mark.parametrize("terms", [{"softcap": 0.0}, {"label_smoothing": 1.0}, {"z_loss": -1.0}], ids=str)
 def test_terms_out_of_their_range_are_refused(terms: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="label_smoothing from 0 to below 1"):

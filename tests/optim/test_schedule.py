@@ -54,6 +54,15 @@ def test_ends_at_the_minimum_and_stays_there(name: str) -> None:
     assert [learning_rate(cfg, step, TOTAL) for step in (TOTAL, 2 * TOTAL)] == pytest.approx([0.2 * PEAK] * 2)
 
 
+@pytest.mark.parametrize(("ratio", "steps"), [(0.1, 5), (0.11, 6), (0.001, 1)])
+def test_a_share_of_the_run_is_warm_up(ratio: float, steps: int) -> None:
+    """Rounded up, as transformers does with `warmup_steps` below 1."""
+    assert transformers.TrainingArguments(warmup_steps=ratio, use_cpu=True).get_warmup_steps(TOTAL) == steps
+    cfg = config(PEAK, name="linear", warmup_ratio=ratio)
+    ours = [learning_rate(cfg, step, TOTAL) for step in range(TOTAL)]
+    assert ours == pytest.approx(reference("linear", steps, 0.0), rel=1e-12, abs=0.0)
+
+
 def test_a_warmup_longer_than_the_run_only_rises() -> None:
     cfg = config(1.0, warmup_steps=10)
     rates = [learning_rate(cfg, step, 4) for step in range(4)]

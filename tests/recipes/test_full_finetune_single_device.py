@@ -85,13 +85,14 @@ def test_a_learning_rate_of_zero_leaves_the_weights_as_they_are(train, tmp_path)
 
 
 def test_evaluation_is_weighted_by_tokens_and_answers_are_asked(train, capsys):
-    lines = train("data.validation_fraction=0.2", "eval_every=4", "eval_answers=5", "model.dtype=float32")
+    lines = train("data.validation_fraction=0.2", "eval_every=4", "eval_answers=5", "model.dtype=float32", "eval_pattern=(.)")
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(evaluations) == 2
     assert evaluations[1] < evaluations[0]
     out = capsys.readouterr().out
     assert "at step 0: " in out
     assert "at step 8: " in out
+    assert out.count("right is what (.) finds last") == 2
 
 
 def test_a_complete_run_answers_with_what_it_learned(train, capsys):

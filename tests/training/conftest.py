@@ -38,6 +38,7 @@ def overrides(model_folder: Path) -> Callable[..., list[str]]:
             "gradient_accumulation_steps": 2,
             "epochs": 6,
             "device": "cpu",
+            "save_every": 0,
             "output_dir": output_dir,
         } | {name.replace("__", "."): value for name, value in settings.items()}
         return [f"{name}={value}" for name, value in given.items()]
@@ -89,7 +90,13 @@ def train_real(inputs):
     def run(output_dir, *settings):
         arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
         arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]
-        arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=3", f"output_dir={output_dir}"]
+        arguments += [
+            "optimizer.lr=0.01",
+            "schedule.name=constant",
+            "epochs=3",
+            "save_every=0",
+            f"output_dir={output_dir}",
+        ]
         real_recipe.main(load_config(real_recipe.Config, None, [*arguments, *settings]))
         return output_dir
 

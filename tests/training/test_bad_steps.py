@@ -151,6 +151,16 @@ def test_a_spike_is_told_of_once_and_noise_is_not(tmp_path, capsys):
     assert "spike       loss 4 at step 201" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("losses", "times_said"), [([math.log(64)] * 25, 1), ([math.log(64), 4.2] * 12, 0)])
+def test_a_model_that_predicts_nothing_is_told_of_once(losses, times_said, tmp_path, capsys):
+    steps = BadSteps(tmp_path, None, max_bad_steps=0, vocab_size=64)
+    for step, loss in enumerate(losses, 1):
+        steps.look_at({"step": step, "loss": loss, "grad_norm": 1.0})
+    assert (
+        capsys.readouterr().out.count("the model predicts nothing: for 10 steps the loss has been 4.159") == times_said
+    )
+
+
 def test_batches_without_a_target_are_counted(tmp_path, capsys):
     steps = BadSteps(tmp_path, None, max_bad_steps=0)
     for step, targets in enumerate([(3, 0), (0, 0), (1, 1)]):
@@ -160,7 +170,9 @@ def test_batches_without_a_target_are_counted(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"]], ids=str)
-def test_a_masked_out_step_is_finite_and_no_bad_one(settings, train_real, monkeypatch, tmp_path, capsys):
+def test_of_a_masked_out_step_nothing_was_measured_and_it_is_no_bad_one(
+    settings, train_real, monkeypatch, tmp_path, capsys
+):
     take = Batches.take
     count = iter(range(100))
 
@@ -173,6 +185,8 @@ def test_a_masked_out_step_is_finite_and_no_bad_one(settings, train_real, monkey
     monkeypatch.setattr(Batches, "take", masked)
     run = train_real(tmp_path / "run", *settings, "max_steps=3")
     row = metrics(run)[1]
-    assert (row["loss"], row["target_tokens"]) == (0.0, 0)
+    assert (row["loss"], row["target_tokens"], row["grad_norm"]) == (None, 0, 0.0)
+    assert not {"token_accuracy", "entropy", "non_finite"} & row.keys()
+    assert "not finite" not in (said := capsys.readouterr().out)
     assert not (run / "bad_batches").exists()
-    assert "2 batches had no token to train on" in capsys.readouterr().out
+    assert "2 batches had no token to train on" in said

@@ -71,11 +71,13 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
-def test_killed_while_training_the_run_goes_on_from_its_checkpoint(launch, train, tmp_path):
-    process, _ = launch(tmp_path / "run", save_every=2, max_steps=4)
+@pytest.mark.parametrize("save_every", [2, "auto"])
+def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, launch, train, tmp_path, capsys):
+    process, _ = launch(tmp_path / "run", save_every=save_every, max_steps=4)
     process.kill()
     process.communicate()
-    train(tmp_path / "run", save_every=2, max_steps=4)
+    train(tmp_path / "run", save_every=save_every, max_steps=4)
+    assert "after 2 of 4 steps" in capsys.readouterr().out
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]

@@ -22,6 +22,7 @@ RULES = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd")
         ["optimizer.name=adamw", "model.dtype=float16"],
         ["optimizer.name=adamw", "save_async=true", "save_every=1", "keep_last=2"],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "memory.activation_checkpointing=full"],
+        ["optimizer.name=adamw", "neftune_alpha=5", "freeze=[embed_tokens]"],
     ],
     ids=" ".join,
 )
@@ -35,6 +36,45 @@ def test_resumed_equals_uninterrupted(settings, train_real, tmp_path):
     assert metrics(tmp_path / "run", timed=False) == metrics(whole, timed=False)
     losses = [row["loss"] for row in metrics(whole)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize("steps", [2, 4, 6])  # in an epoch, at its end, in the next
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), (4, 1)])
+def test_the_same_rows_a_step_in_other_batches_go_on(
+    batch_size, accumulation, steps, packing, train_real, tmp_path, capsys
+):
+    """As after running out of memory. Each step has the rows that it would have had."""
+    settings = [f"data.packing={packing}", "batch_size=2", "optimizer.name=sgd", "epochs=9"]
+    whole = metrics(train_real(tmp_path / "whole", *settings, "max_steps=8"))
+    train_real(tmp_path / "run", *settings, f"max_steps={steps}")
+    other = [f"batch_size={batch_size}", f"gradient_accumulation_steps={accumulation}", "max_steps=8"]
+    run = metrics(train_real(tmp_path / "run", *settings, *other))
+    assert f"changed     batch_size: 2 then, {batch_size} now" in capsys.readouterr().out
+    assert [row["target_tokens"] for row in run] == [row["target_tokens"] for row in whole]
+    assert [row["loss"] for row in run] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["batch_size=4"], "batch_size=4 goes on with gradient_accumulation_steps=1: the same rows a step."),
+        (["batch_size=3"], "batch_size and gradient_accumulation_steps may change together: 4 rows a step, as then."),
+        (["gradient_accumulation_steps=4"], "batch_size=2 goes on with gradient_accumulation_steps=2"),
+        (["batch_size=4", "gradient_accumulation_steps=1", "seed=3"], "seed: 0 then, 3 now"),
+    ],
+)
+def test_other_batches_are_refused_with_the_way_out(settings, message, train_real, tmp_path):
+    train_real(tmp_path / "run", "max_steps=2")
+    with pytest.raises(ValueError, match="written with other settings") as refusal:
+        train_real(tmp_path / "run", *settings)
+    assert message in str(refusal.value)
+
+
+def test_batches_that_are_not_cut_from_one_order_of_rows_keep_their_size(train_real, tmp_path):
+    train_real(tmp_path / "run", "max_steps=2", "data.packing=padding_free")
+    with pytest.raises(ValueError, match="the batch_size changed since the checkpoint"):
+        train_real(tmp_path / "run", "data.packing=padding_free", "batch_size=4", "gradient_accumulation_steps=1")
 
 
 def test_data_is_known_by_its_content(train_real, inputs, tmp_path):

@@ -19,6 +19,8 @@ def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
     assert kept(keep_last=1, keep_every=30) == {30, 60}
     assert kept(keep_last=1, keep_best=2) == {20, 40, 60}
     assert kept(keep_last=1, keep_best=9) == {10, 20, 40, 60}
+    assert kept(save_every="auto") == {50, 60}
+    assert kept(save_every="auto", keep_last=1, keep_every=30) == {30, 60}
 
 
 @pytest.mark.parametrize("save_async", ["false", "true"])
@@ -49,13 +51,16 @@ def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
 
 def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     def most(**settings):
-        return most_checkpoints(config(tmp_path, **settings), 0, 100)
+        return most_checkpoints(config(tmp_path, **settings), 0, 100, 30)
 
     assert most() == 1
     assert most(save_every=10) == 10
     assert most(save_every=10, keep_last=2) == 3
     assert most(save_every=10, keep_last=1, keep_every=50) == 4
     assert most(save_every=60, keep_last=5) == 2
+    assert most(save_every="epoch") == 4  # 30, 60, 90 and the last
+    assert most(save_every=0.5) == 7
+    assert most(save_every="auto") == 3
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,10 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
         ({"keep_best": 1}, "keep_best tells what is kept beyond the last checkpoints, and keep_last=null keeps all"),
         ({"keep_every": 5}, "keep_every tells what"),
         ({"keep_last": 1, "keep_best": 1, "save_every": 4, "eval_every": 3}, "Set save_every to a multiple of eval"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": "auto", "eval_every": "epoch"}, "Set save_every to a multiple"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": "epoch", "eval_every": 2}, "Set save_every to a multiple"),
+        ({"stop_after_evals": 2}, "with eval_every=0 there is only the last"),
+        ({"schedule__warmup_steps": 2, "schedule__warmup_ratio": 0.1}, "both say how long the warm-up is"),
     ],
 )
 def test_settings_that_could_not_be_honoured_are_refused(settings, message, config, tmp_path):

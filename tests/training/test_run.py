@@ -5,6 +5,7 @@ import json
 import pickletools
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,149 @@ def test_checkpoints_at_the_steps_asked_for(train, tmp_path):
 def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
     assert len(metrics(train(tmp_path / "a", max_steps=3))) == 4  # and one evaluation
     assert len(metrics(train(tmp_path / "b", max_steps=50, epochs=2))) == 5
+    for epochs, steps in [(0.1, 1), (0.5, 1), (1.5, 3), (1.6, 4)]:
+        assert len(metrics(train(tmp_path / f"{epochs}", epochs=epochs))) == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "save_seconds", "saved"),
+    [
+        (1, 0, [2, 4, 6, 8, 10, 12]),  # after each epoch
+        (1000, 0, [2, 4, 6, 8, 10, 12]),
+        (2000, 0, list(range(1, 13))),  # every 30 minutes
+        (1, 0.2, [2, 4, 6, 8, 10, 12]),
+        (1, 0.4, [2, 6, 10, 12]),  # saving takes a tenth of the time
+        (1, 100, [2, 12]),
+    ],
+)
+def test_left_to_itself_a_run_saves_often_enough_and_keeps_the_last_two(
+    step_seconds, save_seconds, saved, train, recipe, monkeypatch, tmp_path, capsys
+):
+    from lean_ft.training import run as module
+
+    seconds = [0.0]
+    take, write = recipe.Batches.take, module.write_checkpoint
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+
+    def passing(function, amount):
+        def call(*args, **given):
+            seconds[0] += amount
+            return function(*args, **given)
+
+        return call
+
+    monkeypatch.setattr(recipe.Batches, "take", passing(take, step_seconds))
+    monkeypatch.setattr(module, "write_checkpoint", passing(write, save_seconds))
+    run = train(tmp_path / "run", save_every="auto")
+    out = capsys.readouterr().out
+    assert [int(line.split("step_")[1].split()[0]) for line in out.splitlines() if line.startswith("saved ")] == saved
+    assert sorted(p.name for p in run.glob("step_*")) == [f"step_{step:08d}" for step in saved[-2:]]
+    assert "saved after each epoch and at least every 30 minutes, the last 2 kept" in out
+    assert len(saved) < 3 or "as save_every=auto asks" in out
+
+
+def raise_at(call, where, function):
+    """The function, which raises at its call of this number, from 0, before or after it did its work."""
+    count = iter(range(10**6))
+
+    def failing(*args, **given):
+        fails = next(count) == call
+        if fails and where == "before":
+            raise KeyError("the loop's body failed")
+        result = function(*args, **given)
+        if fails:
+            raise KeyError("the loop's body failed")
+        return result
+
+    return failing
+
+
+@pytest.mark.parametrize("in_backward", ["false", "true"])
+@pytest.mark.parametrize(
+    ("name", "call", "where", "saved"),
+    [
+        ("torch.nn.functional.cross_entropy", 1, "after", 0),  # in the first step: there is nothing to save
+        ("tests.training.toy_recipe.Batches.take", 5, "after", 5),
+        ("torch.nn.functional.cross_entropy", 11, "after", 5),  # gradients of one of two micro-batches
+        ("lean_ft.optim.optimizer.Optimizer._hand_to_rules", "last", "before", "unless in backward"),
+        ("lean_ft.optim.optimizer.Optimizer._hand_to_rules", "last", "after", None),
+        ("lean_ft.optim.optimizer.Optimizer.zero_grad", 5, "after", None),
+        ("lean_ft.training.run.Run.log", 5, "before", None),
+        ("lean_ft.training.run.Run.evaluation_due", 5, "after", 6),
+    ],
+)
+def test_a_loop_that_fails_has_saved_what_is_whole(
+    name, call, where, saved, in_backward, whole, train, monkeypatch, tmp_path, capsys
+):
+    """And what it saved is the run as it was, bit for bit; in the middle of an update nothing is."""
+    from operator import attrgetter
+
+    if saved == "unless in backward":  # where the other parameters are updated already
+        saved = None if in_backward == "true" else 5
+    module, _, attribute = name.rpartition(".")
+    owner = attrgetter(module.removeprefix("torch."))(torch) if module.startswith("torch.") else None
+    if owner is None:
+        path, _, kind = module.rpartition(".")
+        owner = getattr(__import__(path, fromlist=[kind]), kind)
+    if call == "last":  # of step 6: one call a step, or one a parameter
+        parameters = 26 if in_backward == "true" else 1
+        call = 6 * parameters - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, raise_at(call, where, getattr(owner, attribute)))
+        with pytest.raises(KeyError):
+            train(tmp_path / "run", optimizer__in_backward=in_backward)
+    names = [p.name for p in (tmp_path / "run").glob("step_*")]
+    assert names == ([f"step_{saved:08d}"] if saved else [])
+    out = capsys.readouterr().out
+    assert ("not saved   step 6 was broken off in its update" in out) == (saved is None)
+    train(tmp_path / "run", optimizer__in_backward=in_backward)
+    assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+
+
+def test_the_last_evaluation_finds_everything_saved(train, recipe, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Run, "log_evaluation", raise_at(0, "before", recipe.Run.log_evaluation))
+        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        with pytest.raises(KeyError):
+            train(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000012"]
+
+
+def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monkeypatch, tmp_path, capsys):
+    losses = [0, 3.0, 2.0, None, 2.0, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]  # by step
+    log_evaluation = recipe.Run.log_evaluation
+
+    def log(self, **_):
+        log_evaluation(self, float("nan") if losses[self._step] is None else losses[self._step])
+
+    monkeypatch.setattr(recipe.Run, "log_evaluation", log)
+    settings = {"eval_every": 1, "stop_after_evals": 3}
+    for output in ("whole", "parts"):
+        if output == "parts":
+            train(tmp_path / output, **settings, max_steps=4, save_every=1)
+        capsys.readouterr()
+        run = train(tmp_path / output, **settings)
+        assert max(row["step"] for row in metrics(run)) == 5
+        said = "stopped     early, after step 5: no held-out loss since step 2 was below its 2 (stop_after_evals=3)"
+        assert said in capsys.readouterr().out
+    assert digests(tmp_path / "whole/step_00000005") == digests(tmp_path / "parts/step_00000005")
+    train(run, **settings)
+    assert "complete    stopped early, after step 5" in (out := capsys.readouterr().out)
+    assert "began step" not in out
+    train(run, eval_every=1, stop_after_evals=4)  # and it can be told to go on
+    assert max(row["step"] for row in metrics(run)) == 10
+
+
+def test_a_run_that_is_all_warm_up_is_warned_of(train, tmp_path, capsys):
+    train(tmp_path / "a", max_steps=4, schedule__warmup_steps=20)
+    assert (
+        "WARNING     the whole run is warm-up: of 20 steps it makes 4, so the learning rate never exceeds 0.0015"
+        in (capsys.readouterr().out)
+    )
+    run = train(tmp_path / "b", max_steps=4, schedule__warmup_ratio=0.5)
+    assert "warm-up: of" not in (out := capsys.readouterr().out)
+    assert "lr 0.01 after 2 steps of warm-up from 0" in out
+    assert [row["lr"] for row in metrics(run) if "loss" in row] == [0.0, 0.005, 0.01, 0.01]
 
 
 def test_nothing_is_pickled(train, tmp_path):
@@ -175,6 +319,7 @@ def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp
     """A run that died after its last checkpoint wrote lines that resuming must take back."""
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 8)
+        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run", save_every=3))
     run = tmp_path / "run"
@@ -198,6 +343,7 @@ def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 2)
+        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
     first = (tmp_path / "run/metrics.jsonl").read_bytes()
