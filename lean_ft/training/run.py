@@ -124,10 +124,8 @@ class Run:
         self._done_steps = 0
         self._saved_steps = 0  # of which the newest checkpoint is
         self._begun: _Place | None = None  # where the step under way began
-        self._saved_at, self._save_seconds = (
-            time.perf_counter(),
-            0.0,
-        )  # when a save ended, and how long it held the loop
+        self._saved_at = time.perf_counter()  # when the newest save ended, and how long it held the loop
+        self._save_seconds = 0.0
         self._logged = False  # whether the step under way has called log()
         self._random_state: RandomState | None = None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)

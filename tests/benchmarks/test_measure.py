@@ -198,5 +198,5 @@ def test_settings_become_the_command_lines_own_spelling():
     command = recipe_command("some_recipe", {"compile": True, "model.path": Path("a b"), "memory.loss_chunk_tokens": 0})
     assert command[1:] == [
         *("-m", "lean_ft", "run", "some_recipe"),
-        *("compile=true", "model.path=a b", "memory.loss_chunk_tokens=0"),
+        *("save_every=0", "compile=true", "model.path=a b", "memory.loss_chunk_tokens=0"),
     ]
