@@ -79,7 +79,7 @@ class Parrot(torch.nn.Module):
         super().__init__()
         self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
         self.script = script
-        self.rotary = {}
+        self.rotary, self.hf_config = {}, {}
 
     def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
         self.said = 0
