@@ -39,6 +39,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
+    from lean_ft.training.regularization import freeze_parameters
 
     def group(kind: type[Any]) -> Any:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
@@ -60,6 +61,8 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
             if lora is not None:
                 quantize_as_loaded(lora)
                 apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights
+            if isinstance(cfg, RecipeConfig):
+                freeze_parameters(decoder, cfg.freeze, cfg.train)
         with _gathered(problems):
             tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None
     for setting in ("source", "validation_source"):

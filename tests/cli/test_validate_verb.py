@@ -107,6 +107,7 @@ def arguments(tmp_path):
         ("output_dir=DIR/good.jsonl/run", "cannot be written"),
         ("output_dir=DIR", "holds files that are no run's"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
+        ("freeze=[model.layrs.*]", "model.layrs.*"),
         ("model.path=DIR/adapter", "has no config.json: it is an adapter's. .*adapter="),
     ],
 )  # fmt: skip
