@@ -77,6 +77,9 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Says what the run is going to take, before it loads weights."""
     from lean_ft.log import say
     from lean_ft.plan.beforehand import foresee
+    from lean_ft.training.device import resolve_device
+
+    resolve_device(cfg.device)  # one that is not there is said before anything else
 
     try:
         outlook = foresee(recipe, cfg)

@@ -1,6 +1,7 @@
 """`leanft run`: settings reach the recipe, and each kind of end has its exit code and message."""
 
 import pytest
+import torch
 
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import Outlook
@@ -114,6 +115,16 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
     assert "will take 1024.00 GiB of the 1.00 GiB that cpu has free, at its highest in: loss" in answer.out
     assert "WARNING: that does not fit." in answer.out
     assert answer.out.endswith("ran\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_device_that_is_not_there_is_said_before_any_plan(leanft, tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(TRAINING_RECIPE)
+    given = ["model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true", "device=cuda"]
+    answer = leanft("run", recipe, *given)
+    assert (answer.code, answer.out) == (2, "")
+    assert "device=cuda needs a cuda device" in answer.err
 
 
 def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
