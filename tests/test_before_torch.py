@@ -76,9 +76,9 @@ def test_a_containers_share_of_the_cores(tmp_path, files, quota):
 @pytest.mark.parametrize(
     ("before", "quota", "cores", "after"),
     [
-        ({}, None, 8, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ({}, 1.5, 8, {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2"}),
-        ({}, 16.0, 8, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({}, None, 8, {"GOMP_SPINCOUNT": "10000"}),
+        ({}, 1.5, 8, {"GOMP_SPINCOUNT": "10000", "OMP_NUM_THREADS": "2"}),
+        ({}, 16.0, 8, {"GOMP_SPINCOUNT": "10000"}),
         ({"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "5"}, 1.5, 8, {}),
         ({"GOMP_SPINCOUNT": "1000"}, None, 8, {}),
     ],
@@ -99,7 +99,7 @@ def test_a_run_sets_them_before_torch_is_imported(tmp_path):
     """Libraries of threads read theirs when they are loaded."""
     (tmp_path / "recipe.py").write_text(
         "import os, sys\nfrom lean_ft.settings import Settings\n"
-        "assert 'torch' not in sys.modules and os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
+        "assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '10000'\n"
         "class Config(Settings): pass\ndef main(cfg): print('ran')\n"
     )
     kept = {name: value for name, value in os.environ.items() if name not in before_torch.WAITING_VARIABLES}
