@@ -268,7 +268,7 @@ def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> N
         if isinstance(value, (list, tuple)):
             for each in value:
                 note(each, is_write)
-        elif isinstance(value, Tensor) and value.is_cuda and value.numel() and _races is not None:
+        elif isinstance(value, Tensor) and value.numel() and _races is not None:
             last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
             num_bytes = ctypes.c_size_t((last + 1) * value.element_size())
             _races.pretended_access(ctypes.c_void_p(value.data_ptr()), num_bytes, int(is_write))

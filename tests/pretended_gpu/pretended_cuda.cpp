@@ -422,14 +422,14 @@ API void pretended_begin_kernel(void* stream, const char* name) {
 }
 API void pretended_access(const void* start, size_t n, int is_write) {
   Lock lock(mutex);
-  access(kernel, start, n, is_write);
+  if (find(start)) access(kernel, start, n, is_write);
 }
-API void pretended_host_access(const void* start, size_t n) {
+API void pretended_host_access(const void* start, size_t n, int is_write) {
   Lock lock(mutex);
   static Stream host{{}, -1, {}};
   host.clock = host_clock;
   host.clock[host.id] = ++host_clock[host.id];
-  access({&host, "the host"}, start, n, false);
+  if (find(start)) access({&host, "the host"}, start, n, is_write);
 }
 API void pretended_write_races(const char* path) {
   Lock lock(mutex);
