@@ -454,6 +454,48 @@ def _sdpa_flash_backward(
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+def _sdpa_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().mT * scale
+    if attn_bias is not None:
+        scores = scores + attn_bias.float()
+    seen = _visible(query.shape[2], key.shape[2], is_causal, None, None)
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value.float(), None, None, None
+
+
+def _sdpa_efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    if attn_bias is not None:
+        raise NotImplementedError("the reference for efficient attention has no gradients with a bias")
+    grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
+    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    return *(x.transpose(1, 2) for x in grads), None
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
@@ -533,6 +575,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_efficient_attention": _sdpa_efficient,
+    "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
