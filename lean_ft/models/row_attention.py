@@ -205,7 +205,12 @@ def _by_head(x: Tensor, row_tokens: int) -> Tensor:
 
 def _by_query(x: Tensor, num_kv_heads: int, row_tokens: int) -> Tensor:
     """A copy of queries (N, H, D) as (B * K, T * G, D): a block of tokens is then a block of rows."""
-    return x.view(-1, row_tokens, num_kv_heads, x.shape[1] // num_kv_heads, x.shape[2]).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return (
+        x.view(-1, row_tokens, num_kv_heads, x.shape[1] // num_kv_heads, x.shape[2])
+        .transpose(1, 2)
+        .flatten(2, 3)
+        .flatten(0, 1)
+    )
 
 
 def _put_queries(rows: Tensor, target: Tensor, row_tokens: int) -> None:

@@ -10,6 +10,7 @@ Where that bound does not say enough, and rows are not packed to one length, the
 do next: `data.max_length` may be far from the longest row. They are kept in the cache, from which the run maps them.
 """
 
+import io
 import json
 import multiprocessing
 import os
@@ -210,9 +211,10 @@ def _fresh(
     work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
 ) -> dict[str, Any]:
     patience_seconds += _START_SECONDS
+    settings = io.BytesIO()
     try:
-        # The settings by themselves: their class is the recipe's, which has to be there when they are read.
-        question = pickle.dumps((recipe.__file__, work, device, pickle.dumps(cfg)))
+        _WithoutRecipe(settings).dump(cfg)
+        question = pickle.dumps((recipe.__file__, work, device, settings.getvalue()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RuntimeError(f"the settings cannot be handed to another process: {error}") from error
     environment = {
@@ -238,6 +240,23 @@ def _fresh(
     return json.loads(process.stdout)
 
 
+class _WithoutRecipe(pickle.Pickler):
+    """Writes the classes of a recipe as their names: a process has them of its own, and may have loaded it twice."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        is_recipes = isinstance(obj, type) and obj.__module__.partition(".")[0] == "recipes"
+        return obj.__name__ if is_recipes else None
+
+
+class _WithRecipe(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, recipe: ModuleType) -> None:
+        super().__init__(file)
+        self._recipe = recipe
+
+    def persistent_load(self, pid: str) -> Any:
+        return getattr(self._recipe, pid)
+
+
 def answer_a_question() -> None:
     """The other end of a fresh process: a question on standard input, the answer as JSON on standard output."""
     out = os.dup(1)
@@ -246,7 +265,7 @@ def answer_a_question() -> None:
 
     def ask() -> Any:
         recipe = load_recipe(Path(file))
-        return work(recipe, pickle.loads(settings), device)
+        return work(recipe, _WithRecipe(io.BytesIO(settings), recipe).load(), device)
 
     with os.fdopen(out, "wb") as answers:
         answers.write(_answer(ask))
