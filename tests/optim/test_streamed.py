@@ -108,17 +108,18 @@ def test_of_a_large_parameter_no_more_than_a_few_parts_are_on_the_device(name: s
     with mock.patch.object(optim.build, "stream_state", return_value=away):
         optimizer = build(model, {"name": name, **momentum, "state": "streamed"})
     kept = [value for value in optimizer.state_dict().values() if value.nbytes >= LARGE]
-    for _ in range(2):
-        link.log.clear()
-        optimizer.set_lr(1e-3)
-        optimizer.scale(model(torch.arange(2**12)).float().square().mean(), last=True).backward()
-        on_device = []
-        update = optimizer.rules[0].update
-        with mock.patch.object(optimizer.rules[0], "update") as watched:
-            watched.side_effect = lambda states, info: (on_device.append(bytes_in_flight(link)), update(states, info))
+    on_device: list[int] = []
+    update = optimizer.rules[0].update
+    with mock.patch.object(optimizer.rules[0], "update") as watched:
+        watched.side_effect = lambda states, info: (on_device.append(bytes_in_flight(link)), update(states, info))
+        for _ in range(2):
+            on_device.clear()
+            link.log.clear()
+            optimizer.set_lr(1e-3)
+            optimizer.scale(model(torch.arange(2**12)).float().square().mean(), last=True).backward()
             optimizer.finish_gradients()
             optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()
     assert max(on_device) <= 2**17 < sum(value.nbytes for value in kept)
     copied = sum(size for what, size in link.log if what == "copy")
     assert copied == 2 * sum(value.nbytes for value in kept)  # in and out, once each
