@@ -20,7 +20,6 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 TRACEBACK_FILE = "traceback.log"  # in a run directory, which takes logs
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
-_OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 _OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -75,8 +74,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        # torch on a CPU, cuBLAS where its workspace no longer fits, and CUDA itself
-        or any(words in str(error) for words in _OUT_OF_MEMORY)
+        # torch on a CPU, and cuBLAS where its workspace no longer fits
+        or any(words in str(error) for words in ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"))
     )
 
 
