@@ -104,8 +104,7 @@ def _unpin(blocks: list[mmap.mmap], kept_bytes: int) -> None:
     while sum(map(len, blocks)) > kept_bytes:
         block = blocks.pop()
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(_address(block))
-        block.close()
+        runtime.cudaHostUnregister(_address(block))  # and with the last reference to it the block is gone
 
 
 def _address(block: mmap.mmap) -> int:

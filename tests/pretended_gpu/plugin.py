@@ -30,6 +30,7 @@ def compile_without_triton() -> None:
         if kwargs.get("backend", "inductor") == "inductor":
             kwargs["backend"] = "aot_eager"
             kwargs.pop("mode", None)
+            kwargs.pop("options", None)
         return compile(*args, **kwargs)
 
     torch.compile = traced
