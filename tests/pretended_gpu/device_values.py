@@ -6,10 +6,12 @@ CPU has none, a reference below stands in. What this cannot have right: the orde
 atomics, random numbers (seeded by the GPU's generator, drawn by the CPU's), and kernels that Triton makes.
 """
 
+import ctypes
 import hashlib
 import math
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,6 +96,7 @@ _BITSANDBYTES = (
 
 _libraries: list[torch.library.Library] = []
 _kernel_copy: Any = None
+_races: ctypes.CDLL | None = None  # the library, while it watches for races
 _inside = threading.local()  # whether this thread runs the host code of an operation, whose own operations stay empty
 
 
@@ -128,6 +131,12 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+def watch_accesses(wanted: bool) -> None:
+    """Whether the library is told what memory each kernel reads and writes, for its search of races."""
+    global _races
+    _races = ctypes.CDLL("libcuda.so.1") if wanted else None
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
@@ -170,6 +179,7 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
                     result = host_code.call_boxed(keyset, *host_args, **kwargs)
                 finally:
                     _inside.host_code = False
+            _note_accesses(op, args, kwargs, result)
             compute = reference or (op.overloadpacket if has_numbers else op)
             if is_random:
                 wanted = _drawn(compute, seed, cpu_args, cpu_kwargs)
@@ -193,11 +203,13 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if is_bytes or (self.is_cuda and source.is_cuda):
             _kernel_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), self, source, non_blocking)
             if self.is_cuda and source.is_cuda and not getattr(_inside, "host_code", False):
+                _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
                 on_cpu(self).copy_(on_cpu(source))
         else:  # a GPU goes through a buffer of its own here, and waits for what is not pinned
             on_host = source if self.is_cuda else self
             if not (non_blocking and on_host.is_pinned()):
                 torch.cuda.current_stream().synchronize()
+            _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
             on_cpu(self).copy_(on_cpu(source))
         return self
 
@@ -239,6 +251,28 @@ def _put(result: Any, wanted: Any, op: Any) -> None:
     elif isinstance(result, (list, tuple)):
         for each, value in zip(result, wanted, strict=False):
             _put(each, value, op)
+
+
+def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    """Tells the library what an operation on the current stream reads and writes, where it watches for races."""
+    if _races is None:
+        return
+    _races.pretended_begin_kernel(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), op._schema.name.encode())
+
+    def note(value: Any, is_write: bool) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                note(each, is_write)
+        elif isinstance(value, Tensor) and value.is_cuda and value.numel() and _races is not None:
+            last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+            num_bytes = ctypes.c_size_t((last + 1) * value.element_size())
+            _races.pretended_access(ctypes.c_void_p(value.data_ptr()), num_bytes, int(is_write))
+
+    named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        note(named.get(argument.name), is_written)
+    note(result, True)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -306,7 +340,7 @@ def _parts(query: Tensor, cu_seqlens: Tensor | None) -> list[Any]:
     if cu_seqlens is None:
         return list(range(len(query)))
     bounds = cu_seqlens.tolist()
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return [slice(a, b) for a, b in pairwise(bounds) if b > a]
 
 
 def _flash_forward(

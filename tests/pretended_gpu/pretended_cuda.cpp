@@ -7,7 +7,7 @@
 //
 //   PRETENDED_GPU          T4 | A100 | L4 | RTX4090 | H100 | B200     (default H100)
 //   PRETENDED_GPU_GIB      memory of the device                        (default the card's own)
-//   PRETENDED_GPU_LATE=1   what is queued on a side stream is done as late as events allow: shows waits that are missing
+//   PRETENDED_GPU_LATE=1   what is queued on a side stream is done as late as events allow (order.py switches it as well)
 //   PRETENDED_GPU_TOUCH    bytes above which copies and fills are left out, so that large models take no memory
 //   PRETENDED_GPU_NAMES=1  counts launches by the kernel's name, for pretended_write_launches
 //   PRETENDED_GPU_LOG      a file that every call with an effect is written to
@@ -30,6 +30,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -88,7 +89,7 @@ size_t most_touched() {
   return n;
 }
 bool is_set(const char* name) { return getenv(name) && atoi(getenv(name)); }
-bool is_late() {
+bool& is_late() {
   static bool b = is_set("PRETENDED_GPU_LATE");
   return b;
 }
@@ -126,7 +127,7 @@ struct Counters {
 thread_local cudaError_t last_error = cudaSuccess;
 
 // Tables are never destroyed: libraries call until the process ends.
-template <class T>
+template <class T, int kNumber = 0>
 T& forever() {
   static T* table = new T;
   return *table;
@@ -169,13 +170,15 @@ void copy_bytes(void* to, const void* from, size_t n) {
   if (n <= most_touched()) memmove(to, from, n);
 }
 
-// Streams: the default one does everything at once. With PRETENDED_GPU_LATE the others keep a queue, which is worked off
-// only as far as someone waits for an event in it.
+// Streams: the default one does everything at once. Where they are late the others keep a queue, which is worked off only
+// as far as someone waits for an event in it.
 struct Stream;
+using Clock = std::map<int, unsigned long long>;  // how much of each stream has been done, by its number
 struct Event {
   unsigned long long recorded = 0, done = 0;
   Stream* stream = nullptr;
   double ms = 0;
+  Clock clock;
 };
 struct Op {
   std::function<void()> run;
@@ -184,7 +187,8 @@ struct Op {
 };
 struct Stream {
   std::deque<Op> queue;
-  int id;
+  int id = 0;
+  Clock clock;
 };
 std::vector<Stream*>& streams() { return forever<std::vector<Stream*>>(); }
 Stream* default_stream() { return &forever<Stream>(); }
@@ -218,6 +222,100 @@ void enqueue(cudaStream_t handle, std::function<void()> run, Event* ends = nullp
 void host_waits(const char* why) {
   count.host_waits++;
   LOG("host waits: %s", why);
+}
+
+// Races, where they are watched for: two accesses to a byte, one of them a write, that no wait puts in an order. Each
+// stream has a clock of what is known to be done when its next work begins (vector clocks: Lamport 1978, Mattern 1988; as
+// ThreadSanitizer has them for threads), the host another, and each piece of memory its last write and the reads since.
+// What orders nothing on a GPU orders nothing here: that work was asked for earlier, or happens to be done.
+struct Access {
+  int stream;
+  unsigned long long time;
+  const char* what;
+};
+struct Piece {
+  uintptr_t end;
+  std::vector<Access> writes, reads;  // at most one write; of reads one a stream
+};
+struct Work {
+  Stream* stream;
+  const char* what;
+};
+bool watches_races = false;
+Clock host_clock;
+std::map<uintptr_t, Piece>& pieces() { return forever<std::map<uintptr_t, Piece>>(); }
+std::set<std::string>& races() { return forever<std::set<std::string>>(); }
+
+void learn(Clock& clock, const Clock& other) {
+  for (auto [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+}
+bool knows(const Clock& clock, const Clock& other) {
+  for (auto [stream, time] : other) {
+    auto it = clock.find(stream);
+    if (it == clock.end() || it->second < time) return false;
+  }
+  return true;
+}
+void host_learns_all() {
+  learn(host_clock, default_stream()->clock);
+  for (auto* s : streams()) learn(host_clock, s->clock);
+}
+Work begin_work(cudaStream_t handle, const char* what) {
+  Stream* s = stream_of(handle);
+  if (watches_races) {
+    learn(s->clock, host_clock);
+    s->clock[s->id]++;
+  }
+  return {s, what};
+}
+// The piece that begins at p; a longer one is cut in two there.
+std::map<uintptr_t, Piece>::iterator cut(uintptr_t p) {
+  auto it = pieces().lower_bound(p);
+  if (it != pieces().begin() && (it == pieces().end() || it->first != p)) {
+    auto before = std::prev(it);
+    if (before->second.end > p) {
+      it = pieces().emplace_hint(it, p, before->second);
+      before->second.end = p;
+    }
+  }
+  return it;
+}
+void access(const Work& work, const void* start, size_t n, bool is_write) {
+  if (!watches_races || !n) return;
+  Clock& clock = work.stream->clock;
+  Access mine{work.stream->id, clock[work.stream->id], work.what};
+  auto check = [&](const std::vector<Access>& others, const char* did) {
+    for (auto& other : others)
+      if (other.stream != mine.stream && clock[other.stream] < other.time)
+        races().insert(std::string(mine.what) + " on stream " + std::to_string(mine.stream) + (is_write ? " writes" : " reads") +
+                       " what " + other.what + " on stream " + std::to_string(other.stream) + " " + did +
+                       ", and has not waited for it");
+  };
+  uintptr_t p = (uintptr_t)start, end = p + n;
+  cut(end);
+  for (auto it = cut(p); p < end; ++it) {
+    if (it == pieces().end() || it->first > p) {  // nothing is known of what lies before the next piece
+      uintptr_t next = it == pieces().end() ? end : std::min(end, it->first);
+      it = pieces().emplace_hint(it, p, Piece{next, {}, {}});
+    }
+    Piece& piece = it->second;
+    check(piece.writes, "wrote");
+    if (is_write) {
+      check(piece.reads, "reads");
+      piece.writes = {mine};
+      piece.reads.clear();
+    } else {
+      auto same = std::find_if(piece.reads.begin(), piece.reads.end(), [&](auto& r) { return r.stream == mine.stream; });
+      if (same == piece.reads.end()) piece.reads.push_back(mine);
+      else *same = mine;
+    }
+    p = piece.end;
+  }
+}
+void forget_memory(const void* start, size_t n) {
+  if (!watches_races) return;
+  auto last = cut((uintptr_t)start + n);
+  pieces().erase(cut((uintptr_t)start), last);
 }
 
 // Kernels: counted, by name if that is asked for.
@@ -287,6 +385,8 @@ int attribute(int which) {
 
 // For tests, through ctypes (counters.py) ---------------------------------------------------------------------------
 
+static thread_local Work kernel;  // that the values of are being computed
+
 API void pretended_counters(unsigned long long* out) {
   Lock lock(mutex);
   memcpy(out, &count, sizeof count);
@@ -298,6 +398,40 @@ API void pretended_reset_counters() {
   count.used_bytes = count.peak_bytes = used;
   count.pinned_bytes = pinned;
   launches().clear();
+}
+// For order.py: late streams, and races.
+API void pretended_be_late(int wanted) {
+  Lock lock(mutex);
+  finish_all();
+  is_late() = wanted;
+}
+API void pretended_watch_races(int wanted) {
+  Lock lock(mutex);
+  watches_races = wanted;
+  pieces().clear();
+  races().clear();
+}
+API void pretended_begin_kernel(void* stream, const char* name) {
+  Lock lock(mutex);
+  kernel = begin_work((cudaStream_t)stream, forever<std::set<std::string>, 1>().insert(name).first->c_str());
+}
+API void pretended_access(const void* start, size_t n, int is_write) {
+  Lock lock(mutex);
+  access(kernel, start, n, is_write);
+}
+API void pretended_host_access(const void* start, size_t n) {
+  Lock lock(mutex);
+  static Stream host{{}, -1, {}};
+  host.clock = host_clock;
+  host.clock[host.id] = ++host_clock[host.id];
+  access({&host, "the host"}, start, n, false);
+}
+API void pretended_write_races(const char* path) {
+  Lock lock(mutex);
+  FILE* f = fopen(path, "w");
+  if (!f) return;
+  for (auto& race : races()) fprintf(f, "%s\n", race.c_str());
+  fclose(f);
 }
 API void pretended_write_launches(const char* path) {
   Lock lock(mutex);
@@ -422,6 +556,7 @@ API cudaError_t cudaDeviceSynchronize() {
   Lock lock(mutex);
   host_waits("cudaDeviceSynchronize");
   finish_all();
+  host_learns_all();
   return cudaSuccess;
 }
 API cudaError_t cudaGetLastError() {
@@ -471,8 +606,10 @@ API cudaError_t cudaFree(void* p) {
   Lock lock(mutex);
   if (!p) return cudaSuccess;
   finish_all();
+  host_learns_all();
   auto it = ranges().find((uintptr_t)p);
   if (it == ranges().end()) return last_error = cudaErrorInvalidValue;
+  forget_memory(p, it->second.bytes);
   if (it->second.kind == DEVICE) count.used_bytes -= it->second.bytes;
   munmap(p, it->second.bytes);
   ranges().erase(it);
@@ -498,8 +635,10 @@ API cudaError_t cudaMallocHost(void** p, size_t n) { return cudaHostAlloc(p, n, 
 API cudaError_t cudaFreeHost(void* p) {
   Lock lock(mutex);
   finish_all();
+  host_learns_all();
   auto it = ranges().find((uintptr_t)p);
   if (it == ranges().end()) return cudaSuccess;
+  forget_memory(p, it->second.bytes);
   count.pinned_bytes -= it->second.bytes;
   munmap(p, it->second.bytes);
   ranges().erase(it);
@@ -545,9 +684,13 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpy
   count.copied_bytes += n;
   Range *target = find(to), *source = find(from);
   LOG("copy %zu %s -> %s on stream %d", n, kind_of(source), kind_of(target), stream_of(s)->id);
+  Work work = begin_work(s, "a copy");
+  if (source) access(work, from, n, false);
+  if (target) access(work, to, n, true);
   if (!target) {
     host_waits("copy to pageable memory");
     finish(stream_of(s));
+    learn(host_clock, stream_of(s)->clock);
     copy_bytes(to, from, n);
     return cudaSuccess;
   }
@@ -565,6 +708,10 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpy
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   Lock lock(mutex);
   host_waits("cudaMemcpy");
+  Work work = begin_work(nullptr, "a copy");
+  if (find(from)) access(work, from, n, false);
+  if (find(to)) access(work, to, n, true);
+  learn(host_clock, default_stream()->clock);
   copy_bytes(to, from, n);
   return cudaSuccess;
 }
@@ -574,6 +721,11 @@ API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t
 API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                                   size_t rows, cudaMemcpyKind, cudaStream_t s) {
   Lock lock(mutex);
+  Work work = begin_work(s, "a copy");
+  for (size_t i = 0; i < rows; i++) {
+    access(work, (const char*)from + i * from_pitch, width, false);
+    access(work, (char*)to + i * to_pitch, width, true);
+  }
   enqueue(s, [=] {
     for (size_t i = 0; i < rows; i++) copy_bytes((char*)to + i * to_pitch, (const char*)from + i * from_pitch, width);
   });
@@ -581,6 +733,7 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
 }
 API cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
   Lock lock(mutex);
+  access(begin_work(s, "a fill"), p, n, true);
   enqueue(s, [=] {
     if (n <= most_touched()) memset(p, v, n);
   });
@@ -623,11 +776,13 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   Lock lock(mutex);
   host_waits("cudaStreamSynchronize");
   finish(stream_of(s));
+  learn(host_clock, stream_of(s)->clock);
   return cudaSuccess;
 }
 API cudaError_t cudaStreamQuery(cudaStream_t s) {
   Lock lock(mutex);
-  return stream_of(s)->queue.empty() ? cudaSuccess : cudaErrorNotReady;
+  bool is_known = !watches_races || knows(host_clock, stream_of(s)->clock);
+  return is_known && stream_of(s)->queue.empty() ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) {
   *p = 0;
@@ -671,6 +826,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t s, uns
   e->stream = stream_of(s);
   e->ms = now_ms();
   e->recorded++;
+  e->clock = stream_of(s)->clock;
   enqueue(s, nullptr, e, e->recorded);
   return cudaSuccess;
 }
@@ -679,19 +835,23 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t handle, unsigned
   Lock lock(mutex);
   auto* e = (Event*)handle;
   auto number = e->recorded;
+  if (watches_races) learn(stream_of(s)->clock, e->clock);
   enqueue(s, [=] { finish_until(e, number); });
   return cudaSuccess;
 }
 API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Lock lock(mutex);
   auto* e = (Event*)handle;
-  return e->done >= e->recorded ? cudaSuccess : (last_error = cudaErrorNotReady);
+  // Where races are watched for, nothing is done before someone has waited for it.
+  bool is_known = !watches_races || knows(host_clock, e->clock);
+  return is_known && e->done >= e->recorded ? cudaSuccess : (last_error = cudaErrorNotReady);
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Lock lock(mutex);
   host_waits("cudaEventSynchronize");
   auto* e = (Event*)handle;
   finish_until(e, e->recorded);
+  learn(host_clock, e->clock);
   return cudaSuccess;
 }
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
@@ -856,6 +1016,8 @@ API CUresult cuMemMap(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
 API CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
   Lock lock(mutex);
   finish_all();
+  host_learns_all();
+  forget_memory((void*)p, n);
   madvise((void*)p, n, MADV_DONTNEED);
   return CUDA_SUCCESS;
 }
