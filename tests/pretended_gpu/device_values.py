@@ -522,6 +522,11 @@ def _scaled_mm(
     return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
 
 
+def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.bmm(left.to(wide), right.to(wide), **out)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
@@ -531,6 +536,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "bmm": _bmm,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
 }
