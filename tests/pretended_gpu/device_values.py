@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+
 # Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
 # from such values: their host code is left out.
 _VALUES_ALONE = {
@@ -107,6 +109,9 @@ def install() -> None:
         return
     torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
     torch.cuda.init()
+
+    from lean_ft.models import grouped_kernels  # here, as it brings Triton
+
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
     for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
@@ -123,6 +128,9 @@ def install() -> None:
     _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
     aten.impl("copy_", _copy, "CUDA", allow_override=True)
 
+    for name in ("multiply", "multiply_outer"):  # which are Triton's
+        setattr(grouped_kernels, name, _grouped_product)
+
     import bitsandbytes  # noqa: F401
 
     own = torch.library.Library("bitsandbytes", "IMPL")
@@ -131,6 +139,14 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    product = grouped_matmul if right.ndim == 3 else grouped_outer
+    found = product(*map(on_cpu, (left, right, ends)))
+    out = left.new_empty(found.shape)
+    on_cpu(out).copy_(found)
+    return out
 
 
 def watch_accesses(wanted: bool) -> None:
