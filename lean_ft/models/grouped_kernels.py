@@ -11,7 +11,6 @@ Source: Triton's tutorial on grouped products, whose programs go through the gro
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
