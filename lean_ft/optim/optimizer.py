@@ -256,5 +256,5 @@ class Optimizer:
                 rule.update(members, step)
             else:
                 for state in members:
-                    with self.streamed.on_device(state, step.number) as here:
+                    for here in self.streamed.on_device(state, step.number):
                         rule.update([here], step)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+
 # Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
 # from such values: their host code is left out.
 _VALUES_ALONE = {
@@ -109,6 +111,9 @@ def install() -> None:
         return
     torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
     torch.cuda.init()
+
+    from lean_ft.models import grouped_kernels  # here, as it brings Triton
+
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
     for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
@@ -129,6 +134,8 @@ def install() -> None:
         ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
 
     torch.cuda._sleep = sleep
+    for name in ("multiply", "multiply_outer"):  # which are Triton's
+        setattr(grouped_kernels, name, _grouped_product)
 
     import bitsandbytes  # noqa: F401
 
@@ -149,6 +156,14 @@ def drawn_as_on_a_cpu() -> Iterator[None]:
         yield
     finally:
         _twins = None
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    product = grouped_matmul if right.ndim == 3 else grouped_outer
+    found = product(*map(on_cpu, (left, right, ends)))
+    out = left.new_empty(found.shape)
+    on_cpu(out).copy_(found)
+    return out
 
 
 def watch_accesses(wanted: bool) -> None:
@@ -306,9 +321,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _seed(args: Any, kwargs: Any) -> int | None:
     """A seed by the state of the generator that the operation draws from; None for one of the CPU's."""
-    generator = _generator(args, kwargs) or torch.cuda.default_generators[torch.cuda.current_device()]
+    own = _generator(args, kwargs)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()] if own is None else own
     if generator.device.type != "cuda":
         return None
+    if _twins is not None and own is not None and generator.get_offset() == 0:  # one that nothing was drawn from
+        _twins[own.initial_seed()] = torch.Generator().manual_seed(own.initial_seed())
     return int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
 
 
@@ -319,7 +337,7 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
 def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
     twin = None  # of the default generator: the CPU's own
     if _twins is not None and (generator := _generator(args, kwargs)) is not None:
-        twin = _twins.setdefault(generator.initial_seed(), torch.Generator().manual_seed(generator.initial_seed()))
+        twin = _twins[generator.initial_seed()]
     if seed is not None:
         args = tuple(twin if isinstance(x, torch.Generator) else x for x in args)
         kwargs = {key: twin if isinstance(x, torch.Generator) else x for key, x in kwargs.items()}
@@ -590,6 +608,11 @@ def _scaled_mm(
     return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
 
 
+def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.bmm(left.to(wide), right.to(wide), **out)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
@@ -601,6 +624,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "bmm": _bmm,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
 }

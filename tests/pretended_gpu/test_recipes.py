@@ -30,7 +30,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
     # every optimizer
     **{
         f"{name}_bfloat16": (FULL, "bfloat16", f"optimizer.name={name} clip_grad_norm=null {PACKED}", "")
-        for name in ("sgd", "adafactor", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "muon", "apollo_mini")
+        for name in ("sgd", "adafactor", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "muon")
     },
     **{
         f"{name}_rounding_clipping_bfloat16": (
@@ -41,6 +41,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         )
         for name in ("adamw", "adamw_8bit")
     },
+    "apollo_mini_float32": (FULL, "float32", f"optimizer.name=apollo_mini clip_grad_norm=null {PACKED}", ""),
     # where states, activations and the output layer's gradient wait
     "paged_adamw_8bit_bfloat16": (FULL, "bfloat16", "optimizer.name=paged_adamw_8bit", ""),
     "paged_bfloat16": (FULL, "bfloat16", "optimizer.name=adamw_8bit", "optimizer.state=paged"),
@@ -71,7 +72,9 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path) -> None:
+def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under float16's first scale some step overflows, and whether it does is a matter of rounding.
+    monkeypatch.setattr("lean_ft.optim.loss_scaler.INITIAL_SCALE", 2.0**10)
     (recipe, preset), dtype, settings, of_gpu = CASES[case]
     expected = run(recipe, preset, tmp_path / "cpu", f"device=cpu model.dtype={dtype} {settings}")
     with drawn_as_on_a_cpu():
@@ -79,10 +82,7 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path) -> None:
     assert len(found) == len(expected) == NUM_STEPS
     for own, reference in zip(found, expected, strict=True):
         for name, tolerance in zip(("loss", "grad_norm"), TOLERANCES[dtype], strict=True):
-            if reference[name] is None:  # not finite: float16 has yet to find its scale
-                assert own[name] is None
-            else:
-                assert own[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of step {own['step']}"
+            assert own[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of step {own['step']}"
 
 
 def run(recipe_name: str, preset: str, output_dir: Path, settings: str) -> list[dict]:
