@@ -162,7 +162,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return torch.bmm(left, right)
-    if left.is_cuda:
+    # Cards before Ampere give such results of float16 alone.
+    if left.is_cuda and (left.dtype == torch.float16 or torch.cuda.get_device_capability(left.device) >= (8, 0)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
 

@@ -101,6 +101,7 @@ _libraries: list[torch.library.Library] = []
 _kernel_copy: Any = None
 _races: ctypes.CDLL | None = None  # the library, while it watches for races
 _twins: dict[int, torch.Generator] | None = None  # by seed: a generator of the CPU in place of one of the GPU
+_left_empty = False  # whether kernels compute nothing, as without this module
 _inside = threading.local()  # whether this thread runs the host code of an operation, whose own operations stay empty
 
 
@@ -145,6 +146,17 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+@contextmanager
+def empty_kernels() -> Iterator[None]:
+    """For what is allocated and launched at a real size: kernels compute nothing, as if this module were not there."""
+    global _left_empty
+    _left_empty = True
+    try:
+        yield
+    finally:
+        _left_empty = False
 
 
 @contextmanager
@@ -201,7 +213,7 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
         has_numbers = any(map(is_number, wants_tensor, args))
         host_args = [torch.tensor(x) if is_number(w, x) else x for w, x in zip(wants_tensor, args, strict=False)]
         with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
-            if getattr(_inside, "host_code", False) and not values_alone:
+            if (_left_empty or getattr(_inside, "host_code", False)) and not values_alone:
                 return host_code.call_boxed(keyset, *host_args, **kwargs)
             seed = _seed(args, kwargs) if is_random else None  # before the host code moves the generator on
             cpu_args, cpu_kwargs = _to_cpu(args), {key: _to_cpu(value) for key, value in kwargs.items()}
@@ -235,7 +247,7 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         is_bytes = same and not self.is_conj() and _is_dense(self)
         if is_bytes or (self.is_cuda and source.is_cuda):
             _kernel_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), self, source, non_blocking)
-            if self.is_cuda and source.is_cuda and not getattr(_inside, "host_code", False):
+            if self.is_cuda and source.is_cuda and not (_left_empty or getattr(_inside, "host_code", False)):
                 _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
                 on_cpu(self).copy_(on_cpu(source))
         else:  # a GPU goes through a buffer of its own here, and waits for what is not pinned
