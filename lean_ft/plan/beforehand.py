@@ -54,6 +54,7 @@ class Outlook:
     where: str  # empty where `peak_bytes` is a bound and not a rehearsal's
     room_bytes: int | None  # what the device has left for this process; None where it does not tell
     device: str
+    pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
 
     @property
     def fits(self) -> bool:
@@ -63,7 +64,8 @@ class Outlook:
         room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
         if not self.where:
             return f"takes less than {gibibytes(self.peak_bytes)}{room}"
-        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}"
+        pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
+        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}{pinned}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -90,15 +92,15 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
     if found is None:
         return None
-    peak_bytes, where = found
-    return Outlook(peak_bytes, where, room_bytes, device.name)
+    peak_bytes, where, pinned_bytes = found
+    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes)
 
 
 def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
     from lean_ft.plan.rehearsal import rehearse
 
     rehearsal = rehearse(recipe, cfg, device)
-    return [rehearsal.peak_bytes, rehearsal.peak.where]
+    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes]
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
