@@ -148,7 +148,6 @@ def test_asking_a_tensor_for_its_device_takes_no_time():
 
 
 def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tmp_path: Path, monkeypatch):
-    """Also where large parameters are updated in parts, which are views of it."""
     card, settings = find_device("A100 80GB"), ("optimizer.name=adamw", "optimizer.in_backward=true")
     on_device = planned(tmp_path, *settings, device=card)
     monkeypatch.setattr(
@@ -160,3 +159,16 @@ def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tm
     state_bytes = on_device.peak.bytes_by_label[rehearsal.STATES]
     assert on_device.pinned_bytes == 0 and 0.98 * state_bytes < streamed.pinned_bytes <= state_bytes
     assert streamed.peak_bytes < on_device.peak_bytes - 0.5 * state_bytes
+
+
+def test_parts_of_pinned_memory_take_nothing_of_the_device():
+    trace = Trace(find_device("A100 80GB"))
+    with FakeTensorMode(), trace:
+        with trace.uncounted():
+            host = torch.empty(1000)
+        trace.pin(host)
+        part = host[10:20]
+        assert trace.live_bytes == 0 and trace.pinned_bytes == 4000
+        del host, part
+        trace.pin(torch.empty(500))
+    assert trace.pinned_bytes == 4000  # the most at once
