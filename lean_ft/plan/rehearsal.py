@@ -238,7 +238,7 @@ class _PlannedLink(HostLink):
     def _open(self) -> None:
         pass
 
-    def _host_memory(self, like: Tensor) -> Tensor:
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         with self._trace.uncounted():
             host = torch.empty_like(like)
         self._trace.pin(host)
