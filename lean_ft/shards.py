@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -61,10 +62,6 @@ class Ranks(Protocol):
         """Has the model's parameters cut again, those too that a pass without gradients left whole."""
         ...
 
-    def close(self) -> None:
-        """Ends what connects the ranks."""
-        ...
-
 
 class Alone:
     """One process: it has everything, and agrees with itself."""
@@ -99,9 +96,6 @@ class Alone:
     def gather_no_more(self, model: Any) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
 
 ALONE = Alone()
 
@@ -120,6 +114,10 @@ class Part:
     first: int = 0
     is_kept_by_others: bool = False
     """Whether another rank, which comes before, has the same values and writes them where they are saved."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
 
     @property
     def whole_bytes(self) -> int:

@@ -17,13 +17,13 @@ from typing import Any
 from torch import nn
 
 from lean_ft.distributed.ranks import REPLICATE, SHARD, ManyRanks
-from lean_ft.models import Decoder
+from lean_ft.models import Decoder, read_weights
 from lean_ft.settings import ParallelConfig
 from lean_ft.shards import Ranks
 
 
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
-    """Cuts the model over the ranks; on one device does nothing.
+    """Cuts the model over the ranks, and reads its weights where it has none yet; on one device does nothing.
 
     Call it after `apply_memory`, which goes by whole layers, and before whatever holds the parameters or hooks into them.
     """
@@ -47,3 +47,5 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other that multiplies
     ranks.cut_models.append(model)
+    if model.unread is not None:
+        read_weights(model, ranks.device)

@@ -53,7 +53,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
     mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-    return ManyRanks(mesh, timeout)
+    return ManyRanks(mesh, device, timeout)
 
 
 def _num_shards(cfg: ParallelConfig, size: int) -> int:
@@ -76,10 +76,11 @@ class ManyRanks:
     `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them.
     """
 
-    def __init__(self, mesh: Any, timeout: timedelta) -> None:
+    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta) -> None:
         import torch.distributed as dist
 
-        self.mesh, self.rank, self.size = mesh, dist.get_rank(), dist.get_world_size()
+        self.mesh, self.device = mesh, device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
         self._hosts: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._shards = mesh.get_group(SHARD)
@@ -177,17 +178,11 @@ class ManyRanks:
             if hasattr(module, "reshard"):
                 module.reshard()
 
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
 
 def _without_targets(micro_batches: Sequence[Any]) -> Any:
-    """The least of the micro-batches with nothing in it to train on: its passes add zero to every gradient."""
-    least = min(micro_batches, key=lambda batch: batch.num_tokens)
-    return replace(least, labels=torch.full_like(least.labels, NO_TARGET), num_targets=0)
+    """The last of the micro-batches with nothing in it to train on: its passes add zero to every gradient."""
+    last = micro_batches[len(micro_batches) - 1]
+    return replace(last, labels=torch.full_like(last.labels, NO_TARGET), num_targets=0)
 
 
 def _told(error: Exception) -> tuple[str, str]:
