@@ -26,6 +26,11 @@ class Ranks(Protocol):
     """Which of the parts that parameters are cut into is here."""
     num_shards: int
 
+    @property
+    def beside(self) -> "Ranks":
+        """The same ranks for a thread of its own, whose agreements do not meet those of the loop."""
+        ...
+
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         """This rank's of a step's micro-batches, each with whether it is the last; as many on every rank."""
         ...
@@ -67,6 +72,10 @@ class Alone:
     """One process: it has everything, and agrees with itself."""
 
     rank, size, shard, num_shards = 0, 1, 0, 1
+
+    @property
+    def beside(self) -> "Alone":
+        return self
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         for place, micro_batch in enumerate(micro_batches, start=1):

@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
-        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # of all ranks; fewer at the end of an epoch
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
         statistics = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):

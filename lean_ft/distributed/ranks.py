@@ -9,6 +9,7 @@ Left out: ranks that come and go within a run. One that dies ends the run; torch
 ranks if need be, and it goes on from its newest checkpoint.
 """
 
+import copy
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -82,9 +83,17 @@ class ManyRanks:
         self.mesh, self.device = mesh, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
-        self._hosts: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._hosts: Any
+        self._hosts_beside: Any
+        self._hosts, self._hosts_beside = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
+
+    @property
+    def beside(self) -> "ManyRanks":
+        other = copy.copy(self)
+        other._hosts = self._hosts_beside
+        return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         rounds = -(-len(micro_batches) // self.size)

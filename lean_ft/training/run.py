@@ -570,7 +570,7 @@ class Run:
                     training_state=training_state,
                     random_state=place.random_state,
                     weights=weights,
-                    ranks=self.ranks,
+                    ranks=self.ranks.beside if in_background else self.ranks,
                 )
             except OSError as error:
                 newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
