@@ -67,7 +67,9 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     alone = plan.max_nodes == 1
     os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // plan.processes_a_node)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    # Why it starts again the agent says itself; of an end this process does.
+    level = logging.ERROR if plan.max_restarts else logging.CRITICAL
+    logging.getLogger("torch.distributed.elastic").setLevel(level)
     rendezvous: dict[str, Any] = {"join_timeout": JOIN_SECONDS}
     if plan.is_host is not None:
         rendezvous["is_host"] = plan.is_host

@@ -111,12 +111,11 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
         from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
         cfg = hold_models_to_commits(cfg)
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and is_alone:
+    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
         _tell_outlook(recipe, cfg)
     try:
         recipe.main(cfg)
-        if not is_alone:
+        if _is_one_of_many():
             _part()
     except BrokenPipeError as error:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
@@ -125,6 +124,11 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
             error.add_note(memory_advice(recipe, cfg))
         add_place(error, Path(recipe.__file__ or ""), is_shipped(recipe), getattr(cfg, "output_dir", None))
         raise
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes train the same model; a rehearsal is of one that has it all."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _part() -> None:
@@ -170,7 +174,7 @@ def memory_advice(recipe: ModuleType, cfg: Any) -> str:
     advice = "A smaller batch_size or a shorter data.max_length takes less."
     if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
         advice += " The same arguments after `leanft plan` name settings that fit."
-    elif isinstance(cfg, RecipeConfig):
+    elif isinstance(cfg, RecipeConfig) and not _is_one_of_many():
         from lean_ft.plan.beforehand import what_takes_less
 
         with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all
