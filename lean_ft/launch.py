@@ -91,7 +91,7 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as failed:
-        raise _told_once(failed) from None
+        raise _told_once(failed, plan.max_restarts) from None
     except RendezvousError as error:
         nodes = str(plan.max_nodes) if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes}:{plan.max_nodes}"
         raise ValueError(
@@ -115,7 +115,7 @@ def _ask_first_child_to_save(number: int, frame: object) -> None:
                 return
 
 
-def _told_once(failed: Any) -> BaseException:
+def _told_once(failed: Any, max_restarts: int) -> BaseException:
     """The error that began it, of all that processes ended with."""
     failures = sorted(failed.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     codes = {failure.exitcode for _, failure in failures}
@@ -142,9 +142,8 @@ def _told_once(failed: Any) -> BaseException:
         message = f"failed: {message}"
     host = told.get("host", platform.node())
     error = LaunchFailed(f"rank {rank} on {host} (process {failure.pid}) {message}")
-    error.add_note(
-        "The same command goes on from the newest checkpoint; --max-restarts 3 would have it do so by itself."
-    )
+    by_itself = "; --max-restarts 3 would have it do so by itself" if not max_restarts else ""
+    error.add_note(f"The same command goes on from the newest checkpoint{by_itself}.")
     return error
 
 

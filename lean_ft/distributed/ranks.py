@@ -52,7 +52,13 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     timeout = timedelta(minutes=cfg.timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        from torch.distributed.rendezvous import rendezvous
+
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
+        store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
     return ManyRanks(mesh, device, timeout)
 

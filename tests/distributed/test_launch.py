@@ -57,6 +57,7 @@ class Launched:
         return self.process.returncode, out, err
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_started_again_and_changes_no_bit(tmp_path):
     launched = Launched(tmp_path / "two", "finetune", "--nproc-per-node", "2", "--max-restarts=1", "max_steps=14")
     launched.wait_for("step_00000005")
@@ -106,15 +107,19 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     assert "leanft run finetune --nproc-per-node 2" in out  # how to go on
 
 
-@pytest.mark.long
+WRONG = [
+    (["finetune", "optimizer.name=muon"], "optimizer.name=muon works on whole matrices"),
+    (["full_finetune_single_device"], "this recipe is for one process, and 2 were started"),
+    (["finetune", "data.source=nowhere.jsonl"], "nowhere.jsonl"),
+    (["finetune", "optimizer.lr=x"], "optimizer.lr"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["finetune", "optimizer.name=muon"], "optimizer.name=muon works on whole matrices"),
         (["finetune", "parallel.replicate=3"], "parallel.replicate=3 needs a multiple of 3 processes, and there are 2"),
-        (["full_finetune_single_device"], "this recipe is for one process, and 2 were started"),
-        (["finetune", "data.source=nowhere.jsonl"], "nowhere.jsonl"),
-        (["finetune", "optimizer.lr=x"], "optimizer.lr"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in WRONG),
     ],
 )
 def test_wrong_input_is_told_once(tmp_path, arguments, message):

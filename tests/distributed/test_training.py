@@ -76,10 +76,20 @@ def all_outcomes(cases: dict[str, tuple[Config, bool]]) -> dict[tuple[str, str],
     return found
 
 
+def work(cases: dict[str, tuple[Config, bool]]) -> tuple[dict[tuple[str, str], Any], list[Any], list[str]]:
+    """All that is tested on two ranks, in processes that are started once."""
+    return all_outcomes(cases), [spoiled_steps(*case) for case in SPOILED], refusals()
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], Any]:
+def on_two() -> list[Any]:
+    return on_ranks(2, work, BITWISE | CLOSE)
+
+
+@pytest.fixture(scope="module")
+def outcomes(on_two) -> dict[tuple[str, str], Any]:
     """On two ranks, of every case."""
-    first, second = on_ranks(2, all_outcomes, BITWISE | CLOSE)
+    (first, *_), (second, *_) = on_two
     for key, (numbers, tensors) in first.items():
         assert numbers == second[key][0], key
         assert digest(tensors) == digest(second[key][1]), key
@@ -130,15 +140,11 @@ def spoiled_steps(in_backward: bool, what: str) -> tuple[list[int], list[str], d
     return skipped, digests, tensors
 
 
-def all_spoiled_steps() -> list[Any]:
-    return [spoiled_steps(*case) for case in SPOILED]
-
-
 SPOILED = [(in_backward, what) for in_backward in (False, True) for what in ("loss", "gradient")]
 
 
-def test_what_is_not_finite_on_one_rank_is_so_on_all():
-    for of_rank in (found := on_ranks(2, all_spoiled_steps)):
+def test_what_is_not_finite_on_one_rank_is_so_on_all(on_two):
+    for of_rank in (found := [spoiled for _, spoiled, _ in on_two]):
         for case, (skipped, digests, tensors) in zip(SPOILED, of_rank, strict=True):
             alone = spoiled_steps(*case)
             assert all(tensor.isfinite().all() for tensor in tensors.values()), case
@@ -165,8 +171,8 @@ def refusal(cfg: Config, **sizes: Any) -> str:
     return str(raised.value)
 
 
-def test_what_cannot_be_cut_is_refused_by_name():
-    found = on_ranks(2, refusals)
+def test_what_cannot_be_cut_is_refused_by_name(on_two):
+    found = [refused for _, _, refused in on_two]
     assert found[0] == found[1]
     muon, apollo, blocks, streamed = found[0]
     assert "optimizer.name=muon works on whole matrices" in muon
