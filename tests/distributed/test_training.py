@@ -44,7 +44,6 @@ BITWISE: dict[str, tuple[Config, bool]] = {
         config("adamw_8bit", in_backward=True, memory={"activation_checkpointing": "full", "tile_mlp": 2}),
         False,
     ),
-    "torchao's 8 bits, tied": (config("adamw_8bit_torchao"), True),
 }
 # Sums over ranks in another order than over rows or micro-batches.
 CLOSE: dict[str, tuple[Config, bool]] = {
