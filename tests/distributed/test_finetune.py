@@ -12,7 +12,7 @@ from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import Batches
 from lean_ft.settings_text import load_config
 from tests.distributed.processes import on_ranks
-from tests.training.toy_runs import TIMES, digests, metrics
+from tests.training.toy_runs import QWEN, TIMES, digests, metrics
 
 SETTINGS = (
     "model.path=tiny",
@@ -95,10 +95,13 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMES} for row in metrics(folder)]
 
 
-def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_close(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], without: frozenset[str] = frozenset()
+) -> None:
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, other in zip(found, expected, strict=True):
-        assert row == pytest.approx(other, rel=1e-6), row["step"]
+        ours, theirs = ({k: v for k, v in one.items() if k not in without} for one in (row, other))
+        assert ours == pytest.approx(theirs, rel=1e-6), row["step"]
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -150,3 +153,60 @@ def test_what_ranks_cannot_do_together_is_refused_on_all(on_two):
         )
         assert "memory.activation_offload=true is for one process so far" in said["offload"]
         assert "output_dir=run is not the folder of rank 0 for rank 1" in said["disk"]
+
+
+FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")
+
+
+def run_in_two_ways(folder: Path, whole: str, *settings: str) -> None:
+    run(folder / whole, *FOUR, "max_steps=12")
+    run(folder / "parts", *FOUR, *settings)
+
+
+@pytest.mark.long
+def test_one_two_and_four_ranks_are_one_run(tmp_path):
+    """Sums of four in another order; a run that two, one and four ranks share is that run as well."""
+    on_ranks(2, run_in_two_ways, tmp_path, "two", "max_steps=4")
+    run_in_two_ways(tmp_path, "one", "max_steps=8")
+    on_ranks(4, run_in_two_ways, tmp_path, "four", "max_steps=12")
+    for name in ("two", "four", "parts"):
+        assert_close(numbers(tmp_path / name), numbers(tmp_path / "one"), without=frozenset({"grad_norm"}))
+
+
+def resident_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def peak_of_loading(folder: Path) -> tuple[int, int]:
+    """Bytes that loading took at its peak beyond what was there, and those of the rows that are here."""
+    import torch
+
+    from lean_ft.distributed import join, parallelize
+    from lean_ft.models import load_model
+    from lean_ft.settings import ParallelConfig
+    from lean_ft.shards import local
+
+    ranks = join(ParallelConfig(), torch.device("cpu"))
+    parallelize(load_model("tiny", "meta"), ParallelConfig(), ranks)  # what is imported and opened once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    model = load_model(folder, "meta", dtype=torch.bfloat16)
+    parallelize(model, ParallelConfig(), ranks)
+    return resident_bytes("VmHWM") - before, sum(local(parameter).nbytes for parameter in model.parameters())
+
+
+@pytest.mark.long
+def test_each_rank_takes_memory_for_its_own_rows_alone(tmp_path):
+    import torch
+
+    from lean_ft.models import load_model, save_model
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **sizes, "num_attention_heads": 16}))
+    save_model(load_model(tmp_path, dtype=torch.bfloat16, random_init=True), tmp_path)
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    for size in (2, 4):
+        for peak, own in on_ranks(size, peak_of_loading, tmp_path):
+            assert own < 1.01 * whole / size
+            assert peak < whole / size + 32 * 2**20
