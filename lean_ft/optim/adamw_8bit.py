@@ -86,9 +86,9 @@ class AdamW8bit(AdamW):
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        signed, unsigned = (code.tables(codes.device)[0] for code in self._codes)
+        device = state.param.device  # paged codes are the host's to torch
+        signed, unsigned = (code.tables(device)[0] for code in self._codes)
         # The library launches on the default stream; gradients of a model that is cut come on another.
-        device = state.param.device
         here, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         if here != theirs:
             theirs.wait_stream(here)

@@ -174,10 +174,10 @@ class Optimizer:
 
     def state_parts(self) -> dict[str, Part]:
         """The same, each with its place in what one rank alone would have: so it is saved and read, by all ranks."""
-        if any(state.param.is_cuda for state in self._states):
-            torch.cuda.synchronize()  # paged state is read by the host
         if self.streamed is not None:
             self.streamed.settle()
+        else:
+            self._await_device()
         counts = {"step": self.step_count, "skipped_steps": self.skipped_steps}
         parts = {name: Part(torch.tensor(n), (), 0, self.ranks.rank > 0) for name, n in counts.items()}
         for state in self._states:
@@ -205,11 +205,18 @@ class Optimizer:
             )
         if self.streamed is not None:
             self.streamed.forget()
+        else:
+            self._await_device()
         for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
             names = saved.get(state.name, {})
             state.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
         self.skipped_steps = int(tensors["skipped_steps"])
+
+    def _await_device(self) -> None:
+        """Returns when the host may read and write paged state, which is its memory too."""
+        if any(state.param.is_cuda for state in self._states):
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def _gradient_arrived(self, state: ParameterState, _: Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lean_ft import optim
+from lean_ft.host_link import HostLink
 from lean_ft.optim.streamed import StreamedState
 from tests.late_link import LateLink
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
@@ -15,9 +16,15 @@ LRS = [3e-3, 1e-2, 1e-3, 5e-3]
 LARGE = 2**12  # bytes from which state is streamed here
 
 
-def streamed(model: TinyModel, settings: dict[str, Any], in_flight_bytes: int = 0, ahead_bytes: int = 2**14):
-    """The optimizer of these settings over a link whose copies are as late as they can be."""
-    link = LateLink(in_flight_bytes)
+def streamed(
+    model: TinyModel,
+    settings: dict[str, Any],
+    in_flight_bytes: int = 0,
+    ahead_bytes: int = 2**14,
+    link: HostLink | None = None,
+):
+    """The optimizer of these settings over a link whose copies are as late as they can be, or over `link`."""
+    link = LateLink(in_flight_bytes) if link is None else link
     away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes)
     with mock.patch.object(optim.build, "stream_state", return_value=away):
         return build(model, {**settings, "state": "streamed"}), link
@@ -101,10 +108,10 @@ def test_a_cpu_is_refused() -> None:
 def test_on_a_gpu_weights_stay_and_state_leaves() -> None:
     models = [TinyModel().cuda(), TinyModel().cuda()]
     batches = [[ids.cuda() for ids in step] for step in make_batches(4)]
-    for model, state in zip(models, ("device", "streamed"), strict=True):
-        torch.manual_seed(5)
-        optimizer = build(model, {"name": "adamw", "state": state})
+    here = build(models[0], {"name": "adamw"})
+    away, _ = streamed(models[1], {"name": "adamw"}, link=HostLink(torch.device("cuda")))
+    for model, optimizer, on_gpu in zip(models, (here, away), (True, False), strict=True):
         train(model, optimizer, batches, LRS)
-        assert not optimizer.state_dict()["embed.weight.exp_avg"].is_cuda or state == "device"
+        assert optimizer.state_dict()["embed.weight.exp_avg"].is_cuda == on_gpu
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -123,6 +123,11 @@ def install() -> None:
     _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
     aten.impl("copy_", _copy, "CUDA", allow_override=True)
 
+    def sleep(cycles: int) -> None:
+        ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
+
+    torch.cuda._sleep = sleep
+
     import bitsandbytes  # noqa: F401
 
     own = torch.library.Library("bitsandbytes", "IMPL")
@@ -263,7 +268,7 @@ def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> N
         if isinstance(value, (list, tuple)):
             for each in value:
                 note(each, is_write)
-        elif isinstance(value, Tensor) and value.is_cuda and value.numel() and _races is not None:
+        elif isinstance(value, Tensor) and value.numel() and _races is not None:
             last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
             num_bytes = ctypes.c_size_t((last + 1) * value.element_size())
             _races.pretended_access(ctypes.c_void_p(value.data_ptr()), num_bytes, int(is_write))
@@ -449,6 +454,48 @@ def _sdpa_flash_backward(
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+def _sdpa_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().mT * scale
+    if attn_bias is not None:
+        scores = scores + attn_bias.float()
+    seen = _visible(query.shape[2], key.shape[2], is_causal, None, None)
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value.float(), None, None, None
+
+
+def _sdpa_efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    if attn_bias is not None:
+        raise NotImplementedError("the reference for efficient attention has no gradients with a bias")
+    grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
+    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    return *(x.transpose(1, 2) for x in grads), None
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
@@ -528,6 +575,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_efficient_attention": _sdpa_efficient,
+    "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
