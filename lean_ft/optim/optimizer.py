@@ -277,7 +277,7 @@ class Optimizer:
                 rule.update(members, step)
             else:
                 for state in members:
-                    with self.streamed.on_device(state, step.number) as here:
+                    for here in self.streamed.on_device(state, step.number):
                         rule.update([here], step)
 
 

@@ -60,6 +60,9 @@ class Rule:
     draws_noise = False  # whether a step takes a seed from torch's generator
     block = 1  # neighbouring elements of a parameter that share something in its state
     needs_whole_matrices = False
+    # How many neighbouring elements an update depends on together, so that rows of a parameter may be updated one after
+    # the other; None: the whole parameter.
+    updated_together: int | None = None
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """Zeroed state for one parameter: name -> tensor."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+
 # Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
 # from such values: their host code is left out.
 _VALUES_ALONE = {
@@ -107,6 +109,9 @@ def install() -> None:
         return
     torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
     torch.cuda.init()
+
+    from lean_ft.models import grouped_kernels  # here, as it brings Triton
+
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
     for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
@@ -127,6 +132,8 @@ def install() -> None:
         ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
 
     torch.cuda._sleep = sleep
+    for name in ("multiply", "multiply_outer"):  # which are Triton's
+        setattr(grouped_kernels, name, _grouped_product)
 
     import bitsandbytes  # noqa: F401
 
@@ -136,6 +143,14 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    product = grouped_matmul if right.ndim == 3 else grouped_outer
+    found = product(*map(on_cpu, (left, right, ends)))
+    out = left.new_empty(found.shape)
+    on_cpu(out).copy_(found)
+    return out
 
 
 def watch_accesses(wanted: bool) -> None:
@@ -569,6 +584,11 @@ def _scaled_mm(
     return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
 
 
+def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.bmm(left.to(wide), right.to(wide), **out)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
@@ -580,6 +600,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "bmm": _bmm,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
 }

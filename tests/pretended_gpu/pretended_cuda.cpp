@@ -1131,6 +1131,8 @@ API int nvmlSystemGetDriverVersion() { return kNotSupported; }
 // do nothing, and the log says that they were called.
 #define LAUNCHES(name) \
   API int name() { return launch_library(#name); }
+#define SETS(name) \
+  API int name() { return 0; }
 #define UNEXPECTED(name)                     \
   API int name##_stub() __asm__(#name);      \
   API int name##_stub() {                    \
