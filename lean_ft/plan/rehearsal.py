@@ -43,6 +43,7 @@ class Rehearsal:
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
+    reserved_bytes: int = 0  # what the allocator takes from the driver for the peak; on a CPU the peak
 
     @property
     def peak_bytes(self) -> int:
@@ -86,6 +87,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         torch._dynamo.reset()
     return Rehearsal(
         peak=trace.peak,
+        reserved_bytes=trace.reserved_bytes,
         step_seconds=max(trace.seconds, trace.link_seconds),  # copies run beside the computation
         tokens=stage.num_tokens,
         num_parameters=stage.num_parameters,
