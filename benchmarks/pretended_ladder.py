@@ -1,6 +1,6 @@
 """What the CUDA build's own allocator gives each setting, and what the planner said of it: on a pretended card, without a GPU.
 
-    make pretended-gpu                                    # once: an environment with CUDA wheels, and the card
+    make test-pretended-gpu                               # once: makes the environment with CUDA wheels, and the card
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py --tables presets --only qlora
 
@@ -41,6 +41,7 @@ CARDS: dict[int, tuple[str, float]] = {
     80: ("A100", 79.1),
 }
 STEPS = Path(__file__).resolve().parent / "pretended_steps.py"
+CARD = ROOT / "tests" / "pretended_gpu"
 
 
 class Setting(NamedTuple):
@@ -104,16 +105,13 @@ TABLES = {"ladder": ladder, "optimizers": optimizers, "presets": presets}
 def main(
     tables: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join(TABLES),
     only: Annotated[str, typer.Option(help="Rows whose label has this in it.")] = "",
-    card: Annotated[
-        Path, typer.Option(envvar="PRETENDED_GPU", help="The folder of the pretended card, built.")
-    ] = ROOT / "tests" / "pretended_gpu",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one row may take.")] = 1200,
     again: Annotated[bool, typer.Option(help="Run rows again that have a number of this commit.")] = False,
     results_dir: Path = RESULTS,
 ) -> None:
     """Runs every row on a pretended card."""
-    if not (card / "libcuda.so.1").exists():
-        console.print(f"{card} has no libcuda.so.1: build the pretended card first. Nothing was run.", markup=False)
+    if not (CARD / "build" / "libcuda.so.1").exists():
+        console.print(f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False)
         raise typer.Exit(0)
     hardware = describe_hardware("cpu")
     for table in tables.split(","):
@@ -124,7 +122,7 @@ def main(
         for setting in settings:
             if only not in setting.label or (not again and known.get(setting.label, {}).get("status") == "ok"):
                 continue
-            known[setting.label] = run(setting, card, timeout_seconds)
+            known[setting.label] = run(setting, timeout_seconds)
             console.print(" | ".join(_cells(known[setting.label])), markup=False)
             write_result(
                 name,
@@ -138,7 +136,7 @@ def main(
             print_result(path, describe, COLUMNS, table_cells)
 
 
-def run(setting: Setting, card: Path, timeout_seconds: float) -> dict[str, Any]:
+def run(setting: Setting, timeout_seconds: float) -> dict[str, Any]:
     """A row: the allocator's peaks and the planner's, or why there are none."""
     name, gib = CARDS[setting.card_gb]
     row: dict[str, Any] = {"label": setting.label, "card": f"{setting.card_gb} GB", **setting._asdict()}
@@ -147,16 +145,16 @@ def run(setting: Setting, card: Path, timeout_seconds: float) -> dict[str, Any]:
         own = {**setting.settings, "model.path": model, "output_dir": Path(folder) / "run"}
         arguments = [setting.recipe, *(["--config", setting.preset] if setting.preset else []), *overrides(own)]
         for more in ([], ["--plan"]):
-            command = [card / "run.sh", sys.executable, STEPS, *arguments, *more]
+            command = [CARD / "run.sh", sys.executable, STEPS, *arguments, *more]
             try:
                 done = subprocess.run(
                     [str(part) for part in command],
                     cwd=ROOT,
                     env={
                         **os.environ,
-                        "FAKECUDA_DEVICE": name,
-                        "FAKECUDA_GIB": str(gib),
-                        "FAKECUDA_TOUCH": "65536",  # larger copies are left out: nothing reads what they bring
+                        "PRETENDED_GPU": name,
+                        "PRETENDED_GPU_GIB": str(gib),
+                        "PRETENDED_GPU_TOUCH": "65536",  # larger copies are left out: nothing reads what they bring
                         "PYTHONPATH": str(ROOT),
                     },
                     capture_output=True,
