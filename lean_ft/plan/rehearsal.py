@@ -118,6 +118,7 @@ class WatchedStage:
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
+        self._cublas_workspaces: list[Tensor] = []
         self._updated: set[tuple] = set()  # shapes and types of parameters
 
     @contextlib.contextmanager
@@ -155,6 +156,9 @@ class WatchedStage:
     def begin_step(self) -> None:
         self.trace.seconds = self.trace.link_seconds = 0.0
         self.trace.timeline.clear()
+        if (num_bytes := self.trace.device.cublas_workspace_bytes):
+            with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
+                self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def begin_backward(self) -> None:
         self._enter(WORKSPACE, "backward, at its start")
