@@ -301,11 +301,13 @@ def _compiled_softmax_gradient(terms: _Terms) -> SoftmaxGradient:
         _softmax_gradient(logits, labels, rows, terms)
 
     # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
-    compiled = torch.compile(softmax_gradient, dynamic=True, fullgraph=True)
+    # Not tuned on a GPU: for each run of a kernel that writes over the logits, tuning copies them to the host and back.
+    settings: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": {"triton.autotune_pointwise": False}}
+    compiled = torch.compile(softmax_gradient, **settings)
     softcap = terms.softcap
     if softcap is None:
         return compiled
-    cap = torch.compile(lambda logits: _cap(logits, softcap), dynamic=True, fullgraph=True)
+    cap = torch.compile(lambda logits: _cap(logits, softcap), **settings)
 
     def capped(logits: Tensor, labels: Tensor, rows: Tensor) -> None:
         cap(logits)
