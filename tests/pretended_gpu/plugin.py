@@ -19,6 +19,13 @@ def pytest_configure(config: pytest.Config) -> None:
     compile_without_triton()
 
 
+def pytest_runtest_teardown() -> None:
+    """What tests compile in one process counts against one limit of recompilations."""
+    import torch
+
+    torch._dynamo.reset()
+
+
 def compile_without_triton() -> None:
     """Has torch.compile run what it traced by PyTorch's own operations, where Inductor was to make kernels of it."""
     import torch

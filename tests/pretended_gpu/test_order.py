@@ -146,7 +146,10 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
         num_places += len(places)
         for missing in places:
             with without(missing, LIBRARY), late_streams(), watched_for_races() as races:
-                found = workload()
+                try:
+                    found = workload()
+                except (IndexError, RuntimeError):  # of numbers that were read too early
+                    continue
             if not races and not differing(found, exact):
                 unnoticed.append((workload.__name__, missing))
     assert num_places >= 12
