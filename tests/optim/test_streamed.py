@@ -21,8 +21,8 @@ def streamed(
     settings: dict[str, Any],
     in_flight_bytes: int = 0,
     ahead_bytes: int = 2**14,
-    part_bytes: int = 2**20,
     link: HostLink | None = None,
+    part_bytes: int = 2**20,
 ):
     """The optimizer of these settings over a link whose copies are as late as they can be, or over `link`."""
     link = LateLink(in_flight_bytes) if link is None else link

@@ -128,13 +128,12 @@ def install() -> None:
     _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
     aten.impl("copy_", _copy, "CUDA", allow_override=True)
 
-    for name in ("multiply", "multiply_outer"):  # which are Triton's
-        setattr(grouped_kernels, name, _grouped_product)
-
     def sleep(cycles: int) -> None:
         ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
 
     torch.cuda._sleep = sleep
+    for name in ("multiply", "multiply_outer"):  # which are Triton's
+        setattr(grouped_kernels, name, _grouped_product)
 
     import bitsandbytes  # noqa: F401
 
