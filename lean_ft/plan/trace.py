@@ -15,6 +15,8 @@ A CPU's memory is counted as the operating system does, by what is resident. A p
 so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
 until enough of it lies free at the top (see `lean_ft.training.host_memory`). With a host pool large tensors count as on a
 GPU: their pages are another's, filled before.
+
+On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives.
 """
 
 import contextlib
@@ -31,6 +33,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.memory.host_pool import SMALLEST_BYTES
+from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import Device
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
@@ -56,6 +59,7 @@ class _Storage:
     num_bytes: int
     resident_bytes: int
     label: str
+    block: Block | None = None  # of a GPU's allocator
 
 
 class Trace(TorchDispatchMode):
@@ -82,6 +86,7 @@ class Trace(TorchDispatchMode):
         self.longest_document = 1
         self._peak_bytes = 0
         self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
+        self._allocator = None if device.is_cpu else CachingAllocator()
         self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
 
@@ -127,6 +132,9 @@ class Trace(TorchDispatchMode):
         resident_bytes = num_bytes if written else min(known.resident_bytes, num_bytes)
         self._count(known, 0)
         known.num_bytes = num_bytes  # it may have been resized
+        if self._allocator is not None:
+            self._allocator.free(known.block)
+            known.block = self._allocator.allocate(num_bytes)
         self._count(known, resident_bytes)
 
     def write(self, tensors: Any) -> None:
@@ -166,6 +174,13 @@ class Trace(TorchDispatchMode):
         storage = self._storages.pop(address, None)
         if storage is not None:
             self._count(storage, 0)
+            if self._allocator is not None:
+                self._allocator.free(storage.block)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What was taken from the driver so far; on a CPU, where nothing is held back, the peak."""
+        return self.peak.total_bytes if self._allocator is None else self._allocator.reserved_bytes
 
     # Time -----------------------------------------------------------------------------------------------------------
 
