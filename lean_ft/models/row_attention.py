@@ -162,7 +162,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return torch.bmm(left, right)
-    if left.is_cuda:
+    # Of bfloat16 PyTorch has such products since Ampere.
+    if left.is_cuda and (left.dtype != torch.bfloat16 or torch.cuda.get_device_capability(left.device) >= (8, 0)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
 
