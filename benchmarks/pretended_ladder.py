@@ -111,7 +111,9 @@ def main(
 ) -> None:
     """Runs every row on a pretended card."""
     if not (CARD / "build" / "libcuda.so.1").exists():
-        console.print(f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False)
+        console.print(
+            f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False
+        )
         raise typer.Exit(0)
     hardware = describe_hardware("cpu")
     for table in tables.split(","):
