@@ -96,10 +96,10 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     writer = BackgroundWriter()
     for _ in range(rounds):
         plain.append(step())
-        waited.append(save(model, optimizer.state_dict()))
+        waited.append(save(model, optimizer.state_parts()))
         plain.append(step())
         began = time.perf_counter()
-        copy, state = host_copy(model), host_copies(optimizer.state_dict())
+        copy, state = host_copy(model), host_copies(optimizer.state_parts())
         copied.append(time.perf_counter() - began)
         writer.start(lambda copy=copy, state=state: written.append(save(copy, state)))
         extra = 0.0

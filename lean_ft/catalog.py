@@ -2,7 +2,7 @@
 
 In a checkout they lie beside the package, in `recipes/` and `configs/`; a wheel carries them inside it. A recipe is
 a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads the files and never runs them. An alias is
-another name for a recipe, under which one group of its settings is turned on: so people find what they look for, and no
+another name for a recipe, under which one group of its settings may be turned on: so people find what they look for, and no
 loop is written twice.
 """
 
@@ -25,19 +25,23 @@ from pydantic import BaseModel, create_model
 from lean_ft.spelling import did_you_mean
 
 _PACKAGE = Path(__file__).parent
-# name -> the recipe, and the group of its settings that is on and not null
-_ALIASES = {"lora_finetune_single_device": ("finetune", "lora")}
+# name -> the recipe, and the group of its settings that is on and not null, if one is
+_ALIASES: dict[str, tuple[str, str | None]] = {
+    "lora_finetune_single_device": ("finetune", "lora"),
+    "full_finetune_distributed": ("finetune", None),
+    "lora_finetune_distributed": ("finetune", "lora"),
+}
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name for the recipe in `file`, with its settings `group` turned on."""
+    """Another name for the recipe in `file`, with its settings `group` turned on where there is one."""
 
     name: str
     file: Path
-    group: str
+    group: str | None
 
 
 def _shipped(inside_wheel: str, beside_package: str) -> Path:
@@ -103,7 +107,7 @@ def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> 
         raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
-    if isinstance(found, Alias):
+    if isinstance(found, Alias) and found.group is not None:
         text = destination.read_text(encoding="utf-8")
         on = re.sub(rf"^(    {found.group}: (\w+) \| None = )None.*$", r"\1\2()", text, count=1, flags=re.MULTILINE)
         assert on != text, f"{source} has no line that turns {found.group} off"
@@ -137,7 +141,9 @@ def summary(file: Path | Alias) -> str:
     That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
     """
     if isinstance(file, Alias):
-        return f"{file.file.stem} with its settings `{file.group}` turned on."
+        return file.file.stem + (
+            f" with its settings `{file.group}` turned on." if file.group else ", by another name."
+        )
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix != ".py":
         comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -157,6 +163,8 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
     """
     if isinstance(recipe, Alias):
         module = load_recipe(recipe.file)
+        if recipe.group is None:
+            return module
         group = module.Config.model_fields[recipe.group]
         (settings,) = (kind for kind in get_args(group.annotation) if kind is not type(None))
         fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}

@@ -1,10 +1,17 @@
 """What a run says while it works: lines that begin with a word for what they are about."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from lean_ft.redaction import redact
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def log_to(path: Path) -> None:
+    """From now on lines go to the end of a file, and no longer to the terminal."""
+    console.file = path.open("a", encoding="utf-8", buffering=1)
 
 
 def say(label: str, text: str) -> None:

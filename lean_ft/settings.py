@@ -432,11 +432,38 @@ class MemoryConfig(Settings):
     )
 
 
+class ParallelConfig(Settings):
+    """How several processes share the model and the work; of one process nothing. `leanft run --nproc-per-node` starts
+    them."""
+
+    replicate: PositiveInt = Field(
+        1,
+        description="Copies of the model. Each is cut over `shard` processes; as many copies as processes are DDP, fewer "
+        "HSDP.",
+    )
+    shard: PositiveInt | None = Field(
+        None,
+        description="Processes that a copy of the model, its gradients and the optimizer's state are cut over (FSDP); null "
+        "takes all that replicate leaves.",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="Free a layer's gathered weights after forward and gather them again for backward; false keeps them, "
+        "which takes the memory of a whole model and sends a third less.",
+    )
+    timeout_minutes: PositiveInt = Field(
+        30,
+        description="How long a process waits for the others, before it takes one of them for dead and ends the run.",
+    )
+
+
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
 
     batch_size: PositiveInt = Field(2, description="Sequences (packed rows, when packing) a forward pass.")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes an optimizer step.")
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="Forward passes an optimizer step, those of all processes together."
+    )
     clip_grad_norm: PositiveFloat | None = Field(
         None, description="Largest global norm of the gradients; null does not clip."
     )

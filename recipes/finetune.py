@@ -1,13 +1,15 @@
-"""Finetuning of all parameters, or of an adapter beside them; the loop below is plain PyTorch.
+"""Finetuning of all parameters, or of an adapter beside them, on one device or many; the loop below is plain PyTorch.
 
 leanft run finetune --config tiny/full
 leanft run finetune --config tiny/lora             # LoRA, DoRA, QLoRA: settings `lora.*`
+leanft run --nproc-per-node 2 finetune --config tiny/full gradient_accumulation_steps=2    # FSDP, DDP: `parallel.*`
 leanft cp  finetune mine.py                        # edit the loop, then: leanft run mine.py --config tiny/lora
 
-This is full_finetune_single_device with adapters. A checkpoint of one holds it alone, in PEFT's format.
+This is full_finetune_single_device with adapters and ranks. A checkpoint of an adapter holds it alone, in PEFT's format.
 """
 
 from lean_ft.data import sft_batches
+from lean_ft.distributed import join, parallelize
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -18,6 +20,7 @@ from lean_ft.settings import (
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RecipeConfig,
     ScheduleConfig,
     SFTDataConfig,
@@ -30,6 +33,7 @@ class Config(RecipeConfig):
     model: ModelConfig
     data: SFTDataConfig
     lora: LoRAConfig | None = None  # null: all parameters train
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -38,14 +42,18 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
-    cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time
-    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    cross_entropy = CrossEntropy(model, cfg, ranks)  # of hidden states: logits exist a chunk of tokens at a time
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
+    )
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
@@ -53,12 +61,12 @@ def main(cfg: Config) -> None:
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
-        statistics = TokenStatistics()
-        for i, batch in enumerate(micro_batches, start=1):
+        statistics = TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
             # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
             loss = cross_entropy(model, batch.to(device), statistics) / num_targets
             # A step with a loss that is not finite is skipped, and its batch kept.
-            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+            optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()

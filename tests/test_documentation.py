@@ -83,6 +83,7 @@ NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
+    "leanft run --nproc-per-node ": "starts processes; tests/distributed does",
 }
 
 

@@ -6,14 +6,16 @@ Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong. An error is o
 
 import os
 import sys
+import traceback
 from typing import Annotated, NoReturn
 
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, run, validate
+from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, run, slurm, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
+from lean_ft.launch import leave_word
 
 app = typer.Typer(
     name="leanft",
@@ -21,7 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
 )
-for verb in (run.run, ls.ls, cp.cp, cat.cat, validate.validate, plan.plan, download.download, export.export, env.env):
+VERBS = (run.run, ls.ls, cp.cp, cat.cat, validate.validate, plan.plan, download.download, export.export, slurm.slurm)
+for verb in (*VERBS, env.env):
     app.command(verb.__name__)(verb)
 app.add_typer(data.app, name="data")
 
@@ -55,7 +58,10 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
         code = 0
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
-        print_error(message, traceback_of=error if "--debug" in arguments else None)
+        if not leave_word(message, code):  # else the process that started this one says it
+            print_error(message, traceback_of=error if "--debug" in arguments else None)
+        elif "--debug" in arguments:
+            traceback.print_exception(error)
     _close_stdout()
     sys.exit(code)
 

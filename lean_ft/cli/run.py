@@ -1,8 +1,11 @@
 """`leanft run`: trains."""
 
 import contextlib
+import os
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -14,29 +17,39 @@ from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
 from lean_ft.interrupts import OutsideTraining
+from lean_ft.launch import Launch, launch
 from lean_ft.paths import repository_name
 from lean_ft.settings import ModelConfig, RecipeConfig
 
-_TORCHRUN_FLAGS = (
-    *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--standalone"),
-    *("--master-addr", "--master_addr", "--master-port", "--master_port", "--max-restarts"),
-    *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id"),
-)
 
-
-def _refuse_torchrun(value: str | None) -> None:
-    if value is not None:
-        raise ValueError(
-            "torchrun's flags start several processes, and no recipe uses more than one yet. "
-            "Leave them out: leanft run RECIPE --config NAME."
-        )
+def _flag(name: str, metavar: str, help: str) -> Any:
+    """A flag of torchrun's, which it takes with dashes or underscores."""
+    names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Several processes", show_default=False)
 
 
 def run(
     recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    torchrun: Annotated[str | None, typer.Option(*_TORCHRUN_FLAGS, hidden=True, callback=_refuse_torchrun)] = None,
+    nproc_per_node: Annotated[
+        str | None, _flag("nproc-per-node", "N|gpu|cpu", "Processes on this machine, each with a GPU of its own.")
+    ] = None,
+    nnodes: Annotated[
+        str, _flag("nnodes", "M|M:K", "Machines, each of which is given the same command; at least M and at most K.")
+    ] = "1",
+    rdzv_endpoint: Annotated[
+        str | None, _flag("rdzv-endpoint", "HOST:PORT", "Where the machines meet: one of them, at a free port.")
+    ] = None,
+    rdzv_id: Annotated[str, _flag("rdzv-id", "NAME", "Tells runs apart that meet at one endpoint.")] = "leanft",
+    max_restarts: Annotated[
+        int, _flag("max-restarts", "N", "How often all processes start again, after one has died.")
+    ] = 0,
+    node_rank: Annotated[int | None, typer.Option("--node-rank", "--node_rank", hidden=True)] = None,
+    master_addr: Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)] = None,
+    master_port: Annotated[int, typer.Option("--master-port", "--master_port", hidden=True)] = 29500,
+    rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", "--rdzv_backend", hidden=True)] = "c10d",
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
     """Run a recipe.
@@ -44,9 +57,52 @@ def run(
     RECIPE is a name from `leanft ls`, or your own file. Settings come from its defaults, then the preset, then
     KEY=VALUE. `leanft cat RECIPE` prints them all.
     """
+    if nproc_per_node is not None or nnodes != "1":
+        if rdzv_backend not in ("c10d", "static"):
+            raise ValueError(f"--rdzv-backend {rdzv_backend}: machines meet by c10d. Leave it out.")
+        if rdzv_endpoint is None and master_addr is not None:
+            rdzv_endpoint = f"{master_addr}:{master_port}"
+        plan = _planned(nproc_per_node or "gpu", nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+        if node_rank is not None and plan.max_nodes > 1:
+            plan = replace(plan, is_host=node_rank == 0)
+        load_run(recipe, config, overrides)  # what is wrong with it is said once, and nothing is started
+        given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
+        launch(plan, ["run", *given, *(["--debug"] if debug else [])])
+        return
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_torch()
         run_recipe(*load_run(recipe, config, overrides))
+
+
+def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_restarts: int) -> Launch:
+    """The flags as they were meant; ValueError for what is none of that."""
+    if processes.isdigit() and int(processes) > 0:
+        number = int(processes)
+    elif processes in ("gpu", "cpu", "auto"):
+        from torch.cuda import device_count
+
+        number = 0 if processes == "cpu" else device_count()
+        if processes == "gpu" and number == 0:
+            raise ValueError(
+                "--nproc-per-node gpu: there is no GPU on this machine. Give a number: --nproc-per-node 2."
+            )
+        number = number or len(os.sched_getaffinity(0))
+    else:
+        raise ValueError(f"--nproc-per-node {processes}: expected a number from 1, or gpu, cpu or auto.")
+    least, _, most = nodes.partition(":")
+    if not (least.isdigit() and (most.isdigit() or ":" not in nodes) and 1 <= int(least) <= int(most or least)):
+        raise ValueError(
+            f"--nnodes {nodes}: expected a number of machines from 1, or the least and the most of them: 1:4."
+        )
+    is_address = endpoint is not None and re.fullmatch(r"\S+:\d+", endpoint)
+    if endpoint is not None and not is_address:
+        raise ValueError(f"--rdzv-endpoint {endpoint}: expected the name of a machine and a port, as node1:29500.")
+    if int(most or least) > 1 and endpoint is None:
+        raise ValueError(
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, where the machines meet: the name of one of them that all "
+            "can reach, and a free port. Give the same command on each."
+        )
+    return Launch(number, int(least), int(most or least), endpoint or "", run_id, max_restarts=max_restarts)
 
 
 def run_recipe(recipe: ModuleType, cfg: Any) -> None:
@@ -55,10 +111,12 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
         from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
         cfg = hold_models_to_commits(cfg)
-    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg):
+    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
         _tell_outlook(recipe, cfg)
     try:
         recipe.main(cfg)
+        if _is_one_of_many():
+            _part()
     except BrokenPipeError as error:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:
@@ -66,6 +124,19 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
             error.add_note(memory_advice(recipe, cfg))
         add_place(error, Path(recipe.__file__ or ""), is_shipped(recipe), getattr(cfg, "output_dir", None))
         raise
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes train the same model; a rehearsal is of one that has it all."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _part() -> None:
+    """Leaves the other processes in order; after an error nothing would answer."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
@@ -103,7 +174,7 @@ def memory_advice(recipe: ModuleType, cfg: Any) -> str:
     advice = "A smaller batch_size or a shorter data.max_length takes less."
     if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
         advice += " The same arguments after `leanft plan` name settings that fit."
-    elif isinstance(cfg, RecipeConfig):
+    elif isinstance(cfg, RecipeConfig) and not _is_one_of_many():
         from lean_ft.plan.beforehand import what_takes_less
 
         with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all

@@ -356,7 +356,7 @@ class EvalBatches:
     def __init__(self, layout: Layout, report: DataReport):
         self._layout = layout
         self._plan = layout.plan(None)
-        self._built: list[Batch] = []
+        self._built: dict[int, Batch] = {}
         self._bytes_left = KEPT_BYTES
         self.report = report
 
@@ -364,14 +364,16 @@ class EvalBatches:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._batch, range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
-    def _batch(self, i: int) -> Batch:
-        if i < len(self._built):
+    def __getitem__(self, i: int) -> Batch:
+        if i in self._built:
             return self._built[i]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
         batch = self._layout.batch(self._plan[i])
         num_bytes = batch.num_tokens * BYTES_A_POSITION
-        if i == len(self._built) and num_bytes <= self._bytes_left:
-            self._built.append(batch)
+        if num_bytes <= self._bytes_left:
+            self._built[i] = batch
             self._bytes_left -= num_bytes
         return batch

@@ -2,7 +2,8 @@
 
 An entry is a folder named by its key, a hash of all that decides its content. It is written under another name and
 renamed when it is whole and on the disk, so what a crash leaves is never taken for an entry; it is removed by a later
-start. Two runs that prepare the same data at once both do the work, and the second to finish takes the first one's.
+start. Of two processes of a machine that want the same data at once, one prepares it and the other waits; on two machines
+both do the work, and the second to finish takes the first one's.
 Entries are never changed, so readers need no lock, and deleting one takes nothing from a run that has it mapped.
 
 In an entry: raw arrays in the machine's byte order, one a file, and `about.json` with their types and lengths. Nothing
@@ -106,15 +107,32 @@ def load_entry(folder: Path, key: str | None, write: Callable[[EntryWriter], Non
     as long as this process runs and no longer.
     """
     entry = read_entry(folder, key) if key is not None else None
-    if entry is None:
-        name = key or f"unkept-{os.getpid()}-{time.time_ns()}"
-        with write_entry(folder, name) as writer:
-            write(writer)
-        entry = read_entry(folder, name)
-        assert entry is not None
-        if key is None:
-            _remove(folder / name)
+    if entry is not None:
+        return entry
+    name = key or f"unkept-{os.getpid()}-{time.time_ns()}"
+    with _one_at_a_time(folder / f".{name}.lock"):
+        entry = read_entry(folder, key) if key is not None else None  # another may have made it meanwhile
+        if entry is None:
+            with write_entry(folder, name) as writer:
+                write(writer)
+            entry = read_entry(folder, name)
+            assert entry is not None
+            if key is None:
+                _remove(folder / name)
     return entry
+
+
+@contextlib.contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Lets in one process of the machine after another, such as the ranks of a run; all, where nothing can be locked."""
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # who waits for it has it open
+        os.close(lock)
 
 
 def read_entry(folder: Path, key: str) -> Entry | None:

@@ -15,6 +15,7 @@ from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
+from lean_ft.shards import ALONE, Ranks
 
 _PLAIN = LossConfig.model_validate({})
 
@@ -26,8 +27,10 @@ class CrossEntropy:
     experts' router loss, which is a mean, is in the sum by the batch's targets.
     """
 
-    def __init__(self, model: Any, cfg: TrainingConfig) -> None:
-        """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`."""
+    def __init__(self, model: Any, cfg: TrainingConfig, ranks: Ranks = ALONE) -> None:
+        """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
+        batches of all `ranks`."""
+        self._ranks = ranks
         self._loss = cfg.loss
         self._device_type = model.output_weight.device.type
         self._is_float16 = cfg.model.dtype == "float16"
@@ -46,11 +49,12 @@ class CrossEntropy:
     def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
         """Returns `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalars: means over the targets of all batches,
         of the plain cross-entropy without smoothing or further terms. Without a target the loss is None, and alone."""
-        statistics, num_targets = TokenStatistics(), 0
+        statistics, num_targets = TokenStatistics(self._ranks), 0
         device = model.output_weight.device
         for batch in batches:
             self._sum(model, batch.to(device), statistics, _PLAIN)
             num_targets += batch.num_targets
+        num_targets = self._ranks.total(num_targets)
         return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
 
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:

@@ -3,11 +3,16 @@
 import torch
 from torch import Tensor
 
+from lean_ft.shards import ALONE, Ranks
+
 
 class TokenStatistics:
-    """Adds up over the micro-batches of a step; `means` divides by the targets, and nothing here waits for the device."""
+    """Adds up over the micro-batches of a step; `means` divides by the targets, and nothing here waits for the device.
 
-    def __init__(self) -> None:
+    With `ranks` the means are over the micro-batches of all of them, each of which adds the same names."""
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._sums: dict[str, list[Tensor]] = {}
 
     def add(self, **sums: Tensor) -> None:
@@ -17,4 +22,7 @@ class TokenStatistics:
 
     def means(self, num_targets: int, prefix: str = "") -> dict[str, Tensor]:
         """Each sum over the step's targets, a scalar; `prefix` goes before names. What was never added is not there."""
-        return {prefix + name: torch.stack(terms).sum() / num_targets for name, terms in self._sums.items()}
+        if not self._sums:
+            return {}
+        sums = self._ranks.sum(torch.stack([torch.stack(terms).sum() for terms in self._sums.values()]))
+        return {prefix + name: total / num_targets for name, total in zip(self._sums, sums, strict=True)}

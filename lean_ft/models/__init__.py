@@ -5,7 +5,15 @@ from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Block, Decoder
 from lean_ft.models.generation import generate, generate_steps
-from lean_ft.models.hf_format import build_decoder, empty_model, load_model, save_model, tensors_on_disk
+from lean_ft.models.hf_format import (
+    build_decoder,
+    empty_model,
+    load_model,
+    parts_on_disk,
+    read_weights,
+    save_model,
+    tensors_on_disk,
+)
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.rope import RopeConfig
 
@@ -24,6 +32,8 @@ __all__ = [
     "generate",
     "generate_steps",
     "load_model",
+    "parts_on_disk",
+    "read_weights",
     "save_model",
     "tensors_on_disk",
 ]

@@ -110,6 +110,9 @@ class Decoder(nn.Module):
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
         self.generation_config: bytes | None = None
+        self.unread: Callable[[str, Tensor], None] | None = (
+            None  # fills a parameter, while the model is of shapes alone
+        )
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 

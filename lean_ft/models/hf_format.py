@@ -7,7 +7,7 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +23,7 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
+from lean_ft.shards import ALONE, Part, Ranks, part_of
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -52,7 +53,8 @@ def load_model(
     With `random_init` config.json suffices, and weights are drawn as transformers draws them. Takes at most the
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
     for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
-    module has its weights; it may put a smaller one in its place, before the next takes memory. Raises ValueError where
+    module has its weights; it may put a smaller one in its place, before the next takes memory. On the device `meta` the
+    model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. Raises ValueError where
     the folder, its config.json or its weights are not what is expected; nothing is allocated before that is known.
     """
     if isinstance(path, ModelConfig):
@@ -64,12 +66,26 @@ def load_model(
     random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
     model = _described(folder, dtype, router_aux_loss_coef)
-    _fill(model, device, _drawn(model.config) if random_init else _read_from(folder, model), after_module)
+    fill = _drawn(model.config) if random_init else _read_from(folder, model)
+    if torch.device(device).type == "meta":
+        model.unread = fill
+    else:
+        _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if watcher is not None:
         watcher.watch(model)
     return model
+
+
+@torch.no_grad()
+def read_weights(model: Decoder, device: str | torch.device) -> None:
+    """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
+    assert model.unread is not None, "it has its weights already"
+    model.to_empty(device=torch.device(device))
+    for name, parameter in model.named_parameters():
+        model.unread(name, parameter)
+    model.unread = None
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -134,13 +150,21 @@ def build_decoder(
     return model
 
 
-def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
+def save_model(
+    model: Decoder,
+    path: str | Path,
+    max_shard_bytes: int = 5_000_000_000,
+    *,
+    ranks: Ranks = ALONE,
+    weights: Mapping[str, Part] | None = None,
+) -> None:
     """Writes the folder that `load_model` and transformers' `from_pretrained` read: config and safetensors.
 
     Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded one with its
     dtype brought up to date; generation_config.json is carried along. Each file appears whole or not at all, and
-    weight files of an earlier save in the folder are removed. Raises ValueError for a model without a config.json, and
-    for one whose weights are not those that it calls for, as with an adapter.
+    weight files of an earlier save in the folder are removed. Of a model that is cut over `ranks`, all of them call it, and
+    each writes its rows. `weights` may be copies of what `parts_on_disk` gives. Raises ValueError for a model without a
+    config.json, and for one whose weights are not those that it calls for, as with an adapter.
     """
     if not model.hf_config:
         raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
@@ -151,13 +175,20 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5_000_00
             "(lean_ft.peft.save_adapter), or merge it."
         )
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_on_disk(model)
-    shards = _shards(tensors, max_shard_bytes)
+    ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
+    parts = parts_on_disk(model) if weights is None else weights
+    shards = _shards(parts, max_shard_bytes)
     for file_name, names in shards.items():
-        write_file(folder / file_name, {name: tensors[name] for name in names}, {"format": "pt"})
+        write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks)
+    ranks.first(lambda: _write_what_is_beside(model, folder, shards, parts))
+
+
+def _write_what_is_beside(
+    model: Decoder, folder: Path, shards: dict[str, list[str]], parts: Mapping[str, Part]
+) -> None:
+    """The index, the configs, and no file of an earlier save."""
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(part.whole_bytes for part in parts.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / WEIGHTS_INDEX, index)
@@ -184,6 +215,32 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
     }
+
+
+def parts_on_disk(model: nn.Module) -> dict[str, Part]:
+    """The same of a model that may be cut over ranks: of each tensor what is here."""
+    hf_config = getattr(model, "hf_config", {})
+    return {
+        place: part
+        for name, parameter in model.named_parameters()
+        for place, part in _parts_of_parameter(hf_config, name, parameter)
+    }
+
+
+def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
+    """What the folder holds of a parameter, by name, and which of its elements are here."""
+    here = part_of(parameter)
+    if here.values.shape == here.shape:
+        for place, tensor in parameters_on_disk(hf_config, name, here.values):
+            yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
+        return
+    flat, end = here.values.view(-1), here.first + here.values.numel()
+    # Where the parts of the whole lie in it, views without memory tell.
+    for place, piece in parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta")):
+        start = min(max(here.first, piece.storage_offset()), piece.storage_offset() + piece.numel())
+        stop = max(start, min(end, piece.storage_offset() + piece.numel()))
+        values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
+        yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
 
 
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
@@ -213,7 +270,12 @@ def _drawn(config: DecoderConfig) -> Fill:
     """Fills parameters with random numbers."""
 
     def draw(name: str, parameter: Tensor) -> None:
-        if name.endswith("bias"):  # of experts too, whose stacks are not modules
+        here = part_of(parameter)
+        if here.values.shape != here.shape:  # the same numbers as one rank draws, of which it keeps its rows
+            whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
+            draw(name, whole)
+            here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
+        elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             parameter.zero_()
         elif name.endswith("norm.weight"):
             parameter.fill_(1.0 - config.norm_weight_offset)
@@ -232,8 +294,8 @@ def _read_from(folder: Path, model: Decoder) -> Fill:
     stored = _match(model, stored, folder)
 
     def read(name: str, parameter: Tensor) -> None:
-        for place, tensor in parameters_on_disk(model.hf_config, name, parameter):
-            stored[place].read_into(tensor)
+        for place, part in _parts_of_parameter(model.hf_config, name, parameter):
+            stored[place].read_part(part)
 
     return read
 
@@ -336,16 +398,16 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
+def _shards(parts: Mapping[str, Part], max_shard_bytes: int) -> dict[str, list[str]]:
     """Names of tensors by file name, in the model's order; a file takes as many as fit, and at least one."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+    for name, part in parts.items():
+        if shards[-1] and filled + part.whole_bytes > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += tensor.nbytes
+        filled += part.whole_bytes
     if len(shards) == 1:
         return {_WEIGHTS: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}

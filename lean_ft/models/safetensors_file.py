@@ -8,14 +8,18 @@ The format is eight bytes of length, a JSON header, and the tensors' bytes
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lean_ft.shards import ALONE, Part, Ranks, part_of
 from lean_ft.whole_files import write_whole
 
 # In the order in which the library writes them: wide ones first, so that each tensor's bytes are aligned.
@@ -62,21 +66,26 @@ class StoredTensor:
 
         Takes no memory beyond 1 MiB; none at all where the dtype is the target's and the target is on the CPU.
         """
-        assert self.dtype is not None
         assert target.shape == self.shape
-        assert target.is_contiguous()
-        flat = target.detach().view(-1)
+        self.read_part(part_of(target))
+
+    def read_part(self, part: Part) -> None:
+        """The same of the elements that are here, of a tensor that is cut."""
+        assert self.dtype is not None
+        assert part.shape == self.shape
+        assert part.values.is_contiguous()
+        flat = part.values.view(-1)
         with open(self.file, "rb", buffering=0) as file:
-            file.seek(self.offset)
+            file.seek(self.offset + part.first * self.dtype.itemsize)
             if flat.device.type == "cpu" and flat.dtype == self.dtype:
                 _read_exactly(file, flat, self.file)
                 return
             step = min(flat.numel(), _STAGING_BYTES // self.dtype.itemsize)
             staging = torch.empty(step, dtype=self.dtype, pin_memory=flat.is_cuda)
             for start in range(0, flat.numel(), max(step, 1)):
-                part = flat[start : start + step]
-                _read_exactly(file, staging[: part.numel()], self.file)
-                part.copy_(staging[: part.numel()])
+                piece = flat[start : start + step]
+                _read_exactly(file, staging[: piece.numel()], self.file)
+                piece.copy_(staging[: piece.numel()])
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
         """Yields the tensor's bytes in pieces of `size`, or `at_most` of these, evenly spread from the first to the last."""
@@ -123,7 +132,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_same(
-    stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor], folder: Path, what: str, begun_with: str
+    stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor | Part], folder: Path, what: str, begun_with: str
 ) -> None:
     """Raises ValueError unless what a checkpoint's folder holds is, by names, shapes and types, a run's own."""
     if different := sorted(stored.keys() ^ own.keys()):
@@ -148,20 +157,53 @@ def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> b
     return start == end <= stop and (dtype is None or stop - start == math.prod(shape) * dtype.itemsize)
 
 
-def write_file(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors, one at a time; `file` is whole or as it was."""
-    names = sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
+def write_file(
+    file: Path, tensors: Mapping[str, Tensor | Part], metadata: Mapping[str, str], ranks: Ranks = ALONE
+) -> None:
+    """Writes tensors, one at a time; `file` is whole or as it was.
+
+    All `ranks` call it, each with its parts of the same tensors, and write side by side; the bytes are those that one
+    rank with the whole would write. Where one fails, all raise.
+    """
+    parts = {name: tensor if isinstance(tensor, Part) else part_of(tensor) for name, tensor in tensors.items()}
+    names = sorted(parts, key=lambda name: (_ORDER.index(parts[name].dtype), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+    starts, end = {}, 0
     for name in names:
-        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        part, starts[name], end = parts[name], end, end + parts[name].whole_bytes
+        header[name] = {"dtype": _NAMES[part.dtype], "shape": list(part.shape), "data_offsets": [starts[name], end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with write_whole(file) as temporary, temporary.open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            stream.write(_bytes_of(tensors[name].detach().cpu().contiguous()))
+    encoded = len(encoded).to_bytes(8, "little") + encoded
+
+    with ExitStack() as whole_or_not:
+
+        def begin() -> Path:
+            temporary = whole_or_not.enter_context(write_whole(file))
+            with temporary.open("wb") as stream:
+                stream.write(encoded)
+                stream.truncate(len(encoded) + end)
+            return temporary
+
+        def write_mine() -> None:
+            with open(temporary, "r+b", buffering=0) as stream:
+                for name in names:
+                    part = parts[name]
+                    if not part.is_kept_by_others:
+                        stream.seek(len(encoded) + starts[name] + part.first * part.values.element_size())
+                        _write_all(stream, part.values)
+                if ranks.size > 1:  # on a shared disk what others wrote may not be synced from rank 0
+                    os.fsync(stream.fileno())
+
+        temporary = ranks.first(begin)
+        ranks.everywhere(write_mine)
+        ranks.first(whole_or_not.close)
+
+
+def _write_all(stream: RawIOBase, tensor: Tensor) -> None:
+    remaining = _bytes_of(tensor.detach().cpu().contiguous())
+    while remaining:  # one write takes at most 2 GiB
+        remaining = remaining[stream.write(remaining) :]
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

@@ -10,6 +10,7 @@ Three passes over slices of whole rows, for the moment, the RMS and the update: 
 made. Dimensions before the last two number separate matrices. M, R, C: matrices, rows and columns.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,9 +45,9 @@ class Adafactor(Rule):
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         beta2 = 1.0 - step.number**DECAY_EXPONENT
         for state in states:
-            rows, columns = (1, state.param.numel()) if state.param.ndim < 2 else state.param.shape[-2:]
-            weight = flat(state.param).view(-1, rows, columns)  # (M, R, C)
-            grad = flat(state.grad).view(-1, rows, columns)
+            shape = state.param.shape if state.param.ndim >= 2 else (1, state.param.numel())
+            shape = (math.prod(shape[:-2]), *shape[-2:])  # none of which need be here, of a parameter that is cut
+            weight, grad = flat(state.param).view(shape), flat(state.grad).view(shape)  # (M, R, C)
             # 1 / sqrt(v) is the product of a factor of the row (M, R, 1) and one of the column (M, 1, C).
             row_factor, column_factor = self._advance(state, grad, beta2)
             matrices = list(zip(weight, grad, row_factor, column_factor, strict=True))
@@ -54,7 +55,7 @@ class Adafactor(Rule):
             squares = torch.zeros((), device=grad.device)
             for _, g, of_row, of_column in matrices:
                 self._add_squares([g, of_row], of_column, squares)
-            rms = (squares / grad.numel()).sqrt()
+            rms = (state.sum(squares) / state.whole.numel()).sqrt()
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
             noise = RoundingNoise.for_update(state, step)
@@ -64,19 +65,25 @@ class Adafactor(Rule):
 
     def _advance(self, state: ParameterState, grad: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
         """Move the second moment on and return the factors of 1 / sqrt(v)."""
-        _, rows, columns = grad.shape
+        matrices, rows, columns = grad.shape
         if "exp_avg_sq" in state.tensors:
             moment = state.tensors["exp_avg_sq"].view(1, 1, columns)
             moment.lerp_(grad.float().square().add_(MOMENT_EPS), 1.0 - beta2)
             return torch.ones_like(moment[..., :1]), moment.rsqrt()
-        row_moment = state.tensors["exp_avg_sq_row"].view(-1, rows, 1)
-        column_moment = state.tensors["exp_avg_sq_col"].view(-1, 1, columns)
+        # Rows of one matrix may lie on several ranks; of several matrices each is whole on one.
+        is_cut = state.whole.ndim == 2
+        num_rows = state.whole.shape[-2]
+        row_moment = state.tensors["exp_avg_sq_row"].view(matrices, rows, 1)
+        column_moment = state.tensors["exp_avg_sq_col"].view(matrices, 1, columns)
         row_means, column_means = torch.zeros_like(row_moment), torch.zeros_like(column_moment)
         for g, of_rows, of_columns in zip(grad, row_means, column_means, strict=True):
-            self._add_means([g, of_rows], of_columns, float(rows), float(columns))
+            self._add_means([g, of_rows], of_columns, float(num_rows), float(columns))
+        column_means = state.sum(column_means) if is_cut else column_means
         row_moment.lerp_(row_means.add_(MOMENT_EPS), 1.0 - beta2)
         column_moment.lerp_(column_means.add_(MOMENT_EPS), 1.0 - beta2)
-        return (row_moment / row_moment.mean(1, keepdim=True)).rsqrt_(), column_moment.rsqrt()
+        total = row_moment.sum(1, keepdim=True)
+        mean = (state.sum(total) if is_cut else total) / num_rows
+        return (row_moment / mean).rsqrt_(), column_moment.rsqrt()
 
 
 # The functions of a slice of rows: gradient (R, C), a number a row (R, 1), and one a column (1, C) for all slices.

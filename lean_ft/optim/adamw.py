@@ -69,6 +69,7 @@ class AdamW(Rule):
         self.draws_noise = stochastic_rounding
         self.is_fused = moments is None and not (update_clipping or stochastic_rounding)
         self.first, self.second = moments or (Moment(), Moment())
+        self.block = self.first.block
         # Clipping weighs the whole parameter, and noise is drawn for it from its first element on.
         self.updated_together = None if update_clipping or stochastic_rounding else self.first.block
         self._update_slices = Sliced(self._update_slice, compile=compile, block=self.first.block)
@@ -115,7 +116,7 @@ class AdamW(Rule):
             ratios = torch.zeros((), device=grad.device)
             second = kept[len(kept) // 2 :]
             self._add_ratios([grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2)
-            lr = step.lr / (ratios / grad.numel()).sqrt().clamp(min=1.0)
+            lr = step.lr / (state.sum(ratios) / state.whole.numel()).sqrt().clamp(min=1.0)
         scalars = (
             *(lr, self.eps, decay_of(state, self.weight_decay)),
             *(self.beta1, 1 - self.beta1, 1 - self.beta1**step.number),

@@ -32,7 +32,7 @@ class Moment4bit(Moment):
         self._values = torch.tensor(SIGNED_VALUES) if signed else None  # None: sixteenths
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
-        if self._values is not None:
+        if self._values is not None and not param.is_meta:
             self._values = self._values.to(param.device)
         num_blocks = -(-param.numel() // BLOCK)
         return {

@@ -38,7 +38,7 @@ class Moment8bit(Moment):
         self.code, self._paged = code, paged
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
-        if self._paged and stage() is None and param.numel() >= MIN_PAGED_ELEMENTS:
+        if self._paged and stage() is None and not param.is_meta and param.numel() >= MIN_PAGED_ELEMENTS:
             import bitsandbytes.functional as bnb
 
             codes = bnb.get_paged(*param.shape, dtype=torch.uint8, device=param.device)
@@ -86,9 +86,12 @@ class AdamW8bit(AdamW):
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        signed, unsigned = (
-            code.tables(state.param.device)[0] for code in self._codes
-        )  # paged codes are the host's to torch
+        device = state.param.device  # paged codes are the host's to torch
+        signed, unsigned = (code.tables(device)[0] for code in self._codes)
+        # The library launches on the default stream; gradients of a model that is cut come on another.
+        here, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        if here != theirs:
+            theirs.wait_stream(here)
         bnb.optimizer_update_8bit_blockwise(
             "adam",
             state.grad,
@@ -108,3 +111,5 @@ class AdamW8bit(AdamW):
             absmax2=scales_sq,
             weight_decay=decay_of(state, self.weight_decay),
         )
+        if here != theirs:
+            here.wait_stream(theirs)

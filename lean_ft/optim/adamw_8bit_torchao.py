@@ -26,7 +26,8 @@ class Moment8bitTorchao(Moment):
         self._values = code_values(signed)  # (256,) what the codes stand for
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
-        self._values = self._values.to(param.device)
+        if not param.is_meta:
+            self._values = self._values.to(param.device)
         return {
             name: torch.zeros(param.shape, dtype=torch.uint8, device=param.device),
             f"{name}_scale": torch.zeros(param.numel() // BLOCK, device=param.device),

@@ -34,6 +34,8 @@ class ApolloMini(Rule):
     For the matrices inside layers; experts' matrices are one.
     """
 
+    needs_whole_matrices = True
+
     def __init__(
         self,
         *,

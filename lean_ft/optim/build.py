@@ -1,5 +1,6 @@
 """From settings to an optimizer, refusing what cannot be honoured."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.shapes_only import counted_as, device_type, stage
+from lean_ft.shards import ALONE, Ranks
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
@@ -35,12 +37,16 @@ ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those th
 
 @counted_as("optimizer state")
 def build_optimizer(
-    model: nn.Module, recipe_cfg: TrainingConfig, *, lr_ratios: Mapping[str, float] = MappingProxyType({})
+    model: nn.Module,
+    recipe_cfg: TrainingConfig,
+    *,
+    lr_ratios: Mapping[str, float] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
 ) -> Optimizer:
     """The optimizer that a recipe's settings ask for, over the parameters of `model` that require gradients.
 
-    `lr_ratios` multiplies learning rates, by the ends of parameters' names. Raises ValueError for settings that
-    contradict each other or the model.
+    `lr_ratios` multiplies learning rates, by the ends of parameters' names; `ranks` are those that the model is cut over.
+    Raises ValueError for settings that contradict each other, the model, or how it is cut.
     """
     cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
     _refuse_contradictions(cfg, clip_grad_norm=recipe_cfg.clip_grad_norm, loss_scaling=loss_scaling)
@@ -62,15 +68,46 @@ def build_optimizer(
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
+    rule = _rules(cfg, model, paged=paged and on_gpu, compile=recipe_cfg.compile)
+    _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
     return Optimizer(
         trainable,
-        _rules(cfg, model, paged=paged and on_gpu, compile=recipe_cfg.compile),
+        rule,
         in_backward=cfg.in_backward,
         lr_ratios=lr_ratios,
         loss_scaling=loss_scaling,
         streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
         notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
+        ranks=ranks,
     )
+
+
+def _refuse_what_cannot_be_cut(
+    cfg: OptimizerConfig,
+    trainable: list[tuple[str, nn.Parameter]],
+    rule: Rule | Callable[[nn.Parameter], Rule],
+    ranks: Ranks,
+) -> None:
+    """Raises ValueError where a rank's rows of a parameter are not enough for its rule."""
+    if ranks.size > 1 and cfg.state == "streamed":
+        raise ValueError(
+            f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device: the "
+            "state is cut over them."
+        )
+    for name, param in trainable if ranks.num_shards > 1 else []:
+        own = rule if isinstance(rule, Rule) else rule(param)
+        if own.needs_whole_matrices:
+            raise ValueError(
+                f"optimizer.name={cfg.name} works on whole matrices, and parallel.shard={ranks.num_shards} gives each "
+                f"process some rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
+            )
+        rows = -(-param.shape[0] // ranks.num_shards)
+        if rows < param.shape[0] and rows * math.prod(param.shape[1:]) % own.block:
+            raise ValueError(
+                f"optimizer.name={cfg.name} keeps one scale for {own.block} neighbouring numbers, and over "
+                f"parallel.shard={ranks.num_shards} processes {name} of shape {list(param.shape)} would be cut within "
+                f"them, every {rows} rows. Set another parallel.shard, or optimizer.name=adamw."
+            )
 
 
 def _rules(

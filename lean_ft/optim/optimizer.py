@@ -21,6 +21,7 @@ counts as zero: that parameter moves by its momentum and decay alone, the others
 is not finite, which tells of it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import StreamedState
 from lean_ft.shapes_only import stage
+from lean_ft.shards import ALONE, Part, Ranks, local, part_of
 
 
 class Optimizer:
@@ -43,6 +45,9 @@ class Optimizer:
     parameter is one parameter. Learning rates are set by `set_lr` before each step; `lr_ratios` says by what a
     parameter's is multiplied, by the end of its name. `loss_scaling` is for float16; `scaler` is then at work, and idle
     otherwise. With `streamed` the state lives on the host. `notes` says what was adjusted for the device.
+
+    Of parameters that are cut over `ranks` each rank updates its own rows and keeps their state, and all of them skip
+    the same steps. Every rank calls everything as often, in the same order.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Optimizer:
         loss_scaling: bool = False,
         streamed: StreamedState | None = None,
         notes: Sequence[str] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
@@ -71,13 +77,14 @@ class Optimizer:
         self.is_whole = True  # False from a step's first update to its end: weights and state are then of no step
         self.streamed = streamed
         self.notes = tuple(notes)
+        self.ranks = ranks
         self._states: list[ParameterState] = []
         for index, (param, name) in enumerate(trainable.items()):
             own_rule = rule if isinstance(rule, Rule) else rule(param)
             ratio = next((ratio for end, ratio in lr_ratios.items() if name.endswith(end)), 1.0)
-            tensors = own_rule.init_state(param)
+            tensors = own_rule.init_state(local(param))
             tensors = streamed.init_state(tensors) if streamed else tensors
-            self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors))
+            self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors, ranks))
         self._device = self._states[0].param.device
         self.rules = list(dict.fromkeys(state.rule for state in self._states))
         self._updates_now = False  # whether hooks update in the coming backward
@@ -91,7 +98,7 @@ class Optimizer:
             )
         if in_backward:
             for state in self._states:
-                state.param.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state))
+                state.whole.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state))
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
@@ -107,7 +114,7 @@ class Optimizer:
         self._losses.append(loss.detach())
         self._updates_now = last and self.in_backward
         if self._updates_now:
-            self._skips = not all_finite(self._losses)
+            self._skips = self._any_rank(not all_finite(self._losses))
         if (watcher := stage()) is not None:
             watcher.begin_backward()
         return self.scaler.scale(loss)
@@ -124,10 +131,10 @@ class Optimizer:
             self._update_leftovers()
             norm = global_norm([self._norms[index] for index in sorted(self._norms)], self._device)
             return norm * torch.nan if self._skips else norm
-        grads = [state.param.grad for state in self._states if state.param.grad is not None]
+        grads = [local(state.whole.grad) for state in self._states if state.whole.grad is not None]
         scale = self.scaler.value
-        norm = global_norm([gradient_norm(grad) for grad in grads], self._device) / scale
-        self._skips = not all_finite([norm, *self._losses])
+        norm = self._norm_of_all_rows(global_norm([gradient_norm(grad) for grad in grads], self._device)) / scale
+        self._skips = self._any_rank(not all_finite([norm, *self._losses]))
         self.scaler.update(overflowed=self._skips)
         if grads and not self._skips:
             if max_norm is not None:
@@ -142,7 +149,7 @@ class Optimizer:
         if self.in_backward:
             self._update_leftovers()
         elif not self._skips:
-            self._update([state for state in self._states if state.param.grad is not None])
+            self._update([state for state in self._states if state.whole.grad is not None])
         self.step_count += not self._skips
         self.skipped_steps += self._skips
         self._noise_seed = None
@@ -154,7 +161,7 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Free the gradients."""
         for state in self._states:
-            state.param.grad = None
+            state.whole.grad = None
 
     @property
     def state_bytes(self) -> int:
@@ -163,21 +170,26 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
+        return {name: part.values for name, part in self.state_parts().items()}
+
+    def state_parts(self) -> dict[str, Part]:
+        """The same, each with its place in what one rank alone would have: so it is saved and read, by all ranks."""
         if self.streamed is not None:
             self.streamed.settle()
         else:
             self._await_device()
-        tensors = {
-            "step": torch.tensor(self.step_count),
-            "skipped_steps": torch.tensor(self.skipped_steps),
-        }
+        counts = {"step": self.step_count, "skipped_steps": self.skipped_steps}
+        parts = {name: Part(torch.tensor(n), (), 0, self.ranks.rank > 0) for name, n in counts.items()}
         for state in self._states:
-            tensors |= {f"{state.name}.{key}": tensor for key, tensor in state.tensors.items()}
-        return tensors
+            parts |= {f"{state.name}.{key}": part for key, part in _state_parts(state).items()}
+        return parts
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state_dict; raises ValueError where it is another model's or another rule's."""
+        """Take over a state_dict, or of its tensors the parts that are here, as `state_parts` tells them.
+
+        Raises ValueError where it is another model's or another rule's.
+        """
         saved: dict[str, dict[str, str]] = defaultdict(dict)  # parameter -> state -> its name in the mapping
         for name in tensors:
             if name not in ("step", "skipped_steps"):
@@ -213,26 +225,34 @@ class Optimizer:
 
     def _update_and_free(self, state: ParameterState) -> None:
         if self._skips:
-            state.param.grad = None
+            state.whole.grad = None
             return
         assert state.index not in self._norms, (
             f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has updated it: "
             "reentrant checkpointing or a second backward does this"
         )
-        self._norms[state.index] = norm = gradient_norm(state.grad)
-        assert state.param.grad is not None
-        zero_unless_finite(state.param.grad, norm)
+        self._norms[state.index] = norm = self._norm_of_all_rows(gradient_norm(state.grad))
+        assert state.whole.grad is not None
+        zero_unless_finite(local(state.whole.grad), norm)
         self._update([state])
-        state.param.grad = None
+        state.whole.grad = None
 
     def _update_leftovers(self) -> None:
         """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
-        leftovers = [state for state in self._states if state.param.grad is not None]
+        leftovers = [state for state in self._states if state.whole.grad is not None]
         assert self._updates_now or not leftovers, (
             "a step's last backward is called on optimizer.scale(loss, last=True)"
         )
         for state in leftovers:
             self._update_and_free(state)
+
+    def _norm_of_all_rows(self, norm: Tensor) -> Tensor:
+        """The norm of something from the norm of the rows that are here."""
+        return norm if self.ranks.num_shards == 1 else self.ranks.sum_shards(norm.double().square()).sqrt().float()
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether it is so on this rank or any other."""
+        return bool(self.ranks.highest(flag)[0])
 
     def _update(self, states: Sequence[ParameterState]) -> None:
         if (watcher := stage()) is not None:
@@ -245,7 +265,8 @@ class Optimizer:
         self.is_whole = False
         if self._noise_seed is None and any(rule.draws_noise for rule in self.rules):
             # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
-            self._noise_seed = int(torch.randint(2**31, ()))
+            drawn = int(torch.randint(2**31, ()))
+            self._noise_seed = self.ranks.highest(drawn if self.ranks.rank == 0 else 0)[0]
         groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
         for state in states:
             groups[state.rule, state.lr_ratio].append(state)
@@ -258,3 +279,24 @@ class Optimizer:
                 for state in members:
                     for here in self.streamed.on_device(state, step.number):
                         rule.update([here], step)
+
+
+def _state_parts(state: ParameterState) -> dict[str, Part]:
+    """Which parts of the state of a whole parameter its rows here have."""
+    of_param = part_of(state.whole)
+    if of_param.values.shape == of_param.shape:
+        return {key: Part(t, tuple(t.shape), 0, of_param.is_kept_by_others) for key, t in state.tensors.items()}
+    rows_before = of_param.first // math.prod(of_param.shape[1:])
+
+    def shapes(num_rows: int) -> dict[str, torch.Size]:
+        """Of the state of so many rows."""
+        tensors = state.rule.init_state(torch.empty(num_rows, *of_param.shape[1:], device="meta"))
+        return {key: tensor.shape for key, tensor in tensors.items()}
+
+    parts, whole, before = {}, shapes(of_param.shape[0]), shapes(rows_before)
+    for key, tensor in state.tensors.items():
+        if tensor.shape == whole[key]:  # of all rows together, and the same on every rank
+            parts[key] = Part(tensor, tuple(whole[key]), 0, of_param.is_kept_by_others or state.ranks.shard > 0)
+        else:
+            parts[key] = Part(tensor, tuple(whole[key]), before[key].numel(), of_param.is_kept_by_others)
+    return parts

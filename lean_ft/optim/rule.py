@@ -12,23 +12,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lean_ft.shards import ALONE, Ranks, local
+
 
 @dataclass(eq=False)
 class ParameterState:
     """One parameter, the rule that moves it, and the tensors that the rule keeps for it."""
 
     name: str
-    param: torch.nn.Parameter
+    whole: torch.nn.Parameter  # as the model has it, also where it is cut over ranks
     index: int  # its place in the model
     rule: "Rule"
     lr_ratio: float = 1.0  # what the learning rate is multiplied by
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    ranks: Ranks = ALONE
+
+    @property
+    def param(self) -> Tensor:
+        """The rows of the parameter that are here: all of them, unless it is cut over ranks."""
+        return local(self.whole)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, contiguous as the parameter is."""
-        assert self.param.grad is not None, f"{self.name} has no gradient"
-        return self.param.grad.contiguous()
+        """The gradient of these rows, contiguous as the parameter is."""
+        assert self.whole.grad is not None, f"{self.name} has no gradient"
+        return local(self.whole.grad).contiguous()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all rows of what `value` is for those that are here, in place."""
+        return self.ranks.sum_shards(value)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class Rule:
     """Base of the update rules: subclasses give `init_state` and `update`."""
 
     draws_noise = False  # whether a step takes a seed from torch's generator
+    block = 1  # neighbouring elements of a parameter that share something in its state
+    needs_whole_matrices = False
     # How many neighbouring elements an update depends on together, so that rows of a parameter may be updated one after
     # the other; None: the whole parameter.
     updated_together: int | None = None

@@ -119,7 +119,10 @@ class RoundingNoise:
 
     @classmethod
     def for_update(cls, state: ParameterState, step: StepInfo) -> "RoundingNoise | None":
-        return None if step.noise_seed is None else cls(state.param.device, step.noise_seed, state.index)
+        if step.noise_seed is None:
+            return None
+        # Each part of a parameter that is cut has noise of its own, and its copies the same.
+        return cls(state.param.device, step.noise_seed + 2**16 * state.ranks.shard, state.index)
 
     def draw(self, num_elements: int) -> Tensor:
         """int16 (num_elements,), all bits random."""

@@ -95,7 +95,7 @@ class StreamedState:
                     span = filled_up // len(tensor)
                     entries = slice(start * row // span, min(len(tensor), (start + rows) * row // span))
                 tensors[name] = tensor[entries]
-            parts.append(replace(state, param=part, tensors=tensors))
+            parts.append(replace(state, whole=part, tensors=tensors))
         return parts
 
     def settle(self) -> None:

@@ -6,6 +6,7 @@ from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
     adapter_bytes,
+    adapter_parts,
     base_fingerprint,
     is_adapter,
     load_adapter,
@@ -20,6 +21,7 @@ __all__ = [
     "NF4Linear",
     "adapted_layers",
     "adapter_bytes",
+    "adapter_parts",
     "apply_lora",
     "base_fingerprint",
     "is_adapter",

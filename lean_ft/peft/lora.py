@@ -16,18 +16,22 @@ from lean_ft.peft.nf4 import NF4Linear, check_available
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.settings import LoRAConfig, ModelConfig
 from lean_ft.shapes_only import counted_as
+from lean_ft.shards import ALONE, Ranks
 
 _OUTPUT = "lm_head"
 
 
-def load_with_adapter(model_cfg: ModelConfig, lora: LoRAConfig | None, device: str | torch.device = "cpu") -> Decoder:
+def load_with_adapter(
+    model_cfg: ModelConfig, lora: LoRAConfig | None, device: str | torch.device = "cpu", ranks: Ranks = ALONE
+) -> Decoder:
     """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
 
+    One that is going to be cut over many `ranks` is of shapes alone until then; with an adapter it is whole on each.
     Quantised layers replace the others while it loads, so that it never stands in memory whole. What is frozen needs no
     float32 copy: with `model.dtype=float16` it is in that type. Raises as `load_model` and `apply_lora` do.
     """
     if lora is None:
-        return load_model(model_cfg, device)
+        return load_model(model_cfg, device if ranks.size == 1 else "meta")
     model = load_model(
         model_cfg.path,
         device,

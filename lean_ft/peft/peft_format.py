@@ -34,6 +34,7 @@ from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import adapted_layers, put_adapter
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
+from lean_ft.shards import ALONE, Part, Ranks, part_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,20 +68,27 @@ class StoredAdapter:
     tensors: dict[str, StoredTensor]  # by the name in the file, without PEFT's prefix
 
 
-def save_adapter(model: Decoder, path: str | Path) -> None:
+def save_adapter(
+    model: Decoder, path: str | Path, *, ranks: Ranks = ALONE, weights: Mapping[str, Part] | None = None
+) -> None:
     """Writes the model's adapter, and nothing of the model itself, to the folder `path`.
 
-    Raises ValueError where the model has no adapter.
+    Of a model that is cut over `ranks`, all of them call it. `weights` may be copies of what `adapter_parts` gives. Raises ValueError where the model has no adapter.
     """
     layers = adapted_layers(model)
     if not layers:
         raise ValueError("the model has no adapter to save; save_model saves the model itself.")
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_PREFIX + name: tensor for name, tensor in _named_tensors(layers).items()}
-    write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+    ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
+    parts = adapter_parts(model) if weights is None else weights
+    write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     config = json.dumps(_config(model, layers), indent=2, ensure_ascii=False) + "\n"
-    (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
+    ranks.first(lambda: (folder / CONFIG_FILE).write_text(config, encoding="utf-8"))
+
+
+def adapter_parts(model: nn.Module) -> dict[str, Part]:
+    """What is here of the model's adapter as it is saved, by PEFT's names without the prefix."""
+    return {name: part_of(tensor) for name, tensor in _named_tensors(adapted_layers(model)).items()}
 
 
 def adapter_bytes(model: nn.Module) -> int:
@@ -104,8 +112,12 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     """
     folder = Path(path)
     stored, layers = read_adapter(folder).tensors, adapted_layers(model)
-    own = _named_tensors(layers)
+    own = adapter_parts(model)
     check_same(stored, own, folder, what="adapter", begun_with="the lora settings")
+    if any(part.values.shape != part.shape for part in own.values()):
+        for name, part in own.items():
+            stored[name].read_part(part)
+        return
     for name, layer in layers.items():
         stem = _stem(name, layers)
         _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
@@ -241,7 +253,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:
     """The shape that goes with `_tensors`: of twice the rank with PiSSA, at the same scaling."""
-    shape, rank = layer.shape, layer.factors()[0].shape[0]
+    shape, rank = layer.shape, layer.lora_A.shape[0] + (0 if layer.start_A is None else layer.start_A.shape[0])
     if isinstance(layer, ExpertsAdapter):
         return shape
     growth = rank / shape.rank

@@ -44,6 +44,7 @@ class Rehearsal:
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
     reserved_bytes: int = 0  # what the allocator takes from the driver for the peak; on a CPU the peak
+    pinned_bytes: int = 0  # of the host, for what is kept there
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +92,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         step_seconds=max(trace.seconds, trace.link_seconds),  # copies run beside the computation
         tokens=stage.num_tokens,
         num_parameters=stage.num_parameters,
+        pinned_bytes=trace.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
     )
@@ -242,9 +244,11 @@ class _PlannedLink(HostLink):
     def _open(self) -> None:
         pass
 
-    def _host_memory(self, like: Tensor) -> Tensor:
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         with self._trace.uncounted():
-            return torch.empty_like(like)
+            host = torch.empty_like(like)
+        self._trace.pin(host)
+        return host
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return self._host_memory(tensor)

@@ -81,6 +81,8 @@ class Trace(TorchDispatchMode):
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.seconds = 0.0
         self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
+        self.pinned_bytes = 0  # the most of the host's memory that a link held at once
+        self._pinned: dict[int, int] = {}  # its bytes by address, which are not the device's
         self.longest_document = 1
         self._peak_bytes = 0
         self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
@@ -119,6 +121,8 @@ class Trace(TorchDispatchMode):
     def _note(self, tensor: Tensor, written: bool) -> None:
         storage = tensor.untyped_storage()
         address, num_bytes = storage._cdata, storage.nbytes()
+        if address in self._pinned:
+            return
         known = self._storages.get(address)
         if known is None:
             weakref.finalize(storage, self._free, address)
@@ -190,6 +194,13 @@ class Trace(TorchDispatchMode):
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
         self.seconds += max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
         self.timeline.append((self.seconds, dict(self.live)))
+
+    def pin(self, tensor: Tensor) -> None:
+        """Counts memory of the host that a link holds, until it is freed."""
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, self._pinned.pop, storage._cdata)
+        self._pinned[storage._cdata] = storage.nbytes()
+        self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
 
     def travel(self, num_bytes: int) -> None:
         """Adds the time of a copy between the device and the host."""

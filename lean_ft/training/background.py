@@ -7,8 +7,11 @@ it lies in host memory; on a CPU it doubles weights and state for that time.
 import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
+
+from lean_ft.shards import Part
 
 
 def host_copy(model: nn.Module) -> nn.Module:
@@ -25,8 +28,8 @@ def host_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+def host_copies(parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {name: replace(part, values=part.values.to("cpu", copy=True)) for name, part in parts.items()}
 
 
 class BackgroundWriter:

@@ -24,6 +24,7 @@ from torch import Tensor
 from lean_ft.data import Batch
 from lean_ft.log import say
 from lean_ft.models.safetensors_file import write_file
+from lean_ft.shards import local
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import Row
 from lean_ft.units import number
@@ -45,13 +46,20 @@ class TrainingFailed(RuntimeError):
 class BadSteps:
     """Counts a run's bad steps; after more than `max_bad_steps` there are too many."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, max_bad_steps: int, vocab_size: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        max_bad_steps: int,
+        vocab_size: int | None = None,
+        writes: bool = True,
+    ):
         self.count = 0  # of the whole run
         self.steps: list[int] = []  # since this start
         self.spikes = 0
         self.batches_without_targets = 0
         self.doubtful = False  # whether one came since the weights were last known to be finite
-        self._directory, self._tokenizer, self._limit = directory, tokenizer, max_bad_steps
+        self._directory, self._tokenizer, self._limit, self._writes = directory, tokenizer, max_bad_steps, writes
         self._kept: dict[int, list[Batch]] = {}
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._uniform_loss = None if vocab_size is None else math.log(vocab_size)  # None: unknown, or told of
@@ -74,6 +82,8 @@ class BadSteps:
         self.count += 1
         self.doubtful = True
         self.steps.append(row["step"])
+        if not self._writes:  # another rank does
+            return
         try:
             kept = f"Its batch is in {write_bad_batch(self._directory, row, micro_batches, self._tokenizer)}."
         except OSError as error:
@@ -148,5 +158,5 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
 
 
 def all_weights_finite(model: torch.nn.Module) -> bool:
-    """Whether every parameter is, in one pass over them."""
-    return all(bool(parameter.detach().isfinite().all()) for parameter in model.parameters())
+    """Whether every parameter is, in one pass over what is here of them."""
+    return all(bool(local(parameter).detach().isfinite().all()) for parameter in model.parameters())

@@ -18,16 +18,20 @@ import shutil
 from collections import UserDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lean_ft.log import say
-from lean_ft.models import save_model, tensors_on_disk
+from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.optim import Optimizer
-from lean_ft.peft import adapted_layers, adapter_bytes, restore_adapter, save_adapter
+from lean_ft.peft import adapted_layers, adapter_bytes, adapter_parts, restore_adapter, save_adapter
+from lean_ft.shards import ALONE, Part, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
 from lean_ft.units import gibibytes
@@ -82,32 +86,56 @@ def write_checkpoint(
     *,
     model: nn.Module,
     tokenizer: Tokenizer,
-    optimizer_state: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Part],
     training_state: State,
     random_state: RandomState,
+    weights: Mapping[str, Part] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write `directory/step_...` whole or not at all, and return it. One of the same step is replaced.
 
-    Raises OSError where the disk has too little room, before anything is written.
+    All `ranks` call it, and each writes what it has of the tensors; the rest is rank 0's to write. `weights` may be copies
+    of what `weight_parts` gives. Raises OSError, on every rank, where the disk has too little room, before anything is
+    written, and where something cannot be written.
     """
-    needed = checkpoint_bytes(model, sum(tensor.nbytes for tensor in optimizer_state.values()))
-    free = free_bytes(directory)
-    if free < needed:
-        raise OSError(
-            f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. "
-            f"Nothing was written."
-        )
     final = directory / checkpoint_name(step)
-    with write_whole(final, on_disk=True) as folder:
-        (folder / STATE_FOLDER).mkdir(parents=True)
+    with ExitStack() as whole_or_not:
+
+        def begin() -> Path:
+            needed = checkpoint_bytes(model, whole_bytes(optimizer_state))
+            free = free_bytes(directory)
+            if free < needed:
+                raise OSError(
+                    f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} "
+                    f"free. Nothing was written."
+                )
+            folder = whole_or_not.enter_context(write_whole(final, on_disk=True))
+            (folder / STATE_FOLDER).mkdir(parents=True)
+            return folder
+
+        def finish() -> None:
+            tokenizer.save(folder)
+            write_json(folder / TRAINING_STATE_FILE, training_state)
+            write_json(folder / RANDOM_STATE_FILE, random_state)
+            write_json(folder / MANIFEST, _manifest(folder, step))
+            whole_or_not.close()
+
+        folder = ranks.first(begin)
         save = save_adapter if adapted_layers(model) else save_model
-        save(model, folder)  # pyright: ignore[reportArgumentType]
-        tokenizer.save(folder)
-        write_file(folder / OPTIMIZER_FILE, optimizer_state, {})
-        write_json(folder / TRAINING_STATE_FILE, training_state)
-        write_json(folder / RANDOM_STATE_FILE, random_state)
-        write_json(folder / MANIFEST, _manifest(folder, step))
+        save(model, folder, ranks=ranks, weights=weights)  # pyright: ignore[reportArgumentType]
+        write_file(folder / OPTIMIZER_FILE, optimizer_state, {}, ranks)
+        ranks.first(finish)
     return final
+
+
+def weight_parts(model: nn.Module) -> dict[str, Part]:
+    """What a checkpoint of the model holds of weights, by name, and what of that is here."""
+    return adapter_parts(model) if adapted_layers(model) else parts_on_disk(model)
+
+
+def whole_bytes(parts: Mapping[str, Part]) -> int:
+    """What all ranks together have of these tensors, each once."""
+    return sum(part.whole_bytes for part in parts.values())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -244,10 +272,10 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
-    tensors = tensors_on_disk(model)
-    check_same(stored, tensors, folder, what="model", begun_with="the model and the model.dtype")
-    for name, tensor in tensors.items():
-        stored[name].read_into(tensor)
+    parts = parts_on_disk(model)
+    check_same(stored, parts, folder, what="model", begun_with="the model and the model.dtype")
+    for name, part in parts.items():
+        stored[name].read_part(part)
 
 
 def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -255,8 +283,8 @@ def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
 
     Raises ValueError where a tensor's shape or type is not that of the optimizer's own, before it takes memory.
     """
-    stored = read_header(folder / OPTIMIZER_FILE)
-    for name, own in optimizer.state_dict().items():
+    stored, parts = read_header(folder / OPTIMIZER_FILE), optimizer.state_parts()
+    for name, own in parts.items():
         entry = stored.get(name)
         if entry is not None and (entry.shape, entry.dtype) != (tuple(own.shape), own.dtype):
             raise ValueError(
@@ -264,11 +292,21 @@ def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
                 f"optimizer keeps {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer "
                 f"settings of the run that saved it."
             )
-    optimizer.load_state_dict(_TensorsOnDisk(stored))
+    optimizer.load_state_dict(_TensorsOnDisk(stored, parts))
 
 
 class _TensorsOnDisk(UserDict[str, Any]):
-    """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for."""
+    """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for: all of it, or the
+    part that the optimizer has here."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
+        super().__init__(stored)
+        self._parts = parts
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.data[name].read()
+        own = self._parts.get(name)
+        if own is None or tuple(own.values.shape) == own.shape:
+            return self.data[name].read()
+        part = replace(own, values=torch.empty(own.values.shape, dtype=own.dtype))
+        self.data[name].read_part(part)
+        return part.values

@@ -38,7 +38,7 @@ FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every"
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID |= {"neftune_alpha"}
-SAID_GROUPS = ("memory.", "schedule.")
+SAID_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # allowed together, where a step's rows stay the same
 CONTENT = {"data.source", "data.chat_template"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet

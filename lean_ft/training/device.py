@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from lean_ft.before_torch import keep_compiled_products, prepare_torch
-from lean_ft.log import say
+from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
-from lean_ft.settings import DataConfig, MemoryConfig, ModelConfig, RecipeConfig
+from lean_ft.settings import DataConfig, LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
@@ -34,9 +34,15 @@ def start(cfg: RecipeConfig) -> torch.device:
         return torch.device("cpu")
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:
+        device = _device_of_rank(device)
+        _refuse_on_many(cfg, size)
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
     check_output_dir(cfg)
+    if (rank := int(os.environ.get("RANK", "0"))) > 0 and size > 1:  # rank 0 speaks
+        cfg.output_dir.mkdir(parents=True, exist_ok=True)
+        log_to(cfg.output_dir / f"rank_{rank:05d}.log")
 
     random.seed(cfg.seed)
     np.random.seed(cfg.seed % 2**32)
@@ -59,6 +65,51 @@ def start(cfg: RecipeConfig) -> torch.device:
         )
     say("device", "; ".join([f"{describe(device)}, seed {cfg.seed}", *filter(None, notes)]))
     return device
+
+
+def _device_of_rank(device: torch.device) -> torch.device:
+    """The GPU that is this process's alone, where there are GPUs."""
+    if device.type == "mps":
+        raise ValueError("several processes share no mps device: there is one. Set device=cpu, or start one process.")
+    if device.type != "cuda":
+        return device
+    place, number = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if place >= number:
+        raise ValueError(
+            f"process {place} of this machine, counted from 0, has no GPU to itself: there are {number}. Start as many "
+            f"processes (--nproc-per-node {number}), or set device=cpu."
+        )
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
+
+
+def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
+    """Raises ValueError for what is for one process alone."""
+    if cfg.group(ParallelConfig) is None:
+        raise ValueError(
+            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run finetune "
+            "(full_finetune_distributed, lora_finetune_distributed), or start one process."
+        )
+    if cfg.gradient_accumulation_steps < size:
+        raise ValueError(
+            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
+            f"processes, and there are {size}: some would have none. Set gradient_accumulation_steps={size}, or a multiple."
+        )
+    if cfg.gradient_accumulation_steps % size:
+        say(
+            "WARNING",
+            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "
+            "some of them wait for others in each step.",
+        )
+    memory, lora = cfg.group(MemoryConfig), cfg.group(LoRAConfig)
+    alone = {
+        "memory.activation_offload=true": memory is not None and memory.activation_offload,
+        "memory.tied_gradient=host": memory is not None and memory.tied_gradient == "host",
+        "memory.float8_products=true": memory is not None and memory.float8_products,
+        "lora.init=pissa": lora is not None and lora.init == "pissa",
+    }
+    if found := [setting for setting, is_set in alone.items() if is_set]:
+        raise ValueError(f"{found[0]} is for one process so far, and there are {size}. Leave it out.")
 
 
 def _settle_host_memory(cfg: RecipeConfig) -> str:

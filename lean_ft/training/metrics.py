@@ -55,10 +55,11 @@ class _Clock:
 
 
 class Metrics:
-    """The writer of one run's metrics.jsonl; `steps_per_epoch` turns steps into epochs."""
+    """The writer of one run's metrics.jsonl; `steps_per_epoch` turns steps into epochs. One that does not write (`writes`)
+    tells the same lines."""
 
-    def __init__(self, path: Path, device: torch.device, steps_per_epoch: int):
-        self.path = path
+    def __init__(self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True):
+        self.path, self._writes = path, writes
         self._device = device
         self._steps_per_epoch = steps_per_epoch
         self._clock = _Clock(device)
@@ -137,12 +138,14 @@ class Metrics:
         return row
 
     def _append(self, rows: list[Row]) -> None:
+        if not self._writes:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def sync_to_disk(self) -> None:
         """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""
-        if self.path.exists():
+        if self._writes and self.path.exists():
             sync(self.path)
 
 

@@ -8,16 +8,22 @@ weights, optimizer state, loss scale, position in the data and every random numb
 exception or a `break` saves the steps that are whole; in the middle of an update there are none to save. A run extended by a larger
 `max_steps` or `epochs` equals one that had it all along where the schedule does not look at the total (`constant`);
 `linear` and `cosine` end at the total, so an extended one rises again first, which is said.
+
+On many ranks each has its `Run`. Rank 0's alone writes metrics and locks the directory, and all of them save; what decides
+the run's course (where to go on from, a signal to any of them, the time to save) they agree upon, once a step.
 """
 
 import contextlib
 import math
+import platform
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 import lean_ft
@@ -29,6 +35,7 @@ from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig, ScheduleConfig
 from lean_ft.shapes_only import StepTaken, stage
+from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
@@ -40,6 +47,8 @@ from lean_ft.training.checkpoint import (
     read_training_state,
     restore_optimizer,
     restore_weights,
+    weight_parts,
+    whole_bytes,
     write_checkpoint,
 )
 from lean_ft.training.continuation import (
@@ -58,6 +67,7 @@ from lean_ft.training.random_state import RandomState, capture_random_state, res
 from lean_ft.training.regularization import check_applied
 from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import (
+    LOCK_FILE,
     METRICS_FILE,
     DirectoryLock,
     gather_facts,
@@ -89,9 +99,12 @@ class Run:
     `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
     the last of an epoch what is left.
 
+    `ranks` are all that train the model, each of which makes its Run and calls it as often.
+
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
-            or its disk has no room for a checkpoint; or `stop_after_evals` finds nothing held out.
+            or its disk has no room for a checkpoint; or `stop_after_evals` finds nothing held out; or ranks differ in
+            their settings or data.
     """
 
     def __init__(
@@ -103,7 +116,9 @@ class Run:
         batches: Batches,
         tokenizer: Tokenizer,
         held_out: Iterable[Batch] | None = None,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
@@ -128,13 +143,16 @@ class Run:
         self._save_seconds = 0.0
         self._logged = False  # whether the step under way has called log()
         self._random_state: RandomState | None = None
-        self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch)
+        self._metrics = Metrics(
+            self.directory / METRICS_FILE, self.device, self.steps_per_epoch, writes=ranks.rank == 0
+        )
         self._totals = Totals()
         self._bad_steps = BadSteps(
             self.directory,
             tokenizer,
             cfg.max_bad_steps,
             model.config.vocab_size if isinstance(model, Decoder) else None,
+            writes=ranks.rank == 0,
         )
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._growth_said = False
@@ -148,32 +166,72 @@ class Run:
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
                 "data.validation_source or data.validation_fraction, or leave it out."
             )
-        check_output_dir(cfg)
-        self._lock = DirectoryLock(self.directory)
+        ranks.check_same(
+            {
+                "recipe": recipe_name(cfg),
+                **settings_of(cfg),
+                "data fingerprint": batches.fingerprint,
+                "batches an epoch": batches.batches_per_epoch,
+            }
+        )
+        self._lock: DirectoryLock | None = None  # rank 0's
         try:
+            self._take_directory()
             self._open()
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
     # Starting -----------------------------------------------------------------------------------------------------
 
+    def _take_directory(self) -> None:
+        """Locks the run directory, and sees that all ranks have the same."""
+
+        def lock() -> str:
+            check_output_dir(self.cfg)
+            self._lock = DirectoryLock(self.directory)
+            remove_half_written(self.directory)
+            return (self.directory / LOCK_FILE).read_text(encoding="utf-8")
+
+        holder, file = self.ranks.first(lock), self.directory / LOCK_FILE
+
+        def look() -> None:
+            if not file.is_file() or file.read_text(encoding="utf-8") != holder:
+                raise ValueError(
+                    f"output_dir={self.directory} is not the folder of rank 0 for rank {self.ranks.rank}, on "
+                    f"{platform.node()}: all ranks write the checkpoints together. Set one on a disk that all of them see."
+                )
+
+        if self.ranks.size > 1:
+            self.ranks.everywhere(look)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
     def _open(self) -> None:
         """Go on from a checkpoint or begin, and record the start."""
-        remove_half_written(self.directory)
-        folder = find_checkpoint(self.cfg)
-        self._base_fingerprint = base_fingerprint(self.model)
+        folder, self._base_fingerprint = self.ranks.first(
+            lambda: (find_checkpoint(self.cfg), base_fingerprint(self.model))
+        )
         if folder is not None:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
             return
-        if folder is None or not is_own(self.cfg, folder):
-            self._set_earlier_attempt_aside()
-        self._check_free_space()
-        facts = gather_facts(self.cfg, self.device, self.batches.fingerprint, self.start_step)
-        if folder is not None:
-            facts["resumed_from"] = str(folder)
-        record_start(self.directory, self.cfg, facts)
+        needed_bytes = checkpoint_bytes(self.model, whole_bytes(self.optimizer.state_parts()))
+
+        def record() -> None:
+            if folder is None or not is_own(self.cfg, folder):
+                self._set_earlier_attempt_aside()
+            self._check_free_space(needed_bytes)
+            facts = gather_facts(self.cfg, self.device, self.batches.fingerprint, self.start_step)
+            if self.ranks.size > 1:
+                facts["processes"] = self.ranks.size
+            if folder is not None:
+                facts["resumed_from"] = str(folder)
+            record_start(self.directory, self.cfg, facts)
+
+        self.ranks.first(record)
         say_start(self)
 
     def _set_earlier_attempt_aside(self) -> None:
@@ -192,7 +250,9 @@ class Run:
         self.start_step = self._done_steps = self._saved_steps = state["step"]
         self.checkpoint = folder
         self._bad_steps.count = int(state.get("bad_steps", 0))
-        if is_own(self.cfg, folder) and (rows := trim_metrics(self._metrics.path, self.start_step)):
+        if is_own(self.cfg, folder) and (
+            rows := self.ranks.first(lambda: trim_metrics(self._metrics.path, self.start_step))
+        ):
             self._totals.first_loss = rows[0].get("loss")
             self._eval_losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
         restore_weights(folder, self.model)  # of a complete run, too: it can still be asked for answers
@@ -214,8 +274,7 @@ class Run:
             ends = f"schedule.name={schedule.name} goes by the new total from here on"
             say("changed", f"steps in total: {planned} then, {self.total_steps} now: {ends}")
 
-    def _check_free_space(self) -> None:
-        needed = checkpoint_bytes(self.model, self.optimizer.state_bytes)
+    def _check_free_space(self, needed: int) -> None:
         free = free_bytes(self.directory)
         if free < needed:
             raise ValueError(
@@ -250,7 +309,7 @@ class Run:
             yield 0
             return
         if self.start_step >= self.total_steps:
-            self._lock.release()
+            self._release()
             self._say_complete()
             self._say_answers(f"at step {self.total_steps}")
             return
@@ -265,6 +324,10 @@ class Run:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
                         trim_heap()
                     self._step, self._logged = step + 1, False
+                    if (
+                        self.ranks.rank > 0
+                    ):  # what a rank draws by itself (dropout) is its own, and the same after a resume
+                        torch.manual_seed(zlib.crc32(f"{self.cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._here()
                     self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
@@ -273,7 +336,8 @@ class Run:
                     except GeneratorExit:  # the loop was left, by an exception or a break: it does not tell which
                         self._save_what_is_whole()
                         raise
-                    received = signals.received  # read once: what comes while this step is saved is for the next
+                    # Read once: what comes while this step is saved is for the next.
+                    received = self._signal_to_stop(signals)
                     self._finish_step(stopping=received is not None)
                     if received is not None and step + 1 < self.total_steps:
                         self._stop(128 + received)
@@ -285,7 +349,7 @@ class Run:
                 self._writer.wait()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
-            self._lock.release()
+            self._release()
         self._remove_superseded(self._done_steps)  # by the loss of the last evaluation too
         if self._done_steps < self.total_steps:
             say("stopped", self._why_early())
@@ -344,15 +408,18 @@ class Run:
         say("evaluation", f"after step {row['step']}: {loss}")
 
     def held_out(self) -> Iterator[Batch]:
-        """The held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+        """This rank's of the held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
 
         The step has to be logged by then, so that nothing of it is missing.
         """
-        for batch in self._held_out or ():
-            if self._logged and self._signals.received is not None:
+        held_out: Any = () if self._held_out is None else self._held_out
+        if not hasattr(held_out, "__getitem__"):
+            held_out = list(held_out)
+        for batch, _ in self.ranks.share(held_out):
+            if self._logged and (received := self._signal_to_stop(self._signals)) is not None:
                 say("evaluation", f"after step {self._step}: cut short, and not made up for")
                 self._finish_step(stopping=True)
-                self._stop(128 + self._signals.received)
+                self._stop(128 + received)
             yield batch
 
     # Between steps ------------------------------------------------------------------------------------------------
@@ -368,7 +435,9 @@ class Run:
             return
         self._done_steps = done
         ending = stopping or done == self.total_steps or self._evals_say_stop
-        saving = self._signals.take_save_request() or ending or self._save_is_due
+        # Rank 0's clock tells whether a save is due; a request may come to any.
+        asked, due = self._signals.take_save_request(), self.ranks.rank == 0 and self._save_is_due
+        saving = ending or any(self.ranks.highest(asked, due))
         if saving or done % self.cfg.log_every == 0:
             self._flush()
         self._writer.check()
@@ -410,6 +479,10 @@ class Run:
     def _lowest_eval_loss(self) -> float | None:
         return min((loss for loss in self._eval_losses.values() if loss is not None), default=None)
 
+    def _signal_to_stop(self, signals: StopSignals) -> int | None:
+        """The signal that came to this rank or any other."""
+        return self.ranks.highest(signals.received or 0)[0] or None
+
     def _here(self) -> _Place:
         scaler, random_state = self.optimizer.scaler.state_dict(), capture_random_state(self.device)
         return _Place(self.batches.state_dict(), scaler, random_state, self._num_updates)
@@ -425,6 +498,10 @@ class Run:
         that would go on as if nothing had happened. What fails here is told, as the loop's own error is on its way.
         """
         optimizer, begun = self.optimizer, self._begun
+        if self.ranks.size > 1:  # the others are in the middle of something, and a save takes all
+            newest = f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "nothing was saved before"
+            say("not saved", f"step {self._step} was broken off on rank {self.ranks.rank}; {newest}")
+            return
         try:
             if self._logged:
                 self._finish_step(stopping=True)
@@ -449,7 +526,8 @@ class Run:
         started = time.perf_counter()
         done = self._done_steps
         self._writer.wait()
-        if self._bad_steps.doubtful and not all_weights_finite(self.model):
+        self.ranks.gather_no_more(self.model)
+        if self._bad_steps.doubtful and self.ranks.highest(not all_weights_finite(self.model))[0]:
             raise TrainingFailed(
                 f"The weights are not finite after step {self._done_steps}, so they are not saved. "
                 + self._bad_steps.report(self.checkpoint)
@@ -470,10 +548,15 @@ class Run:
             "bad_steps": self._bad_steps.count,
             "base_fingerprint": self._base_fingerprint,
         }
-        model, optimizer_state = self.model, self.optimizer.state_dict()
+        model, weights, optimizer_state = self.model, weight_parts(self.model), self.optimizer.state_parts()
         in_background = self.cfg.save_async and not wait
         if in_background:
-            model, optimizer_state = host_copy(model), host_copies(optimizer_state)
+            optimizer_state = host_copies(optimizer_state)
+            if self.ranks.size > 1:  # the parts that are here
+                weights = host_copies(weights)
+            else:
+                model = host_copy(model)
+                weights = weight_parts(model)
         copied = f", copied in {duration(time.perf_counter() - started)}" if in_background else ""
 
         def write() -> None:
@@ -486,6 +569,8 @@ class Run:
                     optimizer_state=optimizer_state,
                     training_state=training_state,
                     random_state=place.random_state,
+                    weights=weights,
+                    ranks=self.ranks.beside if in_background else self.ranks,
                 )
             except OSError as error:
                 newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
@@ -504,6 +589,8 @@ class Run:
         self._save_seconds = self._saved_at - started
 
     def _remove_superseded(self, newest_step: int) -> None:
+        if self.ranks.rank > 0:
+            return
         if removed := remove_superseded(self.directory, self.cfg, newest_step, self._eval_losses):
             keeps = "save_every=auto" if self.cfg.keep_last is None else f"keep_last={self.cfg.keep_last}"
             say("removed", f"{', '.join(removed)}, as {keeps} asks")

@@ -1,5 +1,6 @@
 """What a run tells about itself when it starts and when it ends."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lean_ft.launch import COMMAND_VARIABLE
 from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
@@ -47,8 +49,15 @@ class Totals:
 
 
 def say_start(run: "Run") -> None:
-    """A line each for the model, the data, the optimizer, the memory settings and the length of the run."""
-    cfg = run.cfg
+    """A line each for the ranks, the model, the data, the optimizer, the memory settings and the length of the run."""
+    cfg, ranks = run.cfg, run.ranks
+    if ranks.size > 1:
+        copies = ranks.size // ranks.num_shards
+        cut = f"the model cut over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
+        cut += f", {copies} copies" if 1 < copies < ranks.size else ""
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        again = f"; started again, for the {restarts}. time" if restarts else ""
+        say("ranks", f"{ranks.size} processes, {cut}; the others write to rank_*.log in output_dir{again}")
     say("model", describe_model(run.model))
     say("data", str(run.batches.report))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
@@ -136,7 +145,10 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
 def command_to_continue(resume: str) -> str:
     """The command that goes on with this run: the one that started it, which resumes by itself unless told not to.
     In a notebook or at Python's prompt that is no command."""
-    program, *arguments = sys.argv
+    if COMMAND_VARIABLE in os.environ:  # of all processes, of which this is one
+        program, *arguments = shlex.split(os.environ[COMMAND_VARIABLE])
+    else:
+        program, *arguments = sys.argv
     if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
         return "the same call again" if resume == "auto" else "the same call again, with resume='auto'"
     if resume != "auto":

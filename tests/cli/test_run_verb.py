@@ -160,9 +160,6 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
         (["toy_single_device", "-c", "tiny/toy", "batch_size=x"], ["expected whole number > 0, came 'x'"]),
         (["toy_single_device", "-c", "tiny/toy", "stray"], ["'stray': expected key=value"]),
         (["toy_single_device"], ["model.path", "a required setting is missing"]),
-        (["--nproc-per-node", "2", "toy_single_device"], ["torchrun's flags"]),
-        (["--nproc_per_node=2", "toy_single_device"], ["torchrun's flags"]),
-        (["--standalone", "toy_single_device"], ["torchrun's flags"]),
     ],
 )
 def test_wrong_input_is_told_and_runs_nothing(leanft, shipped, arguments, words):

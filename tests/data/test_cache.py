@@ -248,6 +248,25 @@ class TestPrepared:
         assert all(torch.equal(first, firsts[0]) for first in firsts)
         assert [name.split("-")[0] for name in names(tmp_path / "c")] == ["documents", "packing"]
 
+    def test_of_several_at_once_one_makes_it(self, tmp_path: Path):
+        made, entries = [], []
+
+        def write(writer: Any) -> None:
+            made.append(1)
+            time.sleep(0.3)
+            writer.append({"x": np.arange(3)})
+
+        threads = [
+            threading.Thread(target=lambda: entries.append(load_entry(tmp_path, "key", write))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(entries) == 4
+        assert made == [1]
+        assert names(tmp_path) == ["key"]
+
     def test_a_bad_row_leaves_no_entry(self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer):
         with pytest.raises(ValueError, match="line 41"):
             sft_batches(config([*ROWS, {"text": 1}], cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)

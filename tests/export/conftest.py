@@ -12,6 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.models import load_model
+from lean_ft.shards import part_of
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import write_checkpoint
 from tests.tokenizers.conftest import TEXTS
@@ -102,7 +103,7 @@ def run_directory(qwen_folder, tmp_path) -> Path:
             step,
             model=model,
             tokenizer=load_tokenizer(qwen_folder),
-            optimizer_state={"exp_avg": torch.ones(3)},
+            optimizer_state={"exp_avg": part_of(torch.ones(3))},
             training_state={"step": step},
             random_state={},
         )

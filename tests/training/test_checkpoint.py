@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lean_ft.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import (
     _manifest_digest,
@@ -165,8 +166,8 @@ def test_a_manifest_that_leads_elsewhere_is_refused(run):
 
 def test_optimizer_state_of_another_shape_is_refused_before_it_takes_memory(run):
     class Stored:
-        def state_dict(self):
-            return {"model.norm.weight.exp_avg": torch.zeros(3)}
+        def state_parts(self):
+            return {"model.norm.weight.exp_avg": part_of(torch.zeros(3))}
 
         def load_state_dict(self, tensors):
             pytest.fail("nothing is read")

@@ -1,0 +1,68 @@
+"""`leanft slurm`: prints a job script that runs a recipe on many machines and goes on by itself."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+
+# srun starts one agent a machine, which starts the machine's processes. Slurm warns the script alone (B:) in time to save;
+# the script hands that on to the agents, and puts the job back into the queue when they have saved.
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+warned=
+trap 'warned=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+
+srun --kill-on-bad-exit=1 {command} &
+step=$!
+wait $step
+code=$?
+if [ -n "$warned" ]; then
+    wait $step  # the first wait ended with the signal
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit $code
+"""
+
+
+def slurm(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    config: Preset = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each, and processes on it.")] = 8,
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Longest time of one turn in the queue.")] = "24:00:00",
+    save_minutes: Annotated[int, typer.Option(min=1, help="Minutes before its end in which it saves.")] = 10,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where to run.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Who pays.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Starts after a process has died, without the queue.")] = 3,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="A free one on every machine.")] = 29500,
+    debug: Debug = False,
+) -> None:
+    """Print a Slurm job that runs a recipe: leanft slurm RECIPE ... > job.sbatch
+
+    A turn that comes to its end saves, and the job is queued again; each turn goes on from the newest checkpoint.
+    output_dir has to be on a disk that all machines see.
+    """
+    load_run(recipe, config, overrides)  # what is wrong with it is said now, and not when the job's turn has come
+    given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
+    directives = [
+        "--job-name=leanft",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--gpus-per-node={gpus_per_node}",
+        f"--time={time}",
+        f"--signal=B:TERM@{save_minutes * 60}",
+        "--requeue",
+        "--open-mode=append",
+        *([f"--partition={partition}"] if partition else []),
+        *([f"--account={account}"] if account else []),
+    ]
+    flags = ["--nproc-per-node", str(gpus_per_node), "--nnodes", str(nodes), "--max-restarts", str(max_restarts)]
+    meeting = f'--rdzv-endpoint "$head:{port}" --rdzv-id "$SLURM_JOB_ID"'
+    command = f"leanft run {shlex.join(flags)} {meeting} {shlex.join(given)}"
+    print(_SCRIPT.format(directives="\n".join(f"#SBATCH {line}" for line in directives), command=command), end="")

@@ -1,0 +1,163 @@
+"""Starts the processes of a run, on one machine or several, and sees them to their end.
+
+It is torchrun's agent, told everything by arguments: one agent a machine, which meet by c10d rendezvous at an endpoint, give
+ranks, watch the processes, and start all of them again, as often as they may, when one dies. A run that is started again
+goes on from its newest checkpoint. Processes leave the words to rank 0 and to this one: what ended a run is told once, with
+rank, host and reason.
+
+Source: torch.distributed.elastic. A rendezvous at a fixed port of the first process, torchrun's older way, is left out: after a
+restart it meets the old addresses.
+"""
+
+import json
+import logging
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMAND_VARIABLE = "LEANFT_COMMAND"  # what started all processes, in the environment of each
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+SHUTDOWN_SECONDS = 600  # that processes have to save in, after a signal
+JOIN_SECONDS = 600  # that machines have to come in
+LOST_PEER_SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "TCPStore")
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+class LaunchFailed(RuntimeError):
+    """A process ended the run; the message tells which, where and why."""
+
+
+class RefusedByRank(ValueError):
+    """What a process refused to begin with."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many processes start, and how those of several machines meet."""
+
+    processes_a_node: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    endpoint: str = ""
+    """HOST:PORT of one of the machines; of one machine alone none is needed."""
+    run_id: str = "leanft"
+    max_restarts: int = 0
+    is_host: bool | None = None
+    """Whether this machine is the endpoint's; None has it find out by the name."""
+
+
+def launch(plan: Launch, arguments: list[str]) -> None:
+    """Runs `leanft ARGUMENTS` in the processes of the plan, and returns when all are done.
+
+    Raises RefusedByRank or LaunchFailed where one of them failed, SystemExit where they were stopped and have saved, and
+    ValueError where machines do not meet.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    alone = plan.max_nodes == 1
+    os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // plan.processes_a_node)))
+    # Why it starts again the agent says itself; of an end this process does.
+    level = logging.ERROR if plan.max_restarts else logging.CRITICAL
+    logging.getLogger("torch.distributed.elastic").setLevel(level)
+    rendezvous: dict[str, Any] = {"join_timeout": JOIN_SECONDS}
+    if plan.is_host is not None:
+        rendezvous["is_host"] = plan.is_host
+    config = LaunchConfig(
+        min_nodes=plan.min_nodes,
+        max_nodes=plan.max_nodes,
+        nproc_per_node=plan.processes_a_node,
+        run_id=str(uuid.uuid4()) if alone else plan.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=plan.endpoint or "localhost:0",
+        rdzv_configs=rendezvous,
+        max_restarts=plan.max_restarts,
+        local_addr="localhost" if alone else None,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    previous = signal.signal(signal.SIGUSR1, _ask_first_child_to_save)
+    try:
+        launch_agent(config, sys.executable, ["-u", "-m", "lean_ft", *arguments])
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+    except ChildFailedError as failed:
+        raise _told_once(failed, plan.max_restarts) from None
+    except RendezvousError as error:
+        nodes = str(plan.max_nodes) if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes}:{plan.max_nodes}"
+        raise ValueError(
+            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {nodes}: {error} Start the same "
+            "command on each of them, with the name and a free port of one that all can reach."
+        ) from None
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ask_first_child_to_save(number: int, frame: object) -> None:
+    """Hands SIGUSR1 on: one rank suffices."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        for child in task.read_text().split():
+            if b"lean_ft" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGUSR1)
+                return
+
+
+def _told_once(failed: Any, max_restarts: int) -> BaseException:
+    """The error that began it, of all that processes ended with."""
+    failures = sorted(failed.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    codes = {failure.exitcode for _, failure in failures}
+    if codes <= set(STOPPED):  # they have saved, and said so
+        return SystemExit(min(codes))
+
+    def is_consequence(failure: Any) -> bool:
+        """Whether it only met that another process was gone."""
+        return failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_peer"))
+
+    rank, failure = next((item for item in failures if not is_consequence(item[1])), failures[0])
+    told = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
+    message, code = told.get("message", ""), told.get("exit_code", 1)
+    if code == 2:
+        return RefusedByRank(message)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        message = f"was killed by {name}"
+        if failure.exitcode == -signal.SIGKILL:
+            message += ", as the system does when memory is full"
+    elif not told or message == "<NONE>":
+        message = f"ended with exit code {failure.exitcode}"
+    else:
+        message = f"failed: {message}"
+    host = told.get("host", platform.node())
+    error = LaunchFailed(f"rank {rank} on {host} (process {failure.pid}) {message}")
+    by_itself = "; --max-restarts 3 would have it do so by itself" if not max_restarts else ""
+    error.add_note(f"The same command goes on from the newest checkpoint{by_itself}.")
+    return error
+
+
+def leave_word(message: str, exit_code: int) -> bool:
+    """In a process that `launch` started: leaves it what this one ends with, and returns True; False in any other."""
+    file = os.environ.get(ERROR_FILE_VARIABLE)
+    if file is None or COMMAND_VARIABLE not in os.environ:
+        return False
+    word = {
+        "message": message,
+        "timestamp": int(time.time()),
+        "exit_code": exit_code,
+        "host": platform.node(),
+        "lost_peer": exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS),
+    }
+    Path(file).write_text(json.dumps(word), encoding="utf-8")
+    return True
