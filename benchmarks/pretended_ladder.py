@@ -28,6 +28,10 @@ from planned_ladder import _CHECKPOINTED, _SUMS, FULL, LORA, RUNGS
 from results import RESULTS, commit, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
+from lean_ft.catalog import find_preset
+from lean_ft.catalog import presets as shipped
+from lean_ft.settings_text import preset_recipe, preset_values
+
 COLUMNS = ["setting", "card", "predicted", "allocated", "predicted reserved", "reserved", "error", "of it: an update"]
 # What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.
 CARDS: dict[int, tuple[str, float]] = {
@@ -87,10 +91,6 @@ def optimizers() -> list[Setting]:
 
 def presets() -> list[Setting]:
     """Every preset for a published model, on the card that its comment names."""
-    from lean_ft.catalog import find_preset
-    from lean_ft.catalog import presets as shipped
-    from lean_ft.settings_text import preset_recipe
-
     rows = []
     for name in shipped():
         if name.startswith("tiny/"):
@@ -147,6 +147,8 @@ def run(setting: Setting, timeout_seconds: float, measured: dict[str, Any] | Non
     """A row: the allocator's peaks, unless they are `measured`, and the planner's; or why there are none."""
     name, gib = CARDS[setting.card_gb]
     row: dict[str, Any] = {**(measured or {}), "card": f"{setting.card_gb} GB", **setting._asdict()}
+    if setting.preset:
+        row["values"] = preset_values(find_preset(setting.preset))
     row["commit"] = measured.get("commit") if measured else commit()
     with tempfile.TemporaryDirectory(prefix="lean_ft_pretended_") as folder:
         model = write_model_folder(setting.shape, Path(folder) / "model", EMBEDDED_MODEL)
