@@ -63,7 +63,8 @@ def ladder() -> list[Setting]:
     packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
     rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
     lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 16, "memory.loss_chunk_tokens": 256}
-    return rungs + [
+    return [
+        *rungs,
         Setting("3B: LoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean}),
         Setting("3B: QLoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean, "lora.quantize": "nf4"}),
     ]
@@ -116,7 +117,9 @@ def main(
 ) -> None:
     """Runs every row on a pretended card."""
     if not (CARD / "build" / "libcuda.so.1").exists():
-        console.print(f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False)
+        console.print(
+            f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False
+        )
         raise typer.Exit(0)
     hardware = describe_hardware("cpu")
     for table in tables.split(","):

@@ -21,7 +21,9 @@ from lean_ft.settings_text import describe, load_config, preset_recipe, preset_v
 GIB = 2**30
 SPARE_BYTES = 0.75 * GIB  # of a card, for the driver's context and what shares the card
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-ROWS = {row["label"]: row for row in json.loads(next(_RESULTS.glob("pretended_ladder_presets_*.json")).read_text())["rows"]}
+ROWS = {
+    row["label"]: row for row in json.loads(next(_RESULTS.glob("pretended_ladder_presets_*.json")).read_text())["rows"]
+}
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class WatchedStage:
     def begin_step(self) -> None:
         self.trace.seconds = self.trace.link_seconds = 0.0
         self.trace.timeline.clear()
-        if (num_bytes := self.trace.device.cublas_workspace_bytes):
+        if num_bytes := self.trace.device.cublas_workspace_bytes:
             with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
                 self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
