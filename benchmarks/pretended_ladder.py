@@ -10,7 +10,7 @@ measured on a GPU, and the driver's context, about half a GiB, comes on top. Eac
 
 Three tables: `ladder`, the rungs of planned_ladder.py; `optimizers`, each rule and its options at the rung of bfloat16 sums;
 `presets`, every preset on the card that its comment names. Writes `results/pretended_ladder_<table>_<hardware>.json`, after
-every row; a row that is there already from the same commit is not run again.
+every row; a row that has a number is not run again without --again, and with --predict only the planner is asked again.
 """
 
 import json
@@ -24,12 +24,15 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from measure import ROOT, last_error, overrides
-from planned_ladder import _SUMS, FULL, RUNGS
-from results import RESULTS, console, describe_hardware, gibibytes, print_result, write_result
+from planned_ladder import _CHECKPOINTED, _SUMS, FULL, LORA, RUNGS
+from results import RESULTS, commit, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
+from lean_ft.catalog import find_preset
+from lean_ft.catalog import presets as shipped
+from lean_ft.settings_text import preset_recipe, preset_values
+
 COLUMNS = ["setting", "card", "predicted", "allocated", "predicted reserved", "reserved", "error", "of it: an update"]
-SPARE_BYTES = int(0.75 * 2**30)  # that a preset leaves of its card: for the driver's context, and what shares the card
 # What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.
 CARDS: dict[int, tuple[str, float]] = {
     8: ("RTX4090", 7.6),
@@ -56,9 +59,15 @@ class Setting(NamedTuple):
 
 
 def ladder() -> list[Setting]:
-    """The planned ladder's rungs."""
+    """The planned ladder's rungs, and adapters as lean as they get without offload."""
     packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
-    return [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
+    rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
+    lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 16, "memory.loss_chunk_tokens": 256}
+    return [
+        *rungs,
+        Setting("3B: LoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean}),
+        Setting("3B: QLoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean, "lora.quantize": "nf4"}),
+    ]
 
 
 def optimizers() -> list[Setting]:
@@ -83,10 +92,6 @@ def optimizers() -> list[Setting]:
 
 def presets() -> list[Setting]:
     """Every preset for a published model, on the card that its comment names."""
-    from lean_ft.catalog import find_preset
-    from lean_ft.catalog import presets as shipped
-    from lean_ft.settings_text import preset_recipe
-
     rows = []
     for name in shipped():
         if name.startswith("tiny/"):
@@ -106,7 +111,8 @@ def main(
     tables: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join(TABLES),
     only: Annotated[str, typer.Option(help="Rows whose label has this in it.")] = "",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one row may take.")] = 1200,
-    again: Annotated[bool, typer.Option(help="Run rows again that have a number of this commit.")] = False,
+    again: Annotated[bool, typer.Option(help="Run rows again that have a number.")] = False,
+    predict: Annotated[bool, typer.Option(help="Ask the planner again, and keep what was allocated.")] = False,
     results_dir: Path = RESULTS,
 ) -> None:
     """Runs every row on a pretended card."""
@@ -122,9 +128,11 @@ def main(
         known = {row["label"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
         settings = TABLES[table]()
         for setting in settings:
-            if only not in setting.label or (not again and known.get(setting.label, {}).get("status") == "ok"):
+            before = known.get(setting.label, {})
+            is_there = before.get("status") == "ok"
+            if only not in setting.label or (is_there and not (again or predict)):
                 continue
-            known[setting.label] = run(setting, timeout_seconds)
+            known[setting.label] = run(setting, timeout_seconds, before if is_there and predict else None)
             console.print(" | ".join(_cells(known[setting.label])), markup=False)
             write_result(
                 name,
@@ -138,15 +146,18 @@ def main(
             print_result(path, describe, COLUMNS, table_cells)
 
 
-def run(setting: Setting, timeout_seconds: float) -> dict[str, Any]:
-    """A row: the allocator's peaks and the planner's, or why there are none."""
+def run(setting: Setting, timeout_seconds: float, measured: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A row: the allocator's peaks, unless they are `measured`, and the planner's; or why there are none."""
     name, gib = CARDS[setting.card_gb]
-    row: dict[str, Any] = {"label": setting.label, "card": f"{setting.card_gb} GB", **setting._asdict()}
+    row: dict[str, Any] = {**(measured or {}), "card": f"{setting.card_gb} GB", **setting._asdict()}
+    if setting.preset:
+        row["values"] = preset_values(find_preset(setting.preset))
+    row["commit"] = measured.get("commit") if measured else commit()
     with tempfile.TemporaryDirectory(prefix="lean_ft_pretended_") as folder:
         model = write_model_folder(setting.shape, Path(folder) / "model", EMBEDDED_MODEL)
         own = {**setting.settings, "model.path": model, "output_dir": Path(folder) / "run"}
         arguments = [setting.recipe, *(["--config", setting.preset] if setting.preset else []), *overrides(own)]
-        for more in ([], ["--plan"]):
+        for more in [["--plan"]] if measured else [[], ["--plan"]]:
             command = [CARD / "run.sh", sys.executable, STEPS, *arguments, *more]
             try:
                 done = subprocess.run(

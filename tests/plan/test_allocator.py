@@ -1,5 +1,6 @@
 """What the simulated allocator takes from the driver, against sizes worked out by hand."""
 
+import itertools
 import random
 
 from lean_ft.plan.allocator import CachingAllocator
@@ -58,7 +59,7 @@ def test_whatever_the_order_blocks_never_overlap_and_all_of_it_comes_back():
         assert allocator.reserved_bytes >= wanted
     for owner in {block.owner for block in blocks}:
         spans = sorted((block.address, block.address + block.num_bytes) for block in blocks if block.owner is owner)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= owner.num_bytes
     for block in blocks:
         allocator.free(block)
