@@ -64,6 +64,137 @@ def _qwen2_5(max_positions: int, **sizes: Any) -> Shape:
     }
 
 
+def _qwen3(hidden: int, intermediate: int, layers: int, *, heads: int, tied: bool) -> Shape:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1_000_000.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _gemma3(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    *,
+    heads: tuple[int, int],
+    vocab_size: int,
+    max_positions: int,
+    window: int,
+) -> Shape:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 256,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+def _phi3(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    *,
+    heads: tuple[int, int],
+    vocab_size: int,
+    tied: bool,
+    rope_theta: float,
+) -> Shape:
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 16_384,
+        "original_max_position_embeddings": 16_384,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _smollm2(hidden: int, intermediate: int, layers: int, *, heads: tuple[int, int], rope_theta: float) -> Shape:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": 49_152,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": True,
+    }
+
+
+def _olmo2(hidden: int, intermediate: int, layers: int, *, heads: int) -> Shape:
+    return {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": 100_352,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+    }
+
+
 SHAPES: dict[str, Shape] = {
     "llama3_2_1b": _llama(
         rope_factor=32.0,
@@ -102,24 +233,6 @@ SHAPES: dict[str, Shape] = {
         vocab_size=151_936,
         tie_word_embeddings=True,
     ),
-    "smollm2_360m": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 960,
-        "intermediate_size": 2560,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 15,
-        "num_key_value_heads": 5,
-        "vocab_size": 49_152,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 100_000,
-        "tie_word_embeddings": True,
-    },
     "qwen2_5_1_5b": _qwen2_5(
         max_positions=131_072,
         hidden_size=1536,
@@ -140,6 +253,60 @@ SHAPES: dict[str, Shape] = {
         vocab_size=152_064,
         tie_word_embeddings=False,
     ),
+    "qwen3_0_6b": _qwen3(1024, 3072, 28, heads=16, tied=True),
+    "qwen3_4b": _qwen3(2560, 9728, 36, heads=32, tied=True),
+    "qwen3_8b": _qwen3(4096, 12_288, 36, heads=32, tied=False),
+    "gemma3_1b": _gemma3(1152, 6912, 26, heads=(4, 1), vocab_size=262_144, max_positions=32_768, window=512),
+    "gemma3_4b": _gemma3(2560, 10_240, 34, heads=(8, 4), vocab_size=262_208, max_positions=131_072, window=1024),
+    "phi4_14b": _phi3(5120, 17_920, 40, heads=(40, 10), vocab_size=100_352, tied=False, rope_theta=250_000.0),
+    "phi4_mini": {
+        **_phi3(3072, 8192, 32, heads=(24, 8), vocab_size=200_064, tied=True, rope_theta=10_000.0),
+        "partial_rotary_factor": 0.75,  # its scaling for long texts, a list of 48 factors, is left out
+    },
+    "mistral_7b": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_768,
+        "max_position_embeddings": 32_768,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+    },
+    "smollm2_135m": _smollm2(576, 1536, 30, heads=(9, 3), rope_theta=100_000),
+    "smollm2_360m": _smollm2(960, 2560, 32, heads=(15, 5), rope_theta=100_000),
+    "smollm2_1_7b": _smollm2(2048, 8192, 24, heads=(32, 32), rope_theta=130_000),
+    "smollm3_3b": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 65_536,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2_1b": _olmo2(2048, 8192, 16, heads=16),
+    "olmo2_7b": _olmo2(4096, 11_008, 32, heads=32),
     # Of no published model: it tries the scripts themselves, in seconds.
     "tiny": _qwen2_5(
         max_positions=4096,
@@ -173,8 +340,14 @@ def num_parameters(name: str) -> int:
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
     head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
     query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    biases = query + 2 * key if shape["model_type"] == "qwen2" else 0
-    layer = 2 * hidden * query + 2 * hidden * key + biases + 3 * hidden * intermediate + 2 * hidden
+    # Biases and norms, beside the two norms that every layer has.
+    small = {
+        "qwen2": query + 2 * key,
+        "qwen3": 2 * head_dim,
+        "gemma3_text": 2 * hidden + 2 * head_dim,
+        "olmo2": query + key,
+    }
+    layer = 2 * hidden * (query + key) + 3 * hidden * intermediate + 2 * hidden + small.get(shape["model_type"], 0)
     embeddings = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
     return shape["num_hidden_layers"] * layer + hidden + embeddings
 

@@ -56,15 +56,17 @@ class PinnedMemory:
         self._free: list[mmap.mmap] = []
         weakref.finalize(self, _unpin, self._free, 0).atexit = False
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised tensor like this one, whose block is free again when nothing holds its memory.
+    def empty_like(self, tensor: Tensor, *, new: bool = False) -> Tensor:
+        """An uninitialised tensor like this one, whose block is free again when nothing holds its memory; a `new` block
+        is one that no copy knows.
 
         Before a block is added, free ones that are too small go back to the system, for which the host waits: what is
         pinned stays near the most that was in use at once. Raises RuntimeError where the system pins no more.
         """
         if tensor.nbytes == 0:
             return torch.empty_like(tensor, device="cpu")
-        block = min((free for free in self._free if len(free) >= tensor.nbytes), key=len, default=None)
+        fitting = [] if new else [free for free in self._free if len(free) >= tensor.nbytes]
+        block = min(fitting, key=len, default=None)
         if block is not None:
             self._free.remove(block)
         else:
@@ -85,6 +87,8 @@ def _give_back(owner: "weakref.ref[PinnedMemory]", block: mmap.mmap) -> None:
 
 def _pin(num_bytes: int) -> mmap.mmap:
     block = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    if hasattr(mmap, "MADV_DONTFORK"):  # shared with a fork, a page that is written would move, and the GPU not know
+        block.madvise(mmap.MADV_DONTFORK)
     runtime: Any = torch.cuda.cudart()
     error = runtime.cudaHostRegister(_address(block), num_bytes, 1)  # 1: for every context
     if error != runtime.cudaError.success:
@@ -141,9 +145,7 @@ class HostLink:
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """A copy in pinned host memory, done when this returns."""
-        host = self._host_memory(tensor)
-        self._finish()  # copies of whoever had this memory before
-        return host.copy_(tensor)
+        return self._host_memory(tensor, new=True).copy_(tensor)
 
     def prefetch(self, sent: Sent) -> None:
         """Starts the copy back, unless the tensor is on the device still or again."""
@@ -196,8 +198,8 @@ class HostLink:
 
     # What a device does, and a test without one stands in for ------------------------------------------------------
 
-    def _host_memory(self, like: Tensor) -> Tensor:
-        return self._pinned.empty_like(like)
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
+        return self._pinned.empty_like(like, new=new)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
         """Starts a copy after what the computing stream has queued; returns the event of its end."""

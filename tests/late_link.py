@@ -23,7 +23,7 @@ class LateLink(HostLink):
     def _open(self) -> None:
         pass
 
-    def _host_memory(self, like: Tensor) -> Tensor:
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return torch.empty_like(like)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:

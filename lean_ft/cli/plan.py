@@ -77,6 +77,8 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
     labels = sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1])
     shown = [("  " + label, gibibytes(count)) for label, count in labels if count >= 2**20]
     print_table(("", ">"), shown)
+    if rehearsal.pinned_bytes:
+        console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
 
 
 def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, reserved: int) -> None:

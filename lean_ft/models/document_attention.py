@@ -108,8 +108,12 @@ def document_attention_backward(
     """
     if query.is_cuda:
         rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
-        *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, cu_seqlens, rows, sinks, rules)
-        return *grads, query.new_empty(0, dtype=torch.float32) if grad_sinks is None else grad_sinks.to(sinks.dtype)
+        grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
+            grad_out, query, key, value, cu_seqlens, rows, sinks, rules
+        )
+        if grad_sinks is None or sinks is None:
+            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=torch.float32)
+        return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )

@@ -11,8 +11,10 @@ Source: Triton's tutorial on grouped products, whose programs go through the gro
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
-import triton
-import triton.language as tl
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 # Of one program: rows and columns of the result, and what is summed at a time. tl.dot wants 16 of each at least.
@@ -26,7 +28,8 @@ def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     out = rows.new_empty(num_rows, num_columns)
     columns, summed = (_block(n, most) for n, most in ((num_columns, _COLUMNS), (num_summed, _SUMMED)))
     grid = (triton.cdiv(num_rows, _ROWS) + num_groups, triton.cdiv(num_columns, columns))
-    _multiply[grid](
+    launch: Any = _multiply
+    launch[grid](
         rows,
         matrices,
         ends,
@@ -50,7 +53,8 @@ def multiply_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = left.new_empty(len(ends), num_rows, num_columns)
     rows, columns = (_block(n, most) for n, most in ((num_rows, _ROWS), (num_columns, _COLUMNS)))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns), len(ends))
-    _multiply_outer[grid](
+    launch: Any = _multiply_outer
+    launch[grid](
         left,
         right,
         ends,

@@ -3,14 +3,17 @@
 On CUDA one kernel computes all groups in one launch, and the host never learns where they end: PyTorch's grouped kernel
 in bfloat16 on Hopper and Blackwell, our own of `grouped_kernels` on other cards, in other types, and for the thin
 matrices of adapters, whose rows are no whole 16 bytes. Everything else is a loop over the groups' contiguous slices: CPUs,
-and GPUs without Triton, whose host then waits once a product. Each is one custom op, which torch.compile sees as one
+and GPUs without Triton or a C compiler, whose host then waits once a product. Each is one custom op, which torch.compile sees as one
 opaque operation, and a group without rows is nothing special: its gradient is zero.
 
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 
@@ -84,10 +87,11 @@ def _has_kernel(*operands: Tensor) -> bool:
 def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
     if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
-    try:
-        from lean_ft.models import grouped_kernels
-    except ImportError:  # Triton does not come with every build of PyTorch
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
+    if compiler is None or find_spec("triton") is None:
         return None
+    from lean_ft.models import grouped_kernels
+
     return grouped_kernels
 
 

@@ -139,7 +139,8 @@ class AdamW(Rule):
         v = self.second.read(second, beta2)
         square = grad.view_as(v).float().square()
         v_hat = v.add_(square * one_minus_beta2).div_(correction2)
-        ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum())
+        # By blocks first: of one sum over both dimensions inductor makes two kernels, and a buffer between them.
+        ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum(-1).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
         lr, eps, decay, beta1, one_minus_beta1, correction1, beta2, one_minus_beta2, root_correction2 = scalars

@@ -53,9 +53,9 @@ class Moment4bit(Moment):
         scaled = moment / new_scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         if self._values is not None:
             # The nearest code: how many midpoints between neighbouring values lie below.
-            codes = torch.bucketize(scaled, (self._values[1:] + self._values[:-1]) / 2)
+            codes = torch.bucketize(scaled, (self._values[1:] + self._values[:-1]) / 2, out_int32=True)
         else:
             codes = (scaled * 16).round().clamp(1, 16) - 1
         pairs = codes.to(torch.uint8).view(-1, 2)
         scales.copy_(new_scales)
-        bytes_of_two.copy_(pairs[:, 0] << 4 | pairs[:, 1])
+        bytes_of_two.copy_((pairs[:, 0] << 4 | pairs[:, 1]).view_as(bytes_of_two))

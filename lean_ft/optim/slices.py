@@ -2,8 +2,8 @@
 
 A slice is small enough that its float32 intermediates stay in a core's cache, so slicing costs no speed on
 a CPU, and the workspace of a step is a few slices whatever the largest tensor is. On a GPU, slices are
-larger, since each is a kernel launch or several; a compiled function has no intermediates there and takes
-the tensor whole.
+larger, since each is a kernel launch or several; the larger ones of a compiled function, whose
+intermediates are the bits that round stochastically and, for 4-bit codes, up to 8 bytes an element.
 
 Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): bfloat16 is the upper half of
 float32, so adding 16 random bits below it and cutting the lower half off rounds up with the probability
@@ -21,7 +21,7 @@ from lean_ft.shapes_only import device_type, repeated
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
 GPU_SLICE = 1 << 22
-GPU_COMPILED_SLICE = 1 << 30  # below the 2**31 elements that 32-bit indices reach
+GPU_COMPILED_SLICE = 1 << 24
 
 
 class Sliced:
@@ -57,7 +57,8 @@ class Sliced:
             if self._compiled is None or min(map(len, parts)) == 1:
                 self._function(parts, bits, *others)
             else:
-                self._compiled([part.data for part in parts], bits, *others_compiled)
+                shaped = [self._shaped(part, span) for part, span in zip(parts, spans, strict=True)]
+                self._compiled(shaped, None if bits is None else self._shaped(bits, 1), *others_compiled)
 
         whole = len(first) // block * block
         for part in slices(whole, rows):
@@ -68,6 +69,19 @@ class Sliced:
             call(filled)
             for end, part in zip(ends, filled, strict=True):
                 end.copy_(part[: len(end)])
+
+    def _shaped(self, part: Tensor, span: int) -> Tensor:
+        """The part as the compiled function gets it, for which the number of rows alone is unknown.
+
+        On a GPU the rows are blocks: all that is computed then has one shape, of which inductor makes one kernel that holds
+        nothing in between. Of flat parts, whose blocks the function makes itself, it makes several, and float32 copies of
+        the slice. On a CPU that one loop would not be vectorised, and the copies stay in the cache.
+        """
+        part = part.data
+        if device_type(part.device) != "cpu" and span < self._block:
+            part = part.view(-1, self._block // span)
+            torch._dynamo.mark_static(part, 1)
+        return part
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:

@@ -10,16 +10,14 @@ Where that bound does not say enough, and rows are not packed to one length, the
 do next: `data.max_length` may be far from the longest row. They are kept in the cache, from which the run maps them.
 """
 
-import io
 import json
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,6 +52,7 @@ class Outlook:
     where: str  # empty where `peak_bytes` is a bound and not a rehearsal's
     room_bytes: int | None  # what the device has left for this process; None where it does not tell
     device: str
+    pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
 
     @property
     def fits(self) -> bool:
@@ -63,7 +62,8 @@ class Outlook:
         room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
         if not self.where:
             return f"takes less than {gibibytes(self.peak_bytes)}{room}"
-        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}"
+        pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
+        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}{pinned}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -90,15 +90,15 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
     if found is None:
         return None
-    peak_bytes, where = found
-    return Outlook(peak_bytes, where, room_bytes, device.name)
+    peak_bytes, where, pinned_bytes = found
+    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes)
 
 
 def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
     from lean_ft.plan.rehearsal import rehearse
 
     rehearsal = rehearse(recipe, cfg, device)
-    return [rehearsal.peak_bytes, rehearsal.peak.where]
+    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes]
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -141,6 +141,9 @@ def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) ->
             for c in found
         ]
     )
+
+
+_WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_remedies)}
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
@@ -211,12 +214,12 @@ def _fresh(
     work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
 ) -> dict[str, Any]:
     patience_seconds += _START_SECONDS
-    settings = io.BytesIO()
-    try:
-        _WithoutRecipe(settings).dump(cfg)
-        question = pickle.dumps((recipe.__file__, work, device, settings.getvalue()))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RuntimeError(f"the settings cannot be handed to another process: {error}") from error
+    question = {
+        "recipe": recipe.__file__,
+        "work": work.__name__,
+        "settings": cfg.model_dump(mode="json", round_trip=True),
+        "device": asdict(device),
+    }
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -227,7 +230,7 @@ def _fresh(
     try:
         process = subprocess.run(
             command,
-            input=question,
+            input=json.dumps(question).encode(),
             stdout=subprocess.PIPE,
             timeout=patience_seconds,
             env=environment,
@@ -240,32 +243,22 @@ def _fresh(
     return json.loads(process.stdout)
 
 
-class _WithoutRecipe(pickle.Pickler):
-    """Writes the classes of a recipe as their names: a process has them of its own, and may have loaded it twice."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        is_recipes = isinstance(obj, type) and obj.__module__.partition(".")[0] == "recipes"
-        return obj.__name__ if is_recipes else None
-
-
-class _WithRecipe(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, recipe: ModuleType) -> None:
-        super().__init__(file)
-        self._recipe = recipe
-
-    def persistent_load(self, pid: str) -> Any:
-        return getattr(self._recipe, pid)
-
-
 def answer_a_question() -> None:
     """The other end of a fresh process: a question on standard input, the answer as JSON on standard output."""
     out = os.dup(1)
     os.dup2(2, 1)  # what a recipe prints is no answer
-    file, work, device, settings = pickle.load(sys.stdin.buffer)
+    question = json.load(sys.stdin)
 
     def ask() -> Any:
-        recipe = load_recipe(Path(file))
-        return work(recipe, _WithRecipe(io.BytesIO(settings), recipe).load(), device)
+        recipe = load_recipe(Path(question["recipe"]))
+        try:  # through JSON's text, of which strict settings take text for a path and a list for a tuple
+            cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
+        except ValueError as error:
+            raise RuntimeError(f"the settings did not arrive as they were: {error}") from None
+        device = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in question["device"].items()
+        }
+        return _WORKS[question["work"]](recipe, cfg, Device(**device))
 
     with os.fdopen(out, "wb") as answers:
         answers.write(_answer(ask))

@@ -12,6 +12,8 @@ from lean_ft.units import GIB
 _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
 # The driver's context, the libraries' workspaces and what the allocator cannot use between its blocks.
 CUDA_RESERVED_BYTES = int(0.75 * GIB)
+# PyTorch's getChosenWorkspaceSize, where it is not the 8.125 MiB of most cards.
+_WORKSPACES = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Device:
     bytes_per_second: float
     launch_seconds: float
     host_bytes_per_second: float  # to and from the host's memory
+    cublas_workspace_bytes: int = 0  # that PyTorch gives each thread which multiplies matrices, and keeps
 
     @property
     def is_cpu(self) -> bool:
@@ -40,6 +43,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         gb_s * 1e9 * _BANDWIDTH,
         launch_seconds=5e-6,
         host_bytes_per_second=link_gb_s * 1e9 * _BANDWIDTH,
+        cublas_workspace_bytes=_WORKSPACES.get(name, 8320 * 1024),
     )
 
 

@@ -3,7 +3,9 @@
 AOTAutograd's own min-cut partitioner decides what forward keeps for backward, so that decision is the real one (and so
 is `activation_memory_budget`). Of each graph, chains of elementwise operations and reductions become kernels that keep
 their intermediates in registers; a value takes memory only where a matrix product or another opaque operation reads it,
-or where it leaves the graph. That is how the Inductor backend fuses, but for its finer choices.
+or where it leaves the graph. That is how the Inductor backend fuses, but for its finer choices. On a GPU it also makes one
+kernel of values of one size that read the same memory, wherever they stand: what that kernel reads and writes is there at
+once, such as the six tensors of a gated layer's backward.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,8 @@ class _Kernels:
             if node.op == "call_function"
             and (_is_opaque(node) or node in returned or any(_is_opaque(user) for user in _readers(node)))
         }
-        self._dead_after = _dead_after(self._nodes, self._stored)
+        together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
+        self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -129,15 +132,43 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> set[fx.Node]:
     return sources
 
 
-def _dead_after(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing after it reads; one that is fused reads its inputs when it is read."""
+def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each stored value that one kernel makes with others, the last of these: until then it counts, and what it reads.
+
+    A value joins the kernel of one of its size that reads what it reads, unless it needs what comes after that kernel.
+    """
+    kernels: list[list[fx.Node]] = []
+    needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that come before each stored one
+    for node in nodes:
+        if node not in stored:
+            continue
+        sources = _sources(node, stored)
+        needs[node] = set().union(sources & stored, *(needs[source] for source in sources & stored))
+        if _is_opaque(node) or not isinstance(value := node.meta.get("val"), Tensor) or _is_view(node):
+            continue
+        for kernel in kernels:
+            alike = kernel[0].meta["val"].numel() == value.numel()
+            later = any(needs[between] & set(kernel) for between in needs[node] - set(kernel))
+            if alike and not later and any(sources & _sources(member, stored) for member in kernel):
+                kernel.append(node)
+                break
+        else:
+            kernels.append([node])
+    return {member: kernel[-1] for kernel in kernels for member in kernel}
+
+
+def _dead_after(
+    nodes: list[fx.Node], stored: set[fx.Node], together: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing after it reads; one that is fused reads its inputs when it is read, one that a
+    kernel makes with others when the last of them is made."""
     last: dict[fx.Node, int] = {}
     index = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
-        read_at = index[node]
+        read_at = index[together.get(node, node)]
         if node not in stored and node.op == "call_function":
             read_at = max(read_at, last.get(node, 0))
-        last.setdefault(node, index[node])
+        last[node] = max(last.get(node, 0), read_at)
         for source in node.all_input_nodes:
             last[source] = max(last.get(source, 0), read_at)
     dead: dict[fx.Node, list[fx.Node]] = {}

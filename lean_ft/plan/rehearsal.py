@@ -43,6 +43,8 @@ class Rehearsal:
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
+    pinned_bytes: int = 0  # of the host, for what is kept there
+    reserved_bytes: int = 0  # what the allocator takes from the driver for the peak; on a CPU the peak
 
     @property
     def peak_bytes(self) -> int:
@@ -86,9 +88,11 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
         torch._dynamo.reset()
     return Rehearsal(
         peak=trace.peak,
+        reserved_bytes=trace.reserved_bytes,
         step_seconds=max(trace.seconds, trace.link_seconds),  # copies run beside the computation
         tokens=stage.num_tokens,
         num_parameters=stage.num_parameters,
+        pinned_bytes=trace.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
     )
@@ -116,6 +120,7 @@ class WatchedStage:
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
+        self._cublas_workspaces: list[Tensor] = []
         self._updated: set[tuple] = set()  # shapes and types of parameters
 
     @contextlib.contextmanager
@@ -153,6 +158,9 @@ class WatchedStage:
     def begin_step(self) -> None:
         self.trace.seconds = self.trace.link_seconds = 0.0
         self.trace.timeline.clear()
+        if (num_bytes := self.trace.device.cublas_workspace_bytes):
+            with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
+                self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def begin_backward(self) -> None:
         self._enter(WORKSPACE, "backward, at its start")
@@ -236,9 +244,11 @@ class _PlannedLink(HostLink):
     def _open(self) -> None:
         pass
 
-    def _host_memory(self, like: Tensor) -> Tensor:
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         with self._trace.uncounted():
-            return torch.empty_like(like)
+            host = torch.empty_like(like)
+        self._trace.pin(host)
+        return host
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return self._host_memory(tensor)

@@ -15,6 +15,8 @@ A CPU's memory is counted as the operating system does, by what is resident. A p
 so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
 until enough of it lies free at the top (see `lean_ft.training.host_memory`). With a host pool large tensors count as on a
 GPU: their pages are another's, filled before.
+
+On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives.
 """
 
 import contextlib
@@ -31,6 +33,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.memory.host_pool import SMALLEST_BYTES
+from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import Device
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
@@ -56,6 +59,7 @@ class _Storage:
     num_bytes: int
     resident_bytes: int
     label: str
+    block: Block | None = None  # of a GPU's allocator
 
 
 class Trace(TorchDispatchMode):
@@ -77,9 +81,12 @@ class Trace(TorchDispatchMode):
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.seconds = 0.0
         self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
+        self.pinned_bytes = 0  # the most of the host's memory that a link held at once
+        self._pinned: dict[int, int] = {}  # its bytes by address, which are not the device's
         self.longest_document = 1
         self._peak_bytes = 0
         self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
+        self._allocator = None if device.is_cpu else CachingAllocator()
         self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
 
@@ -114,6 +121,8 @@ class Trace(TorchDispatchMode):
     def _note(self, tensor: Tensor, written: bool) -> None:
         storage = tensor.untyped_storage()
         address, num_bytes = storage._cdata, storage.nbytes()
+        if address in self._pinned:
+            return
         known = self._storages.get(address)
         if known is None:
             weakref.finalize(storage, self._free, address)
@@ -123,6 +132,9 @@ class Trace(TorchDispatchMode):
         resident_bytes = num_bytes if written else min(known.resident_bytes, num_bytes)
         self._count(known, 0)
         known.num_bytes = num_bytes  # it may have been resized
+        if self._allocator is not None:
+            self._allocator.free(known.block)
+            known.block = self._allocator.allocate(num_bytes)
         self._count(known, resident_bytes)
 
     def write(self, tensors: Any) -> None:
@@ -162,6 +174,13 @@ class Trace(TorchDispatchMode):
         storage = self._storages.pop(address, None)
         if storage is not None:
             self._count(storage, 0)
+            if self._allocator is not None:
+                self._allocator.free(storage.block)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What was taken from the driver so far; on a CPU, where nothing is held back, the peak."""
+        return self.peak.total_bytes if self._allocator is None else self._allocator.reserved_bytes
 
     # Time -----------------------------------------------------------------------------------------------------------
 
@@ -175,6 +194,13 @@ class Trace(TorchDispatchMode):
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
         self.seconds += max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
         self.timeline.append((self.seconds, dict(self.live)))
+
+    def pin(self, tensor: Tensor) -> None:
+        """Counts memory of the host that a link holds, until it is freed."""
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, self._pinned.pop, storage._cdata)
+        self._pinned[storage._cdata] = storage.nbytes()
+        self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
 
     def travel(self, num_bytes: int) -> None:
         """Adds the time of a copy between the device and the host."""

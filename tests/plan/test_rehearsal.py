@@ -7,9 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.host_link import HostLink
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
-from lean_ft.plan.devices import CPU
+from lean_ft.optim.streamed import StreamedState
+from lean_ft.plan import rehearsal
+from lean_ft.plan.devices import CPU, find_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.plan.trace import Trace
 from lean_ft.settings_text import load_config
@@ -142,3 +145,30 @@ def test_asking_a_tensor_for_its_device_takes_no_time():
         for _ in range(10):
             _ = large.device, large.dtype, large.shape
     assert trace.seconds == before
+
+
+def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tmp_path: Path, monkeypatch):
+    card, settings = find_device("A100 80GB"), ("optimizer.name=adamw", "optimizer.in_backward=true")
+    on_device = planned(tmp_path, *settings, device=card)
+    monkeypatch.setattr(
+        StreamedState.__init__, "__kwdefaults__", {"smallest_bytes": 2**12, "ahead_bytes": 0, "part_bytes": 2**14}
+    )
+    monkeypatch.setattr(rehearsal, "IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(HostLink.__init__, "__defaults__", (0,))
+    streamed = planned(tmp_path, *settings, "optimizer.state=streamed", device=card)
+    state_bytes = on_device.peak.bytes_by_label[rehearsal.STATES]
+    assert on_device.pinned_bytes == 0 and 0.98 * state_bytes < streamed.pinned_bytes <= state_bytes
+    assert streamed.peak_bytes < on_device.peak_bytes - 0.5 * state_bytes
+
+
+def test_parts_of_pinned_memory_take_nothing_of_the_device():
+    trace = Trace(find_device("A100 80GB"))
+    with FakeTensorMode(), trace:
+        with trace.uncounted():
+            host = torch.empty(1000)
+        trace.pin(host)
+        part = host[10:20]
+        assert trace.live_bytes == 0 and trace.pinned_bytes == 4000
+        del host, part
+        trace.pin(torch.empty(500))
+    assert trace.pinned_bytes == 4000  # the most at once

@@ -29,6 +29,11 @@ def reset_counters() -> None:
     _library().pretended_reset_counters()
 
 
+def limit_pinned_bytes(limit: int | None) -> None:
+    """The host has no more to pin than so many bytes; None: as much as there is."""
+    _library().pretended_limit_pinned(ctypes.c_size_t(2**64 - 1 if limit is None else limit))
+
+
 def launches() -> dict[str, int]:
     """Launches since `reset_counters` by the (mangled) name of the kernel; needs PRETENDED_GPU_NAMES=1."""
     with tempfile.NamedTemporaryFile() as file:

@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -99,6 +100,7 @@ _BITSANDBYTES = (
 _libraries: list[torch.library.Library] = []
 _kernel_copy: Any = None
 _races: ctypes.CDLL | None = None  # the library, while it watches for races
+_twins: dict[int, torch.Generator] | None = None  # by seed: a generator of the CPU in place of one of the GPU
 _inside = threading.local()  # whether this thread runs the host code of an operation, whose own operations stay empty
 
 
@@ -143,6 +145,17 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+@contextmanager
+def drawn_as_on_a_cpu() -> Iterator[None]:
+    """What is random on the GPU is what the CPU would draw in its place, so that the same seed gives the same run."""
+    global _twins
+    _twins = {}
+    try:
+        yield
+    finally:
+        _twins = None
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -308,20 +321,31 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _seed(args: Any, kwargs: Any) -> int | None:
     """A seed by the state of the generator that the operation draws from; None for one of the CPU's."""
-    generators = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-    generator = generators[0] if generators else torch.cuda.default_generators[torch.cuda.current_device()]
+    own = _generator(args, kwargs)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()] if own is None else own
     if generator.device.type != "cuda":
         return None
+    if _twins is not None and own is not None and generator.get_offset() == 0:  # one that nothing was drawn from
+        _twins[own.initial_seed()] = torch.Generator().manual_seed(own.initial_seed())
     return int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
 
 
+def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
+
+
 def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    twin = None  # of the default generator: the CPU's own
+    if _twins is not None and (generator := _generator(args, kwargs)) is not None:
+        twin = _twins[generator.initial_seed()]
+    if seed is not None:
+        args = tuple(twin if isinstance(x, torch.Generator) else x for x in args)
+        kwargs = {key: twin if isinstance(x, torch.Generator) else x for key, x in kwargs.items()}
+    if seed is None or _twins is not None:
+        return compute(*args, **kwargs)
     state = torch.get_rng_state()
     try:
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            args = tuple(None if isinstance(x, torch.Generator) else x for x in args)
-            kwargs = {key: None if isinstance(x, torch.Generator) else x for key, x in kwargs.items()}
+        torch.default_generator.manual_seed(seed)
         return compute(*args, **kwargs)
     finally:
         torch.set_rng_state(state)

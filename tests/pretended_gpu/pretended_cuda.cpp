@@ -88,6 +88,7 @@ size_t most_touched() {
   static size_t n = getenv("PRETENDED_GPU_TOUCH") ? strtoull(getenv("PRETENDED_GPU_TOUCH"), nullptr, 10) : SIZE_MAX;
   return n;
 }
+size_t most_pinned = SIZE_MAX;
 bool is_set(const char* name) { return getenv(name) && atoi(getenv(name)); }
 bool& is_late() {
   static bool b = is_set("PRETENDED_GPU_LATE");
@@ -400,6 +401,10 @@ API void pretended_reset_counters() {
   count.pinned_bytes = pinned;
   launches().clear();
 }
+API void pretended_limit_pinned(size_t n) {
+  Lock lock(mutex);
+  most_pinned = n;
+}
 API void pretended_sleep(double ms) {
   Lock lock(mutex);
   slept_ms += ms;
@@ -630,6 +635,7 @@ API cudaError_t cudaMallocManaged(void** p, size_t n, unsigned) {
 API cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   Lock lock(mutex);
   n = std::max<size_t>(n, 1);
+  if (count.pinned_bytes + n > most_pinned) return last_error = cudaErrorMemoryAllocation;
   *p = map_bytes(n, 4096);
   ranges()[(uintptr_t)*p] = {n, PINNED};
   count.pinned_bytes += n;

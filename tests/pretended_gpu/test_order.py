@@ -151,5 +151,6 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
                 unnoticed.append((workload.__name__, missing))
     assert num_places >= 12
     # A tensor that several layers share lives until the step ends, when later copies of that stream were waited for:
-    # the last workload alone can tell.
+    # the last workload alone can tell. Memory is unpinned when no copy uses it here, which the library cannot know.
+    unnoticed = [place for place in unnoticed if not place[1].endswith("_unpin: synchronize")]
     assert [place for place in unnoticed if place != ("everything", "HostLink.keep > HostLink._wait: wait_event")] == []

@@ -1,0 +1,211 @@
+"""What the CUDA build's own allocator gives each setting, and what the planner said of it: on a pretended card, without a GPU.
+
+    make test-pretended-gpu                               # once: makes the environment with CUDA wheels, and the card
+    .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py
+    .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py --tables presets --only qlora
+
+The card (`tests/pretended_gpu`) stands in for the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on
+a GPU, and no kernel runs. So these are the allocator's own peaks, of a real run's allocations in their order; they are not
+measured on a GPU, and the driver's context, about half a GiB, comes on top. Each row is a fresh process.
+
+Three tables: `ladder`, the rungs of planned_ladder.py; `optimizers`, each rule and its options at the rung of bfloat16 sums;
+`presets`, every preset on the card that its comment names. Writes `results/pretended_ladder_<table>_<hardware>.json`, after
+every row; a row that is there already from the same commit is not run again.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from measure import ROOT, last_error, overrides
+from planned_ladder import _SUMS, FULL, RUNGS
+from results import RESULTS, console, describe_hardware, gibibytes, print_result, write_result
+from shapes import EMBEDDED_MODEL, write_model_folder
+
+COLUMNS = ["setting", "card", "predicted", "allocated", "predicted reserved", "reserved", "error", "of it: an update"]
+SPARE_BYTES = int(0.75 * 2**30)  # that a preset leaves of its card: for the driver's context, and what shares the card
+# What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.
+CARDS: dict[int, tuple[str, float]] = {
+    8: ("RTX4090", 7.6),
+    12: ("RTX4090", 11.7),
+    16: ("RTX4090", 15.6),
+    24: ("RTX4090", 23.5),
+    40: ("A100", 39.4),
+    48: ("RTX4090", 47.4),
+    80: ("A100", 79.1),
+}
+STEPS = Path(__file__).resolve().parent / "pretended_steps.py"
+CARD = ROOT / "tests" / "pretended_gpu"
+
+
+class Setting(NamedTuple):
+    """A row: how the table calls it, the recipe with its shape, settings or preset, and the card's GB."""
+
+    label: str
+    recipe: str
+    shape: str
+    settings: dict[str, Any]
+    preset: str | None = None
+    card_gb: int = 80
+
+
+def ladder() -> list[Setting]:
+    """The planned ladder's rungs."""
+    packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
+    return [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
+
+
+def optimizers() -> list[Setting]:
+    """Every rule with each option that it takes, compiled and not."""
+    rules = {
+        **dict.fromkeys(("sgd", "adafactor", "muon", "apollo_mini", "adamw_8bit_torchao"), ("stochastic_rounding",)),
+        **dict.fromkeys(("adamw", "adamw_8bit", "adamw_4bit"), ("stochastic_rounding", "update_clipping")),
+        "paged_adamw_8bit": (),
+    }
+    packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
+    rows = []
+    for compile in (True, False):
+        for name, options in rules.items():
+            for chosen in ((), *((option,) for option in options)):
+                settings = {**_SUMS, "compile": compile, "optimizer.name": name}
+                settings |= {f"optimizer.{option}": True for option in chosen}
+                label = ", ".join([name, *(option.replace("_", " ") for option in chosen)])
+                label += "" if compile else ", uncompiled"
+                rows.append(Setting(label, FULL, "llama3_2_3b", {**packed, **settings}))
+    return rows
+
+
+def presets() -> list[Setting]:
+    """Every preset for a published model, on the card that its comment names."""
+    from lean_ft.catalog import find_preset
+    from lean_ft.catalog import presets as shipped
+    from lean_ft.settings_text import preset_recipe
+
+    rows = []
+    for name in shipped():
+        if name.startswith("tiny/"):
+            continue
+        file = find_preset(name)
+        said = re.search(r"on a GPU with (\d+) GB", file.read_text())
+        recipe = preset_recipe(file)
+        assert said is not None and recipe is not None, f"{name} names no card or no recipe"
+        rows.append(Setting(name, recipe, name.partition("/")[0], {}, name, int(said[1])))
+    return rows
+
+
+TABLES = {"ladder": ladder, "optimizers": optimizers, "presets": presets}
+
+
+def main(
+    tables: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join(TABLES),
+    only: Annotated[str, typer.Option(help="Rows whose label has this in it.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one row may take.")] = 1200,
+    again: Annotated[bool, typer.Option(help="Run rows again that have a number of this commit.")] = False,
+    results_dir: Path = RESULTS,
+) -> None:
+    """Runs every row on a pretended card."""
+    if not (CARD / "build" / "libcuda.so.1").exists():
+        console.print(f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False)
+        raise typer.Exit(0)
+    hardware = describe_hardware("cpu")
+    for table in tables.split(","):
+        name = f"pretended_ladder_{table}"
+        path = results_dir / f"{name}_{hardware.slug}.json"
+        known = {row["label"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+        settings = TABLES[table]()
+        for setting in settings:
+            if only not in setting.label or (not again and known.get(setting.label, {}).get("status") == "ok"):
+                continue
+            known[setting.label] = run(setting, timeout_seconds)
+            console.print(" | ".join(_cells(known[setting.label])), markup=False)
+            write_result(
+                name,
+                benchmark="pretended_ladder",
+                hardware=hardware,
+                settings={"table": table},
+                rows=[known[setting.label] for setting in settings if setting.label in known],
+                folder=results_dir,
+            )
+        if path.exists():
+            print_result(path, describe, COLUMNS, table_cells)
+
+
+def run(setting: Setting, timeout_seconds: float) -> dict[str, Any]:
+    """A row: the allocator's peaks and the planner's, or why there are none."""
+    name, gib = CARDS[setting.card_gb]
+    row: dict[str, Any] = {"label": setting.label, "card": f"{setting.card_gb} GB", **setting._asdict()}
+    with tempfile.TemporaryDirectory(prefix="lean_ft_pretended_") as folder:
+        model = write_model_folder(setting.shape, Path(folder) / "model", EMBEDDED_MODEL)
+        own = {**setting.settings, "model.path": model, "output_dir": Path(folder) / "run"}
+        arguments = [setting.recipe, *(["--config", setting.preset] if setting.preset else []), *overrides(own)]
+        for more in ([], ["--plan"]):
+            command = [CARD / "run.sh", sys.executable, STEPS, *arguments, *more]
+            try:
+                done = subprocess.run(
+                    [str(part) for part in command],
+                    cwd=ROOT,
+                    env={
+                        **os.environ,
+                        "PRETENDED_GPU": name,
+                        "PRETENDED_GPU_GIB": str(gib),
+                        "PRETENDED_GPU_TOUCH": "65536",  # larger copies are left out: nothing reads what they bring
+                        "PYTHONPATH": str(ROOT),
+                    },
+                    capture_output=True,
+                    text=True,
+                    timeout=timeout_seconds,
+                )
+            except subprocess.TimeoutExpired:
+                return {**row, "status": "timed out", "reason": f"took longer than {timeout_seconds:.0f} s"}
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if done.returncode or not lines:
+                output = done.stdout + done.stderr
+                status = "out of memory" if "OutOfMemoryError" in output else "failed"
+                return {**row, "status": status, "reason": last_error(output), "output": output[-3000:]}
+            row |= json.loads(lines[-1])
+    return {**row, "status": "ok", "reason": None}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    what = {
+        "ladder": "2 rows of 4,096 packed tokens in bfloat16 unless said otherwise",
+        "optimizers": "full finetuning of Llama-3.2-3B, 2 rows of 4,096 packed tokens, the update in backward",
+        "presets": "every preset on the card that it names",
+    }[result["settings"]["table"]]
+    return (
+        f"allocations of the CUDA build on a pretended card; no kernel ran: {what}. Predicted by the planner; allocated and "
+        "reserved by PyTorch's allocator in the third step; the error is of what is reserved; an update: the most that one "
+        "takes beside weights, gradients and states"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [_cells(row) for row in result["rows"]]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["status"] != "ok":
+        return [row["label"], row["card"], row["status"], *["-"] * (len(COLUMNS) - 3)]
+    predicted = row["predicted_reserved_bytes"]
+    return [
+        row["label"],
+        row["card"],
+        gibibytes(row["predicted_bytes"]),
+        gibibytes(row["allocated_bytes"]),
+        gibibytes(predicted),
+        gibibytes(row["reserved_bytes"]),
+        "-" if predicted is None else f"{predicted / row['reserved_bytes'] - 1:+.1%}",
+        gibibytes(row["update_bytes"]),
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

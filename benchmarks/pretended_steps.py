@@ -1,0 +1,163 @@
+"""Takes a few steps of a recipe on a pretended card, and prints what PyTorch's CUDA allocator gave them, as JSON.
+
+    tests/pretended_gpu/run.sh python benchmarks/pretended_steps.py RECIPE [--config PRESET] [--plan] KEY=VALUE ...
+
+The recipe's own `main` runs, on the CUDA build of PyTorch: every tensor is allocated and freed, every stream and event is
+there, and Inductor compiles for the card. Kernels do nothing, so a model of any size takes no memory and no time; what
+a kernel would have computed is not there, and a value that decides something (is the loss finite) is answered for it.
+Batches are the longest that the settings allow, as in a plan. With `--plan` the planner says what it expects of the same.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lean_ft.before_torch import prepare_torch  # noqa: E402
+
+prepare_torch()
+
+import torch  # noqa: E402
+
+import lean_ft.optim.optimizer as optimizer_module  # noqa: E402
+from lean_ft.catalog import find_preset, find_recipe, load_recipe  # noqa: E402
+from lean_ft.data import Batch, longest_batch  # noqa: E402
+from lean_ft.optim.optimizer import Optimizer  # noqa: E402
+from lean_ft.optim.rule import ParameterState  # noqa: E402
+from lean_ft.settings_text import load_config  # noqa: E402
+
+NUM_STEPS = 3  # the first compiles, from the second on states are fetched ahead
+
+
+class Longest:
+    """Batches that are all as long as they can be."""
+
+    def __init__(self, cfg: Any) -> None:
+        self._batch = longest_batch(cfg.data, cfg.batch_size)
+
+    def take(self, n: int) -> list[Batch]:
+        return [self._batch] * n
+
+
+class Peaks:
+    """The allocator's peaks of each step, and the largest that an update took beside what was there when it began."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, int]] = []
+        self.update_bytes = 0
+        self._allocated = self._reserved = 0
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._allocated = self._reserved = 0
+
+    def note(self) -> None:
+        """Before the allocator's peak is set back."""
+        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated())
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+
+    def end(self) -> None:
+        self.note()
+        self.steps.append({"allocated_bytes": self._allocated, "reserved_bytes": self._reserved})
+
+    def watch(self, update: Callable[..., None]) -> Callable[..., None]:
+        def watched(optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
+            self.note()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            update(optimizer, states)
+            self.update_bytes = max(self.update_bytes, torch.cuda.max_memory_allocated() - before)
+            self.note()
+
+        return watched
+
+
+def stand_in_for_run(peaks: Peaks) -> type:
+    """What a recipe takes for `Run`: it counts and writes nothing."""
+
+    class FewSteps:
+        total_steps = NUM_STEPS
+
+        def __init__(self, cfg: Any, *, optimizer: Optimizer, **parts: Any) -> None:
+            self.state_bytes = optimizer.state_bytes
+
+        def steps(self) -> Iterator[int]:
+            for step in range(self.total_steps):
+                peaks.begin()
+                yield step
+
+        def log(self, **values: Any) -> None:
+            peaks.end()
+
+        def evaluation_due(self) -> bool:
+            return False
+
+    return FewSteps
+
+
+def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
+    """The peaks of the first step and of the last, in bytes."""
+    peaks = Peaks()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the card has no cuDNN; what attention keeps is the same
+    stand_ins = {
+        "load_tokenizer": lambda *args, **kwargs: None,
+        "sft_batches": lambda *args, **kwargs: (Longest(cfg), None),
+        "Run": stand_in_for_run(peaks),
+    }
+    patches = [mock.patch.object(recipe, name, value) for name, value in stand_ins.items()]
+    patches += [
+        mock.patch.object(optimizer_module, "all_finite", lambda scalars: True),
+        mock.patch.object(Optimizer, "_hand_to_rules", peaks.watch(Optimizer._hand_to_rules)),
+    ]
+    for patch in patches:
+        patch.start()
+    recipe.main(cfg)
+    first, *_, last = peaks.steps
+    return {
+        **last,
+        **{f"first_{name}": count for name, count in first.items()},
+        "update_bytes": peaks.update_bytes,
+        "device": torch.cuda.get_device_name(),
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+    }
+
+
+def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
+    """What the planner says of the same."""
+    from lean_ft.plan.devices import choose_device
+    from lean_ft.plan.rehearsal import rehearse
+
+    rehearsal = rehearse(recipe, cfg, choose_device(None, "cuda"))
+    return {
+        "predicted_bytes": rehearsal.peak_bytes,
+        "predicted_reserved_bytes": getattr(rehearsal, "reserved_bytes", None),
+        "where": rehearsal.peak.where,
+        "bytes_by_label": rehearsal.peak.bytes_by_label,
+        "planning_seconds": rehearsal.planning_seconds,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    plans = "--plan" in arguments
+    arguments = [argument for argument in arguments if argument != "--plan"]
+    preset = None
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        preset = find_preset(arguments[at + 1])
+        del arguments[at : at + 2]
+    recipe = load_recipe(find_recipe(arguments[0]))
+    own = ["device=cuda", "plan=false", "model.random_init=true", "data.source=not-read.jsonl"]
+    cfg = load_config(recipe.Config, preset, [*own, *arguments[1:]])
+    print(json.dumps((predict if plans else measure)(recipe, cfg)), flush=True)
+    os._exit(0)  # what the CUDA libraries do at the end of a process is nothing to a pretended card
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

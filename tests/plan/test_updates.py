@@ -1,0 +1,39 @@
+"""What a planner sees of a rule's update on a card."""
+
+import pytest
+import torch
+from torch import nn
+
+from lean_ft.optim.rule import ParameterState, StepInfo
+from lean_ft.plan.devices import DEVICES
+from lean_ft.plan.fusion import fusing_backend
+from lean_ft.plan.rehearsal import WatchedStage
+from lean_ft.plan.trace import Trace
+from lean_ft.shapes_only import shapes_only
+from tests.optim.tiny_training import build
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit", "sgd"])
+def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
+    """Of 2**28 elements, whose noise alone would be half a GiB, and a float32 copy a whole one."""
+    trace = Trace(DEVICES["A100 80GB"])
+    stage = WatchedStage(trace)
+    torch._dynamo.reset()
+    with (
+        shapes_only(stage),
+        torch.compiler.set_stance("default", force_backend=fusing_backend(trace)),
+        stage.fake_mode,
+        trace,
+        torch.no_grad(),
+    ):
+        model = nn.Linear(2**14, 2**14, bias=False, dtype=torch.bfloat16)
+        model.weight.grad = torch.empty_like(model.weight)
+        optimizer = build(model, {"name": name, "stochastic_rounding": True}, compile=True)
+        (state,) = optimizer._states
+        before = trace.live_bytes
+        trace.peak.bytes_by_label.clear()
+        trace._peak_bytes = before
+        state.rule.update([state], StepInfo(lr=1e-3, number=1, noise_seed=1))
+    torch._dynamo.reset()
+    assert isinstance(state, ParameterState)
+    assert 0 < trace._peak_bytes - before < 0.3 * 2**30

@@ -1,0 +1,29 @@
+"""Attention on cards of three generations: whatever computes it there, all scores at once are never held."""
+
+import pytest
+import torch
+
+from lean_ft.models.attention import Scoring, attend_documents, attend_rows
+
+pytestmark = pytest.mark.cards("T4", "A100", "H100")
+
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 2048, 8, 16
+SCORES_BYTES = NUM_HEADS * NUM_TOKENS**2 * 2
+
+
+@pytest.mark.parametrize(
+    ("packed", "num_kv_heads", "window"), [(False, 2, None), (False, 8, None), (False, 2, 500), (True, 2, None)]
+)
+def test_no_card_holds_all_scores(packed: bool, num_kv_heads: int, window: int | None) -> None:
+    heads = (NUM_HEADS, num_kv_heads, num_kv_heads)
+    query, key, value = (
+        torch.empty(1, NUM_TOKENS, n, HEAD_DIM, device="cuda", dtype=torch.float16).requires_grad_() for n in heads
+    )
+    scoring, bounds = Scoring(window=window), torch.tensor([0, 1000, NUM_TOKENS], dtype=torch.int32).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attended = (
+        attend_documents(query, key, value, bounds, scoring) if packed else attend_rows(query, key, value, scoring)
+    )
+    attended.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < SCORES_BYTES / 2

@@ -1,0 +1,50 @@
+"""What goes wrong on a GPU alone: it is recognised, or refused before it can."""
+
+import bitsandbytes.cextension
+import pytest
+import torch
+from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary
+
+from lean_ft import load_model
+from lean_ft.cli.errors import is_out_of_memory
+from lean_ft.peft import quantize_as_loaded
+from lean_ft.settings import LoRAConfig
+from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
+from tests.pretended_gpu.counters import limit_pinned_bytes
+
+
+def test_running_out_of_memory_is_recognised_of_the_device_and_of_pinned_memory() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as device:
+        torch.empty(2**40, dtype=torch.uint8, device="cuda")
+    limit_pinned_bytes(2**20)
+    try:
+        with pytest.raises(torch.AcceleratorError) as pinned:
+            torch.empty(2**24, dtype=torch.uint8, pin_memory=True)
+    finally:
+        limit_pinned_bytes(None)
+    assert is_out_of_memory(device.value) and is_out_of_memory(pinned.value)
+    with pytest.raises(torch.AcceleratorError, match="CUDA error") as other:
+        torch.cuda.set_device(5)
+    assert not is_out_of_memory(other.value)
+
+
+def test_bitsandbytes_without_its_library_is_refused_before_its_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ErrorHandlerMockBNBNativeLibrary("CUDA binary not found at libbitsandbytes_cuda130.so")
+    monkeypatch.setattr(bitsandbytes.cextension, "lib", missing)
+    model = TinyModel().cuda()
+    with pytest.raises(ValueError, match=r"optimizer.name=adamw_8bit on a GPU needs bitsandbytes.*cuda130.so"):
+        build(model, {"name": "adamw_8bit"})
+    build(model, {"name": "adamw_8bit", "update_clipping": True})  # made without that kernel
+    with pytest.raises(ValueError, match=r"lora.quantize=nf4 needs bitsandbytes.*cuda130.so"):
+        load_model("tiny", "cuda", after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+
+
+def test_compiling_with_dynamo_turned_off_is_not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    models = [TinyModel().cuda(), TinyModel().cuda()]
+    settings = {"name": "adamw_8bit", "update_clipping": True, "stochastic_rounding": True}
+    for model, compile in zip(models, (True, False), strict=True):
+        torch.manual_seed(5)
+        batches = [[ids.cuda() for ids in step] for step in make_batches(3)]
+        train(model, build(model, settings, compile=compile), batches, [1e-2] * 3)
+    assert same_weights(*models)

@@ -1,0 +1,49 @@
+"""What the CUDA build's allocator gives a few steps, against what the planner said of them; Inductor compiles for the card."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lean_ft.optim.slices import GPU_COMPILED_SLICE
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from shapes import write_model_folder  # noqa: E402
+
+LEAN = [
+    "full_finetune_single_device",
+    *("compile=true", "memory.activation_checkpointing=selective", "memory.loss_chunk_tokens=512"),
+    *("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "optimizer.stochastic_rounding=true"),
+]
+ADAPTER = ["lora_finetune_single_device", "memory.activation_checkpointing=full", "memory.loss_chunk_tokens=512"]
+
+
+@pytest.mark.cards("A100")
+@pytest.mark.parametrize("arguments", [LEAN, ADAPTER], ids=["full", "lora"])
+def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[str]) -> None:
+    """Within 2 %, allocated and reserved; and an update holds no more than the bits that round a slice."""
+    own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
+    own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
+
+    def answer(*more: str) -> dict:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "pretended_steps.py"), *arguments, *own, *more],
+            cwd=ROOT,
+            env={**os.environ, "PRETENDED_GPU_TOUCH": "65536"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+    real, planned = answer(), answer("--plan")
+    assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
+    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02)
+    assert real["reserved_bytes"] >= real["allocated_bytes"]
+    # Whole, the embedding's noise is three times that, and float32 copies of a slice are seven times.
+    assert real["update_bytes"] < 1.1 * 2 * GPU_COMPILED_SLICE
