@@ -39,6 +39,12 @@ SAME_BITS = {
     "recomputed": ("memory.activation_checkpointing=full", "data.packing=bfd"),
     "random": ("model.random_init=true", "save_async=true", "save_every=1"),
     "adapter": ("lora.rank=4",),
+    "evaluated and asked in float16": (
+        "model.dtype=float16",
+        "data.validation_source=tiny/validation.jsonl",
+        "eval_every=1",
+        "eval_answers=2",
+    ),
     "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
     "4 bits below an adapter": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
 }
