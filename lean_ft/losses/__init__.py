@@ -4,13 +4,16 @@ from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.preference import LOSSES, preference_loss
 from lean_ft.losses.statistics import TokenStatistics
 
 __all__ = [
     "IGNORED_LABEL",
+    "LOSSES",
     "CrossEntropy",
     "TokenStatistics",
     "linear_cross_entropy",
     "linear_log_probs",
     "loss_chunk_tokens",
+    "preference_loss",
 ]
