@@ -26,7 +26,7 @@ from lean_ft.spelling import did_you_mean
 
 _PACKAGE = Path(__file__).parent
 # name -> the recipe, and the group of its settings that is on and not null
-_ALIASES = {"lora_finetune_single_device": ("finetune", "lora")}
+_ALIASES = {"lora_finetune_single_device": ("finetune", "lora"), "lora_dpo_single_device": ("dpo", "lora")}
 
 Found = TypeVar("Found")
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
+from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.spelling import did_you_mean
 
 
@@ -151,7 +152,7 @@ LOSSES: dict[str, Loss] = {
         *(simpo, cpo, orpo),
     )
 }
-WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")  # they do not look at it
 
 
 def preference_loss(
@@ -197,6 +198,24 @@ def preference_loss(
             raise ValueError(f"label_smoothing={value} of the loss {name}: expected {bound} to below 0.5.")
     pairs = Pairs(chosen, rejected, reference_chosen, reference_rejected, num_chosen, num_rejected)
     return LOSSES[name](pairs, beta, **settings)
+
+
+def add_rewards(statistics: TokenStatistics, log_probs: Tensor, reference: Tensor, beta: float) -> None:
+    """Adds what the metrics tell of P pairs, sums over them; log_probs and reference (P, 2), chosen and rejected.
+
+    An answer's reward is beta times what its log-probability gained on the reference; a margin of exactly 0 is half right.
+    """
+    log_probs = log_probs.detach()
+    chosen, rejected = (beta * (log_probs - reference)).unbind(1)
+    sums = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": ((chosen - rejected).sign() + 1) / 2,
+        "logps/chosen": log_probs[:, 0],
+        "logps/rejected": log_probs[:, 1],
+    }
+    statistics.add(**{name: value.sum() for name, value in sums.items()})
 
 
 def settings_of(name: str) -> tuple[str, ...]:
