@@ -135,7 +135,7 @@ def prepare_batches(
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
     if held_out is None or held_out_layout is None:
         return batches, None
-    first_pair = len(layout.lengths) // len(config.sides)
+    first_pair = len(trained.documents) // len(config.sides)
     held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=first_pair)
     return batches, EvalBatches(held_out_layout, held_out.report)
 
