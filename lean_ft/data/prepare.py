@@ -223,6 +223,7 @@ def layout_of(
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
+        first_pair=0,
     )
     if layout.kind == "packed" and not layout.joined:
         tokens = np.add.reduceat(layout.lengths[layout.order], layout.offsets[:-1])
