@@ -1,6 +1,7 @@
 # make demo    install into .venv, then fine-tune the embedded model
 # make test    the tests
 # make test-long   those that take minutes each
+# make test-pretended-gpu   those that need a GPU, on a pretended one (downloads 2.6 GB, takes 5 GB of disk)
 # make lint    ruff, pyright and import-linter, as in CI
 # make clean   remove what these made
 
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in several processes: one thread each, and not so many that small machines swap.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long test-pretended-gpu lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
@@ -22,11 +23,14 @@ test: $(VENV)/installed-dev
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
 
+test-pretended-gpu:
+	PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tests/pretended_gpu/check.sh
+
 lint: $(VENV)/installed-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-pretended-gpu tests/pretended_gpu/build dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find lean_ft recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Torch goes first and pinned: a plain `pip install torch` takes the newest, with gigabytes of CUDA.

@@ -48,7 +48,8 @@ def stats(
     from lean_ft.data import statistics
     from lean_ft.tokenizers import load_tokenizer
 
-    found = statistics.gather_statistics(cfg.data, load_tokenizer(cfg.model.path, cfg.data.chat_template))
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    found = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
     console.print(Text(f"{found.report}\n"))
     _print_histogram(console, statistics.histogram(found.lengths))
@@ -74,7 +75,7 @@ def stats(
                 f"{row.packed_rows:,}",
                 f"{row.packing_efficiency:.2%}",
                 *((peaks[row.max_length],) if peak else ()),
-                "as set" if row.max_length == cfg.data.max_length else "",
+                _remark(row.max_length, cfg.data.max_length, tokenizer.context_length),
             )
             for row in rows
         ],
@@ -122,6 +123,11 @@ def preview(
     for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
         console.print(Text(note, style="yellow"))
     console.print(Text(f"of {found.report}"))
+
+
+def _remark(length: int, set_length: int, context_length: int | None) -> str:
+    beyond = f"beyond the model's context of {context_length:,}" if length > (context_length or length) else ""
+    return ", ".join(filter(None, ("as set" if length == set_length else "", beyond)))
 
 
 def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:

@@ -21,6 +21,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 TRACEBACK_FILE = "traceback.log"  # in a run directory, which takes logs
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 _OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -74,8 +75,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        # torch on a CPU, and cuBLAS where its workspace no longer fits
-        or any(words in str(error) for words in ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+        # torch on a CPU, cuBLAS where its workspace no longer fits, and CUDA itself (AcceleratorError, of pinned memory too)
+        or any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 

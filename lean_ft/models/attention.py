@@ -4,11 +4,12 @@ A batch is either plain rows (each row is one document, padding on the right, wh
 rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
 computed by itself, so changing one leaves the others' outputs bit-identical.
 
-On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows).
-Everything else goes through the custom op of `document_attention`: CPUs and float32 on CUDA, because PyTorch has no
-kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where float32 meets grouped
-heads on CUDA; soft caps and sinks on any device, because no kernel of PyTorch's has them with their gradients. None
-of these keeps anything of shape (T, T), or copies of keys and values for each query head.
+On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows), on cards
+since Ampere. Everything else goes through the custom op of `document_attention`: CPUs, older cards and float32 on CUDA,
+because PyTorch has no kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where
+float32 or an older card meets grouped heads on CUDA; soft caps and sinks on any device, because no kernel of PyTorch's
+has them with their gradients. None of these keeps anything of shape (T, T), or copies of keys and values for each query
+head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
@@ -30,6 +31,8 @@ from lean_ft.models.rope import rotate
 
 # Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards with the kernels that take documents, windows and grouped heads
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def attend_rows(
 
     sinks (H,): a logit for each head that joins the softmax and has no value.
     """
-    if scoring.window is None and _has_kernels(query, scoring, sinks):
+    if _has_row_kernels(query, key, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
         return attended.transpose(1, 2)
@@ -166,6 +169,18 @@ def attend_cached(
 
 
 def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
-    return (
-        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and scoring.softcap is None and sinks is None
-    )
+    """Whether PyTorch's flash kernels compute it, of documents, windows and grouped heads as well."""
+    return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+
+
+def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    """The same for rows; an older card's kernel takes no grouped heads, for which PyTorch would hold all scores."""
+    if scoring.window is not None or not _is_plain(query, scoring, sinks):
+        return False
+    same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
+    return same_heads or _has_kernels(query, scoring, sinks)
+
+
+def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    is_16_bits = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and is_16_bits and scoring.softcap is None and sinks is None

@@ -159,7 +159,7 @@ document_attention.register_autograd(_backward, setup_context=_save_for_backward
 def num_product_shapes(longest: int) -> int:
     """How many shapes the 16-bit products have, forward and backward, over documents of up to `longest` tokens."""
     lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
-    sizes = {block.keys.stop for length in lengths for block in _blocks(1, length, None)}
+    sizes = {size for n in lengths for step in [_key_step(n, n)] for size in range(step, n + step, step)}
     return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
 
 
@@ -235,9 +235,9 @@ def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
 
 def _blocks(num_heads: int, num_tokens: int, window: int | None) -> list[_Block]:
     """Cuts a document's queries into blocks of one size, and their keys where few sizes come about."""
-    step = min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
+    step = _query_step(num_tokens)
     num_keys = num_tokens if window is None else min(num_tokens, window + step)
-    key_step = max(step, _power_of_two(num_keys) // _KEY_SIZES)
+    key_step = _key_step(num_tokens, num_keys)
     while step > 1 and num_heads * step * num_keys > _BLOCK_SCORES:
         step //= 2
     blocks = []
@@ -246,6 +246,15 @@ def _blocks(num_heads: int, num_tokens: int, window: int | None) -> list[_Block]
         last = -(-(start + step) // key_step) * key_step
         blocks.append(_Block(slice(start, start + step), slice(first, last)))
     return blocks
+
+
+def _query_step(num_tokens: int) -> int:
+    return min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
+
+
+def _key_step(num_tokens: int, num_keys: int) -> int:
+    """What the number of a block's keys is a multiple of."""
+    return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
 
 
 def _power_of_two(n: int) -> int:

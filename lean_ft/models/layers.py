@@ -31,7 +31,9 @@ class RMSNorm(nn.Module):
         self.weight_offset = weight_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and self.weight_offset == 0.0:  # PyTorch has one kernel for it there, which keeps no more
+        # PyTorch has one kernel for it on CUDA, which keeps no more; of two types it makes a copy in the wider one, and
+        # returns that.
+        if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.weight_offset)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean_ft.bitsandbytes_library import why_unusable
 from lean_ft.optim.adafactor import Adafactor
 from lean_ft.optim.adamw import AdamW, Moment
 from lean_ft.optim.adamw_4bit import Moment4bit
@@ -19,7 +20,7 @@ from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
-from lean_ft.shapes_only import counted_as, device_type
+from lean_ft.shapes_only import counted_as, device_type, stage
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
@@ -132,14 +133,11 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches paged state. Set "
             f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
-    if not lacking:
-        try:
-            import bitsandbytes  # noqa: F401
-        except (ImportError, OSError, RuntimeError) as error:
-            raise ValueError(
-                f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, which cannot be imported here ({error}). "
-                "Install it for this CUDA version (`pip install bitsandbytes`), or set optimizer.name=adamw_8bit_torchao."
-            ) from error
+    if not lacking and (reason := why_unusable(on_gpu=stage() is None)) is not None:
+        raise ValueError(
+            f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Install it for this CUDA version "
+            "(`pip install bitsandbytes`), or set optimizer.name=adamw_8bit_torchao."
+        )
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, loss_scaling: bool) -> None:

@@ -36,8 +36,9 @@ class Sliced:
 
     def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
         self._function, self._block = function, block
-        # For all sizes; a graph break is an error.
-        self._compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else None
+        # For all sizes; a graph break is an error. Where Dynamo is turned off, the function itself comes back.
+        compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else function
+        self._compiled = None if compiled is function else compiled
 
     def __call__(
         self, tensors: Sequence[Tensor], *others: float | Tensor, noise: "RoundingNoise | None" = None

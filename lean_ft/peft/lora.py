@@ -158,12 +158,12 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
     """For `load_model` to call after each module: replaces a linear one by its quantised self; None quantises none.
 
-    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be imported, and for
-    a mixture of experts, whose stacks of matrices are not quantised.
+    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be used (on a GPU: at
+    the first module), and for a mixture of experts, whose stacks of matrices are not quantised.
     """
     if cfg.quantize == "none":
         return None
-    check_available()
+    check_available(on_gpu=False)
 
     def quantize(model: Decoder, name: str) -> None:
         module = model.get_submodule(name)
@@ -173,6 +173,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
                 "are most of it. Set lora.quantize=none."
             )
         if isinstance(module, nn.Linear) and name != _OUTPUT:
+            check_available(on_gpu=module.weight.is_cuda)
             model.set_submodule(name, NF4Linear(module))
 
     return quantize

@@ -11,7 +11,6 @@ Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
 Shapes: I inputs, O outputs.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.bitsandbytes_library import why_unusable
 from lean_ft.shapes_only import outside
 
 BLOCK_SIZE = 64
@@ -100,27 +100,19 @@ class _NF4Product(torch.autograd.Function):
         return grad @ weight, None, None, *(None for _ in ctx.saved_tensors)
 
 
-def check_available() -> None:
-    """Raises ValueError where NF4 cannot be computed: bitsandbytes is missing or does not load."""
-    try:
-        _bitsandbytes()
-    except (ImportError, OSError, RuntimeError) as error:
+def check_available(*, on_gpu: bool) -> None:
+    """Raises ValueError where NF4 cannot be computed: bitsandbytes is missing, or has no kernels for the GPU."""
+    if (reason := why_unusable(on_gpu=on_gpu)) is not None:
         raise ValueError(
-            f"lora.quantize=nf4 needs bitsandbytes, which cannot be imported here ({error}). Install it for this "
-            "device (`pip install bitsandbytes`), or set lora.quantize=none."
-        ) from error
+            f"lora.quantize=nf4 needs bitsandbytes, and {reason}. Install it for this device "
+            "(`pip install bitsandbytes`), or set lora.quantize=none."
+        )
 
 
 @cache
 def _bitsandbytes() -> ModuleType:
-    # It warns of a kernel that it would download for inference on a CPU, which is not used here.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import bitsandbytes.functional as functional
-    finally:
-        logger.setLevel(level)
+    import bitsandbytes.functional as functional
+
     with outside():  # the library makes its tables when it is first used
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     return functional

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -112,8 +113,12 @@ def check_usable(directory: Path) -> None:
     nearest = directory
     while not nearest.exists():
         nearest = nearest.parent
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ValueError(f"output_dir={directory} cannot be written: {nearest} refuses it. Set another output_dir.")
+    try:
+        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()  # to be asked is not enough: root may all
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={directory} cannot be written: {nearest} refuses it ({error.strerror}). Set another output_dir."
+        ) from None
     if directory.exists() and not holds_run(directory):
         names = sorted(p.name for p in directory.iterdir())
         foreign = [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]

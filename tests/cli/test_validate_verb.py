@@ -105,6 +105,7 @@ def arguments(tmp_path):
         ("device=mps", "device=mps needs a mps device"),
         ("output_dir=DIR/good.jsonl", "output_dir=.*good.jsonl is a file"),
         ("output_dir=DIR/good.jsonl/run", "cannot be written"),
+        ("output_dir=/proc/run", "cannot be written"),  # even by root
         ("output_dir=DIR", "holds files that are no run's"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
         ("freeze=[model.layrs.*]", "model.layrs.*"),

@@ -170,6 +170,10 @@ def test_products_have_few_shapes_whatever_the_documents_lengths(longest, num_pa
     assert len(seen) <= num_product_shapes(longest) <= bound
 
 
+def test_shapes_of_an_absurd_length_are_counted_without_walking_its_blocks():
+    assert num_product_shapes(10**15) < 3000
+
+
 @pytest.mark.parametrize("bounds", [[1, 267], [0, 200], [0, 300], [0, 100, 50, 267]])
 def test_boundaries_that_are_none_are_refused(bounds):
     leaves, _, _ = inputs(torch.float32)

@@ -1,0 +1,536 @@
+"""Right values on the pretended GPU: what its empty kernels would have computed, the CPU computes over the same memory.
+
+Each of PyTorch's CUDA operations (and bitsandbytes') first runs its own host code, for its checks, its allocations and
+its launches, and then the CPU's operation of that name over the same memory, which on that GPU is the host's. Where the
+CPU has none, a reference below stands in. What this cannot have right: the order of a GPU's sums (these are the CPU's),
+atomics, random numbers (seeded by the GPU's generator, drawn by the CPU's), and kernels that Triton makes.
+"""
+
+import ctypes
+import hashlib
+import math
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
+# from such values: their host code is left out.
+_VALUES_ALONE = {
+    "_linalg_eigh",
+    "_linalg_svd",
+    "_unique",
+    "_unique2",
+    "bincount",
+    "geqrf",
+    "histc",
+    "linalg_householder_product",
+    "linalg_lu_factor_ex",
+    "linalg_qr",
+    "masked_select",
+    "multinomial",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+    "unique_dim_consecutive",
+}
+# Host code alone, or memory that is copied and not computed.
+_HOST_ALONE = {
+    "_cuda_getCurrentRawStream",
+    "_cudnn_init_dropout_state",
+    "_debug_has_internal_overlap",
+    "_fused_sdp_choice",
+    "_is_all_true",
+    "_local_scalar_dense",
+    "_nested_view_from_buffer",
+    "_pin_memory",
+    "_reshape_alias",
+    "alias",
+    "as_strided",
+    "empty",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "set_",
+    "unfold",
+    "view",
+    "view_as_real",
+}
+_HOST_ALONE_PREFIXES = ("_cudnn", "cudnn", "miopen", "_sparse", "sparse", "_nested", "quantize", "_cslt", "_weight_int")
+_RANDOM = {
+    "_standard_gamma",
+    "bernoulli",
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "multinomial",
+    "native_dropout",
+    "normal",
+    "normal_",
+    "poisson",
+    "rand",
+    "randint",
+    "randn",
+    "random",
+    "random_",
+    "randperm",
+    "uniform",
+    "uniform_",
+}
+_BITSANDBYTES = (
+    "dequantize_4bit",
+    "dequantize_blockwise",
+    "optimizer_update_32bit",
+    "optimizer_update_8bit_blockwise",
+    "quantize_4bit",
+    "quantize_blockwise",
+)
+
+_libraries: list[torch.library.Library] = []
+_kernel_copy: Any = None
+_races: ctypes.CDLL | None = None  # the library, while it watches for races
+_inside = threading.local()  # whether this thread runs the host code of an operation, whose own operations stay empty
+
+
+def install() -> None:
+    """Takes over PyTorch's and bitsandbytes' CUDA operations in this process, for good."""
+    global _kernel_copy
+    if _libraries:
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
+    torch.cuda.init()
+    aten = torch.library.Library("aten", "IMPL")
+    _libraries.append(aten)
+    for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
+        namespace, _, name = full_name.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace != "aten" or packet == "copy_" or packet in _HOST_ALONE or packet.startswith(_HOST_ALONE_PREFIXES):
+            continue
+        try:
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            host_code = torch.library.get_kernel(full_name, "CUDA")
+        except (AttributeError, RuntimeError):  # named without a Python binding, or without a kernel
+            continue
+        aten.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+    _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
+    aten.impl("copy_", _copy, "CUDA", allow_override=True)
+
+    import bitsandbytes  # noqa: F401
+
+    own = torch.library.Library("bitsandbytes", "IMPL")
+    _libraries.append(own)
+    for name in _BITSANDBYTES:
+        op = getattr(torch.ops.bitsandbytes, name).default
+        host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
+        own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+def watch_accesses(wanted: bool) -> None:
+    """Whether the library is told what memory each kernel reads and writes, for its search of races."""
+    global _races
+    _races = ctypes.CDLL("libcuda.so.1") if wanted else None
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the memory of a tensor on the pretended GPU."""
+    if not tensor.is_cuda:
+        return tensor
+    storage = tensor.untyped_storage()
+    shared = (
+        torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+        if storage.nbytes()
+        else torch.UntypedStorage(0)
+    )
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(shared, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
+    """The operation as host code and then values."""
+    name = op._schema.name.partition("::")[2]
+    reference = _REFERENCES.get(op._schema.name.partition("::")[2])
+    values_alone, is_random = name in _VALUES_ALONE, name in _RANDOM
+    wants_tensor = [str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in op._schema.arguments]
+
+    def is_number(wants: bool, value: Any) -> bool:
+        return wants and isinstance(value, (bool, int, float, complex))
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Numbers reach a Python kernel as they are, where one in C++ gets them as tensors.
+        has_numbers = any(map(is_number, wants_tensor, args))
+        host_args = [torch.tensor(x) if is_number(w, x) else x for w, x in zip(wants_tensor, args, strict=False)]
+        with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            if getattr(_inside, "host_code", False) and not values_alone:
+                return host_code.call_boxed(keyset, *host_args, **kwargs)
+            seed = _seed(args, kwargs) if is_random else None  # before the host code moves the generator on
+            cpu_args, cpu_kwargs = _to_cpu(args), {key: _to_cpu(value) for key, value in kwargs.items()}
+            result = None
+            if not values_alone:
+                _inside.host_code = True
+                try:
+                    result = host_code.call_boxed(keyset, *host_args, **kwargs)
+                finally:
+                    _inside.host_code = False
+            _note_accesses(op, args, kwargs, result)
+            compute = reference or (op.overloadpacket if has_numbers else op)
+            if is_random:
+                wanted = _drawn(compute, seed, cpu_args, cpu_kwargs)
+            else:
+                wanted = compute(*cpu_args, **cpu_kwargs)
+            if values_alone:
+                return _to_gpu(wanted)
+            if not isinstance(result, (Tensor, list, tuple)):
+                return wanted if wanted is not None else result  # `equal` answers by its value
+            _put(result, wanted, op)
+            return result
+
+    return run
+
+
+def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """aten::copy_: by cudaMemcpyAsync where CUDA copies bytes, and else by a kernel, which is empty."""
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        same = self.dtype == source.dtype and self.shape == source.shape and self.stride() == source.stride()
+        is_bytes = same and not self.is_conj() and _is_dense(self)
+        if is_bytes or (self.is_cuda and source.is_cuda):
+            _kernel_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), self, source, non_blocking)
+            if self.is_cuda and source.is_cuda and not getattr(_inside, "host_code", False):
+                _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
+                on_cpu(self).copy_(on_cpu(source))
+        else:  # a GPU goes through a buffer of its own here, and waits for what is not pinned
+            on_host = source if self.is_cuda else self
+            if not (non_blocking and on_host.is_pinned()):
+                torch.cuda.current_stream().synchronize()
+            _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
+            on_cpu(self).copy_(on_cpu(source))
+        return self
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return on_cpu(value)
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_cpu(each) for each in value)
+    return value
+
+
+def _to_gpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        moved = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+        on_cpu(moved).copy_(value)
+        return moved
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_gpu(each) for each in value)
+    return value
+
+
+def _put(result: Any, wanted: Any, op: Any) -> None:
+    """Writes the right values into what the empty kernel returned."""
+    if isinstance(result, Tensor):
+        if wanted is None or result.numel() == 0:
+            return
+        target = on_cpu(result)
+        if target.data_ptr() == wanted.data_ptr():
+            return
+        if target.shape != wanted.shape:
+            # Indices of argsort and the like are left empty by a reference that has none to give.
+            if wanted.numel() == 0:
+                return
+            raise RuntimeError(f"{op}: the CPU gives {tuple(wanted.shape)}, CUDA's host code {tuple(target.shape)}")
+        target.copy_(wanted)
+    elif isinstance(result, (list, tuple)):
+        for each, value in zip(result, wanted, strict=False):
+            _put(each, value, op)
+
+
+def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    """Tells the library what an operation on the current stream reads and writes, where it watches for races."""
+    if _races is None:
+        return
+    _races.pretended_begin_kernel(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), op._schema.name.encode())
+
+    def note(value: Any, is_write: bool) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                note(each, is_write)
+        elif isinstance(value, Tensor) and value.is_cuda and value.numel() and _races is not None:
+            last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+            num_bytes = ctypes.c_size_t((last + 1) * value.element_size())
+            _races.pretended_access(ctypes.c_void_p(value.data_ptr()), num_bytes, int(is_write))
+
+    named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        note(named.get(argument.name), is_written)
+    note(result, True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _seed(args: Any, kwargs: Any) -> int | None:
+    """A seed by the state of the generator that the operation draws from; None for one of the CPU's."""
+    generators = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    generator = generators[0] if generators else torch.cuda.default_generators[torch.cuda.current_device()]
+    if generator.device.type != "cuda":
+        return None
+    return int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
+
+
+def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    state = torch.get_rng_state()
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            args = tuple(None if isinstance(x, torch.Generator) else x for x in args)
+            kwargs = {key: None if isinstance(x, torch.Generator) else x for key, x in kwargs.items()}
+        return compute(*args, **kwargs)
+    finally:
+        torch.set_rng_state(state)
+
+
+# What CPUs lack. Attention is over one sequence: queries (T, H, D), keys and values (S, K, D), everything in float32. ----
+
+
+def _visible(num_queries: int, num_keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """(T, S): what each query sees, where the last query is beside the last key."""
+    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    key = torch.arange(num_keys)[None]
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if causal:
+        seen &= key <= query
+    if right is not None and right >= 0:
+        seen &= key <= query + right
+    if left is not None and left >= 0:
+        seen &= key >= query - left
+    return seen
+
+
+def _weights(query: Tensor, key: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The softmax (H, T, S) and its logarithm's denominator (H, T); query (H, T, D), key (H, S, D)."""
+    scores = (query @ key.mT * scale).masked_fill(~seen, -math.inf)
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def _by_head(num_heads: int, *tensors: Tensor) -> list[Tensor]:
+    """(T, heads, D) as float32 (H, T, D), a key head repeated for each query head of its group."""
+    return [x.float().transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0) for x in tensors]
+
+
+def _parts(query: Tensor, cu_seqlens: Tensor | None) -> list[Any]:
+    """What each sequence indexes: documents of (N, H, D), or rows of (B, T, H, D)."""
+    if cu_seqlens is None:
+        return list(range(len(query)))
+    bounds = cu_seqlens.tolist()
+    return [slice(a, b) for a, b in pairwise(bounds) if b > a]
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **_: Any,
+) -> tuple[Any, ...]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    num_heads, out = query.shape[-2], torch.zeros_like(query)
+    lse = torch.zeros(num_heads, len(query)) if query.ndim == 3 else torch.zeros(len(query), num_heads, query.shape[1])
+    for part in _parts(query, cum_seq_q):
+        q, k, v = _by_head(num_heads, query[part], key[part], value[part])
+        seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+        weights, found = _weights(q, k, seen, scale)
+        out[part] = (weights @ v).transpose(0, 1).to(out.dtype)
+        if query.ndim == 3:
+            lse[:, part] = found
+        else:
+            lse[part] = found
+    return out, lse, None, None, None
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor | None,
+    unused: Tensor | None,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    for part in _parts(query, cum_seq_q):
+        q, k, v, grad = _by_head(num_heads, query[part], key[part], value[part], grad_out[part])
+        seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+        weights, _ = _weights(q, k, seen, scale)
+        grad_weights = grad @ v.mT
+        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+        found = [grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad]
+        found[1:] = [x.unflatten(0, (num_kv_heads, -1)).sum(1) for x in found[1:]]
+        for target, grad_part in zip(grads, found, strict=True):
+            target[part] = grad_part.transpose(0, 1).to(target.dtype)
+    return tuple(grads)
+
+
+def _sdpa_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, *_ = _flash_forward(q, k, v, None, None, 0, 0, 0.0, is_causal, False, scale=scale)
+    return out.transpose(1, 2), lse, *[None] * 7
+
+
+def _sdpa_flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
+    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
+    normed = wide * rstd
+    return normed if weight is None else normed * weight.float(), rstd
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    normed, grad = x.float() * rstd, grad.float()
+    grad_weight = (grad * normed).flatten(0, -2).sum(0) if weight is not None and mask[1] else None
+    if weight is not None:
+        grad = grad * weight.float()
+    return rstd * (grad - normed * (grad * normed).mean(-1, keepdim=True)) if mask[0] else None, grad_weight
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
+    wide = x.float()
+    mean = wide.mean(dims, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(dims, keepdim=True) + eps)
+    out = (wide - mean) * rstd
+    if weight is not None:
+        out = out * weight.float()
+    return out if bias is None else out + bias.float(), mean, rstd
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dims, rest = tuple(range(x.ndim - len(shape), x.ndim)), tuple(range(x.ndim - len(shape)))
+    normed, grad = (x.float() - mean) * rstd, grad.float()
+    grad_weight = (grad * normed).sum(rest) if mask[1] else None
+    grad_bias = grad.sum(rest) if mask[2] else None
+    if weight is not None:
+        grad = grad * weight.float()
+    grad_x = grad - grad.mean(dims, keepdim=True) - normed * (grad * normed).mean(dims, keepdim=True)
+    return rstd * grad_x, grad_weight, grad_bias
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    ends, dtype = offs.tolist(), out_dtype or a.dtype
+    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if b.ndim == 3:
+        products = [a[group].float() @ b[i].float() for i, group in enumerate(groups)]
+        return torch.cat(products).to(dtype)
+    return torch.stack([a[:, group].float() @ b[group].float() for group in groups]).to(dtype)
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    out = (a.float() * scale_a) @ (b.float() * scale_b)
+    return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
+
+
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "_flash_attention_backward": _flash_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+    "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_flash_attention": _sdpa_flash,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
+    "_scaled_mm": _scaled_mm,
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+}

@@ -1,0 +1,119 @@
+"""Side streams on the pretended GPU: as late as their waits allow they change nothing, and every wait is needed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lean_ft
+from lean_ft.host_link import HostLink
+from lean_ft.losses import linear_cross_entropy
+from lean_ft.memory import checkpoint_layers, fuse_tied_gradient
+from lean_ft.memory.offload import offload_to
+from lean_ft.optim.adamw import AdamW
+from lean_ft.optim.adamw_8bit import AdamW8bit
+from lean_ft.optim.optimizer import Optimizer
+from lean_ft.optim.streamed import StreamedState
+from tests.memory.tiny_step import tiny
+from tests.pretended_gpu.order import host_reads, late_streams, watched_for_races, without
+
+LIBRARY = Path(lean_ft.__file__).parent
+SMALLEST_BYTES, AHEAD_BYTES, IN_FLIGHT_BYTES = 2**12, 2**16, 2**16  # what travels of a tiny model, and how far ahead
+RULE: dict[str, Any] = {
+    "betas": (0.9, 0.99),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "update_clipping": False,
+    "stochastic_rounding": False,
+    "compile": False,
+}
+
+
+def batches(num_steps: int, per_step: int = 2) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        ids = [torch.randint(0, 40, (2, 64), generator=generator) for _ in range(per_step)]
+        yield [(x.cuda(), torch.randint(0, 500, x.shape, generator=generator).cuda()) for x in ids]
+
+
+def train(*, offload: bool, park: bool, stream: bool, in_backward: bool, eight_bit: bool) -> dict[str, Tensor]:
+    """Weights and states after three steps of the embedded model, with what waits in host memory doing so."""
+
+    def link() -> HostLink:
+        return HostLink(torch.device("cuda", 0), IN_FLIGHT_BYTES)
+
+    model = tiny(torch.bfloat16).cuda()
+    checkpoint_layers(model)
+    if offload:
+        away = offload_to(model, link())
+        away._smallest_bytes, away._ahead_bytes = SMALLEST_BYTES, AHEAD_BYTES
+    fuse_tied_gradient(model, link() if park else None)
+    streamed = StreamedState(link(), smallest_bytes=SMALLEST_BYTES, ahead_bytes=AHEAD_BYTES) if stream else None
+    rule = AdamW8bit(paged=False, **RULE) if eight_bit else AdamW(**RULE)
+    optimizer = Optimizer(model.named_parameters(), rule, in_backward=in_backward, streamed=streamed)
+    for step, micro_batches in enumerate(batches(3)):
+        optimizer.set_lr(1e-3)
+        if step == 1:  # a graph that is dropped half way: what was fetched ahead for the rest, no one comes for
+            last = next(model.layers[-1].parameters())
+            torch.autograd.grad(model(micro_batches[0][0], return_hidden=True).square().mean(), last)
+        for i, (ids, labels) in enumerate(micro_batches):
+            hidden = model(ids, return_hidden=True)
+            loss = linear_cross_entropy(hidden, model.output_weight, labels, chunk_tokens=32) / 256
+            optimizer.scale(loss, last=i == len(micro_batches) - 1).backward()
+            del hidden, loss
+        optimizer.finish_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # a checkpoint, in the middle of what is on its way
+            optimizer.load_state_dict(read(optimizer.state_dict()))
+    found = {f"state of {name}": value for name, value in read(optimizer.state_dict()).items()}
+    return found | {name: param.detach().cpu() for name, param in model.named_parameters()}
+
+
+def read(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy on the host."""
+    for value in state.values():
+        if not value.is_cuda:
+            host_reads(value)
+    return {name: value.cpu().clone() for name, value in state.items()}
+
+
+def differing(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+    """Of which tensors any bit differs."""
+    assert found.keys() == exact.keys()
+    return [name for name in exact if not torch.equal(found[name].view(torch.uint8), exact[name].view(torch.uint8))]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("away", ["offload", "park", "stream", "all"])
+def test_late_streams_change_nothing(away: str, in_backward: bool, eight_bit: bool) -> None:
+    rest = {"in_backward": in_backward, "eight_bit": eight_bit}
+    exact = train(offload=False, park=False, stream=False, **rest)
+    techniques = {name: away in (name, "all") for name in ("offload", "park", "stream")}
+    with late_streams(), watched_for_races() as races:
+        found = train(**techniques, **rest)
+    assert differing(found, exact) == []
+    assert races == []
+
+
+EVERYTHING = {"offload": True, "park": True, "stream": True, "in_backward": True, "eight_bit": True}
+
+
+def test_each_wait_and_each_record_is_noticed_when_it_is_missing() -> None:
+    with without(None, LIBRARY) as places:
+        exact = train(**EVERYTHING)
+    assert sum("HostLink" in place for place in places) >= 6, places
+    unnoticed = []
+    for missing in places:
+        with without(missing, LIBRARY), late_streams(), watched_for_races() as races:
+            try:
+                found = train(**EVERYTHING)
+            except (AssertionError, RuntimeError, ValueError):
+                continue
+        if not races and not differing(found, exact):
+            unnoticed.append(missing)
+    assert unnoticed == []
