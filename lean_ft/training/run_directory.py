@@ -114,7 +114,9 @@ def check_usable(directory: Path) -> None:
     while not nearest.exists():
         nearest = nearest.parent
     try:
-        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()  # to be asked is not enough: root may all
+        tempfile.TemporaryDirectory(
+            prefix=".lean_ft-", dir=nearest
+        ).cleanup()  # to be asked is not enough: root may all
     except OSError as error:
         raise ValueError(
             f"output_dir={directory} cannot be written: {nearest} refuses it ({error.strerror}). Set another output_dir."
