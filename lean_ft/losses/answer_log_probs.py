@@ -1,7 +1,6 @@
 """Log-probabilities of whole answers, without logits: what losses of preferred answers are made of.
 
-A pass of the model over a `PairBatch`, and one sum an answer. Every sum adds an answer's own tokens in their order, so
-neither the batch that it stands in nor padding or packing has a part in it.
+A pass of the model over a `PairBatch`, and one sum an answer, in the same order for the same batch on every device.
 
 LD-DPO counts the tokens behind the length of the shorter answer by `loss.ld_alpha` (Liu et al. 2024, arXiv:2409.06411);
 it is in these sums, and so in the reference's. WPO weighs a pair by exp of the mean of log p - log(sum of p^2 over all tokens),
@@ -56,10 +55,16 @@ class AnswerLogProbs:
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
         """batch: on the model's device, as `lean_ft.data.PairBatch` is; statistics: where to add what tokens tell."""
-        lengths = batch.answer_tokens.flatten()  # (2 P,)
-        answer = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-            lengths, output_size=len(batch.label)
-        )  # (N,)
+        lengths, num_labels = batch.answer_tokens.flatten(), len(batch.label)  # (2 P,)
+        answer = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=num_labels)
+        place = torch.arange(num_labels, device=lengths.device) - (lengths.cumsum(0) - lengths)[answer]  # (N,), in it
+
+        def sums(values: Tensor) -> Tensor:  # of values (N,), an answer's each, (P, 2)
+            # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
+            width = batch.input_ids.shape[1]
+            grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
+            return grid.view(-1, 2, width).sum(2)
+
         with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
             hidden, router_loss = model(
                 batch.input_ids,
@@ -69,7 +74,7 @@ class AnswerLogProbs:
                 return_router_loss=True,
                 is_token=batch.is_token,
             )
-            squares = torch.empty(len(answer), device=hidden.device) if self._loss.wpo else None
+            squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(
                 hidden,
                 model.output_weight,
@@ -81,18 +86,9 @@ class AnswerLogProbs:
             )
         weights = torch.ones_like(lengths[::2], dtype=log_probs.dtype)
         if squares is not None:
-            likely = _sums(log_probs.detach() - squares, lengths) / lengths
-            weights = likely.view(-1, 2).sum(1).exp()
-        is_chosen = answer % 2 == 0
-        chosen_loss = -torch.where(is_chosen, log_probs, 0.0).sum()
+            weights = (sums(log_probs.detach() - squares) / batch.answer_tokens).sum(1).exp()
+        chosen_loss = -torch.where(answer % 2 == 0, log_probs, 0.0).sum()
         if self._loss.ld_alpha < 1:
-            place = torch.arange(len(answer), device=answer.device) - (lengths.cumsum(0) - lengths)[answer]
             is_beyond = place >= batch.answer_tokens.amin(1)[answer // 2]
             log_probs = torch.where(is_beyond, log_probs * self._loss.ld_alpha, log_probs)
-        return Answers(_sums(log_probs, lengths).view(-1, 2), weights, chosen_loss, router_loss)
-
-
-def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Of values (N,), as many as `lengths` (A,) say after each other, (A,); each in its own order, on every device."""
-    # Without its check of the lengths, for which a GPU would have to wait.
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0.0)
+        return Answers(sums(log_probs), weights, chosen_loss, router_loss)

@@ -34,8 +34,9 @@ def batch() -> SimpleNamespace:
     lengths = torch.tensor([[3, 9], [10, 2], [5, 5], [1, 10]])
     index = [row * NUM_TOKENS + t for row, count in enumerate(lengths.flatten().tolist()) for t in range(count)]
     label = torch.randint(0, VOCAB, (len(index),), generator=generator)
-    nothing = dict.fromkeys(("input_ids", "positions", "cu_seqlens", "is_token"))
-    return SimpleNamespace(index=torch.tensor(index), label=label, answer_tokens=lengths, **nothing)
+    nothing = dict.fromkeys(("positions", "cu_seqlens", "is_token"))
+    ids = torch.zeros(2 * NUM_PAIRS, NUM_TOKENS)
+    return SimpleNamespace(input_ids=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, **nothing)
 
 
 def answers_of(model: Model, batch: SimpleNamespace, **settings: Any) -> Any:

@@ -522,6 +522,11 @@ def _scaled_mm(
     return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
 
 
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor, grad_input: Tensor | None = None) -> Tensor:
+    """A GPU keeps nothing in the buffer, by which a CPU goes."""
+    return grad * torch.sigmoid(-x)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
@@ -531,6 +536,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "log_sigmoid_backward": _log_sigmoid_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
 }

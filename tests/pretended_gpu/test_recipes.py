@@ -46,11 +46,10 @@ CASES["offload_bfloat16"] = FULL, "bfloat16", f"{LEAN} memory.activation_offload
 CASES["parked_bfloat16"] = FULL, "bfloat16", f"{LEAN} memory.tied_gradient=host optimizer.state=streamed"
 CASES["compiled_bfloat16"] = FULL, "bfloat16", f"{LEAN} compile=true"
 CASES["compiled_float32"] = FULL, "float32", "compile=true memory.activation_checkpointing=selective"
-DPO, LORA_DPO = ("dpo", "tiny/dpo"), ("lora_dpo_single_device", "tiny/dpo")
-CASES["dpo_float32"] = DPO, "float32", "memory.activation_checkpointing=full"
-CASES["dpo_bfloat16"] = DPO, "bfloat16", f"{LEAN} reference.kind=model loss.ld_alpha=0.5 loss.wpo=true"
-CASES["lora_dpo_bfloat16"] = LORA_DPO, "bfloat16", f"{PACKED} loss.sft_weight=0.1"
-CASES["lora_dpo_float16"] = LORA_DPO, "float16", "data.packing=padding_free reference.kind=cached"
+DPO = "dpo", "tiny/dpo"
+CASES["dpo_float32"] = DPO, "float32", "memory.activation_checkpointing=full reference.kind=model loss.wpo=true"
+CASES["dpo_float16"] = DPO, "float16", "data.packing=padding_free loss.sft_weight=0.1"
+CASES["dpo_bfloat16"] = DPO, "bfloat16", f"{LEAN} loss.ld_alpha=0.5"
 CASES["budget_bfloat16"] = FULL, "bfloat16", f"{PACKED} compile=true memory.activation_checkpointing=budget"
 
 
