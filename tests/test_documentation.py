@@ -76,6 +76,7 @@ SUBSTITUTES = [
     (r"^(leanft run generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
     (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds: longer rows have a dash"),
     (r",another\]", r",runs/lora]", "a second adapter; the same one twice adds up as well"),
+    (r"^leanft env --check", "leanft env", "it takes minutes; tests/cli/test_env_verb.py has its own"),
     (r"^leanft download (\S+)", r"leanft validate generate model.path=\1 prompt=x", "nothing is fetched in a test"),
 ]
 NOT_RUN = {

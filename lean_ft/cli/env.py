@@ -1,4 +1,4 @@
-"""`leanft env`: the machine and the versions, for a bug report."""
+"""`leanft env`: the machine and the versions, for a bug report, and whether training works here."""
 
 import json
 from typing import Annotated
@@ -9,15 +9,46 @@ from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import stdout
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: Debug = False) -> None:
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Train the embedded model for a few steps with every technique; takes minutes."),
+    ] = False,
+    device: Annotated[str, typer.Option("--device", help="Where --check trains: auto, cuda, cpu or mps.")] = "auto",
+    debug: Debug = False,
+) -> None:
     """Print versions, devices and what they support."""
     from lean_ft.environment import describe_environment
 
     facts = describe_environment()
-    if as_json:
+    if as_json and not check:
         typer.echo(json.dumps(facts, indent=2))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        text = ", ".join(value) if isinstance(value, list) else str(value)
-        stdout().print(f"{name:<{width}}  {text}", markup=False)
+    if not as_json:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            text = ", ".join(value) if isinstance(value, list) else str(value)
+            stdout().print(f"{name:<{width}}  {text}", markup=False)
+    if check:
+        _check(device, facts if as_json else None)
+
+
+def _check(device: str, facts: dict | None) -> None:
+    """Prints what works, line by line as it is found, or with `facts` all of it as JSON; exits with 1 where something
+    failed that this device should do."""
+    from lean_ft.device_check import check_device
+    from lean_ft.training.device import resolve_device
+
+    device = resolve_device(device).type  # refuses one that is not there
+    if facts is None:
+        stdout().print(f"\non {device}:", markup=False)
+    outcomes = []
+    for outcome in check_device(device):
+        outcomes.append(outcome)
+        if facts is None:
+            stdout().print(f"{outcome.technique:<24}  {outcome.result:<8}  {outcome.why}", markup=False, soft_wrap=True)
+    if facts is not None:
+        typer.echo(json.dumps(facts | {"check": [outcome._asdict() for outcome in outcomes]}, indent=2))
+    if any(outcome.result == "FAILED" for outcome in outcomes):
+        raise typer.Exit(1)

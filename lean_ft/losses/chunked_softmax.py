@@ -17,7 +17,7 @@ Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,10 +252,12 @@ def _compiled(function: Callable[..., None], terms: Terms, softcap: float | None
         function(terms, logits, *of_tokens)
 
     # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
-    compiled = torch.compile(work, dynamic=True, fullgraph=True)
+    # Not tuned on a GPU: for each run of a kernel that writes over the logits, tuning copies them to the host and back.
+    settings: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": {"triton.autotune_pointwise": False}}
+    compiled = torch.compile(work, **settings)
     if softcap is None:
         return compiled
-    cap = torch.compile(lambda logits: _cap(logits, softcap), dynamic=True, fullgraph=True)
+    cap = torch.compile(lambda logits: _cap(logits, softcap), **settings)
 
     def capped(logits: Tensor, *of_tokens: Tensor) -> None:
         cap(logits)

@@ -158,6 +158,6 @@ def _add_rows(gradient: Tensor, ids: Tensor, rows: Tensor) -> None:
     is_first[1:] = ids[1:] != ids[:-1]
     place = is_first.cumsum(0) - 1  # (N,) which of the different ids each one is
     sums = torch.zeros(rows.shape, dtype=wide, device=rows.device).index_add_(0, place, rows[order].to(wide))
-    # Places beyond the last different id hold zeros, and add them to row 0.
-    row_ids = torch.zeros_like(ids).scatter_(0, place, ids)
+    # Places beyond the last different id hold zeros, and add them to a row each: a GPU adds to one row one at a time.
+    row_ids = torch.arange(len(ids), device=ids.device).remainder_(len(gradient)).scatter_(0, place, ids)
     gradient.index_add_(0, row_ids, sums.to(gradient.dtype))

@@ -138,7 +138,8 @@ def attend_documents(
             q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scoring.scale, window_size=(back, 0), **_GROUPED
         )
     else:
-        attended = document_attention(q, k, v, cu_seqlens, sinks, scoring.scale, scoring.window, scoring.softcap)
+        rules = scoring.scale, scoring.window, scoring.softcap
+        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, row_tokens=query.shape[1])
     return attended.view(query.shape)
 
 

@@ -13,7 +13,8 @@ Whatever the documents' lengths, the products' shapes are of a short list: zeros
 A CPU's library compiles code for each new shape, which takes as long as a dozen products and a third of a megabyte.
 
 On CPUs with bfloat16 instructions this takes less than half the time of PyTorch's own flash kernel, which does not
-use them, at the same accuracy. It is one custom op, which torch.compile sees as one opaque operation.
+use them, at the same accuracy. It is one custom op, which torch.compile sees as one opaque operation; on a GPU, whose host
+does not know the boundaries, the op goes row by row (`row_attention`).
 
 Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
@@ -29,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from lean_ft.models.row_attention import Rules, attend_rows, attend_rows_backward
 
 _BLOCK_QUERIES = 64
 _SHORTEST_BLOCK = 16  # queries, of documents that have fewer
@@ -47,13 +50,19 @@ def document_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    row_tokens: int = 0,
 ) -> Tensor:
     """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
     cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. sinks (H,): a logit for each head.
     scale: of the scores, where left out D ** -0.5. window: how many positions a query sees, its own included. softcap:
-    the bound of the scores. Raises ValueError for other boundaries.
+    the bound of the scores. row_tokens: over whose multiples no document goes, where left out N; it counts on a GPU alone.
+    Raises ValueError for other boundaries; on a GPU that is an assertion of the device.
     """
+    if query.is_cuda:
+        return attend_rows(
+            query, key, value, cu_seqlens, row_tokens or len(query), sinks, Rules(scale, window, softcap)
+        )
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for document in _documents(cu_seqlens, len(query)):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
@@ -91,11 +100,16 @@ def document_attention_backward(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    row_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value and sinks from that of `out`, what `document_attention` returned.
 
     Without sinks theirs is empty.
     """
+    if query.is_cuda:
+        rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
+        *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, cu_seqlens, rows, sinks, rules)
+        return *grads, query.new_empty(0, dtype=torch.float32) if grad_sinks is None else grad_sinks.to(sinks.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -150,7 +164,7 @@ def _save_for_backward(ctx, inputs, output: Tensor) -> None:
 
 def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     *grads, grad_sinks = document_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None
+    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)

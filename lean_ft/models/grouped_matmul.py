@@ -1,18 +1,24 @@
 """Matrix products of rows that are sorted into groups, each group with a matrix of its own.
 
-In bfloat16 on CUDA PyTorch's grouped kernel computes all groups in one launch, and the host never learns where they
-end. Everything else is a loop over the groups' contiguous slices. Each is one custom op, which torch.compile sees as
-one opaque operation, and a group without rows is nothing special: its gradient is zero.
+On CUDA one kernel computes all groups in one launch, and the host never learns where they end: PyTorch's grouped kernel
+in bfloat16 on Hopper and Blackwell, our own of `grouped_kernels` on other cards, in other types, and for the thin
+matrices of adapters, whose rows are no whole 16 bytes. Everything else is a loop over the groups' contiguous slices: CPUs,
+and GPUs without Triton, whose host then waits once a product. Each is one custom op, which torch.compile sees as one
+opaque operation, and a group without rows is nothing special: its gradient is zero.
 
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 @torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())
@@ -23,6 +29,8 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """
     if _has_kernel(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=ends)
+    if (kernels := _own_kernels(rows.is_cuda, rows.dtype)) is not None:
+        return kernels.multiply(rows, matrices, ends)
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for group, part in _groups(ends):
         torch.mm(rows[part], matrices[group], out=out[part])
@@ -46,6 +54,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
             # Blackwell's kernel leaves the products of empty groups as they lay in memory (pytorch issue 172439).
             out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
         return out
+    if (kernels := _own_kernels(left.is_cuda, left.dtype)) is not None:
+        return kernels.multiply_outer(left, right, ends)
     out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     for group, part in _groups(ends):
         torch.mm(left[part].T, right[part], out=out[group])
@@ -58,14 +68,27 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """The kernel wants bfloat16 on CUDA, and all strides but the unit one in whole 16 bytes."""
+    """PyTorch's kernel wants bfloat16 on Hopper or Blackwell, and all strides but the unit one in whole 16 bytes; for all
+    else `F.grouped_mm` reads the ends and goes group by group."""
     return all(
         x.is_cuda
         and x.dtype == torch.bfloat16
         and x.data_ptr() % 16 == 0
         and all(s == 1 or s % 8 == 0 for s in x.stride())
+        and torch.cuda.get_device_capability(x.device) in _GROUPED_CAPABILITIES
         for x in operands
     )
+
+
+@cache
+def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
+    if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    try:
+        from lean_ft.models import grouped_kernels
+    except ImportError:  # Triton does not come with every build of PyTorch
+        return None
+    return grouped_kernels
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:

@@ -69,6 +69,8 @@ class AdamW(Rule):
         self.draws_noise = stochastic_rounding
         self.is_fused = moments is None and not (update_clipping or stochastic_rounding)
         self.first, self.second = moments or (Moment(), Moment())
+        # Clipping weighs the whole parameter, and noise is drawn for it from its first element on.
+        self.updated_together = None if update_clipping or stochastic_rounding else self.first.block
         self._update_slices = Sliced(self._update_slice, compile=compile, block=self.first.block)
         self._add_ratios = Sliced(self._add_ratios_of_slice, compile=compile, block=self.first.block)
 

@@ -86,7 +86,9 @@ class AdamW8bit(AdamW):
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        signed, unsigned = (code.tables(codes.device)[0] for code in self._codes)
+        signed, unsigned = (
+            code.tables(state.param.device)[0] for code in self._codes
+        )  # paged codes are the host's to torch
         bnb.optimizer_update_8bit_blockwise(
             "adam",
             state.grad,

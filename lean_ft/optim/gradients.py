@@ -1,5 +1,6 @@
 """Norms of gradients without copies of them, and scaling them in place."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +31,20 @@ def global_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients by one factor in place; a factor on the device is not waited for."""
-    torch.ops.aten._foreach_mul_(list(grads), factor)
+    """Multiply gradients by one factor in place.
+
+    One on a GPU is not waited for; it is rounded to the gradients' type, as `torch.nn.utils.clip_grad_norm_` has it too.
+    """
+    # torch's own function: the operator of that name, called by itself, takes a factor that is a tensor for a number,
+    # and asks the device for it.
+    if not (isinstance(factor, Tensor) and factor.is_cuda):
+        torch._foreach_mul_(list(grads), factor)
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_dtype[grad.dtype].append(grad)
+    for dtype, members in by_dtype.items():  # of one type they are a few launches
+        torch._foreach_mul_(members, factor.to(dtype))
 
 
 def all_finite(scalars: Sequence[Tensor]) -> bool:
@@ -42,6 +55,7 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
 def zero_unless_finite(grad: Tensor, norm: Tensor) -> None:
     """Set a gradient to zero in place if its norm is not finite. On a GPU the host does not wait to learn of it."""
     if grad.is_cuda:
-        grad.masked_fill_(norm.isfinite().logical_not(), 0.0)
+        # Of NaN nothing is true; `isfinite` by itself is four launches, as many as all else that a gradient takes here.
+        grad.masked_fill_(norm.le(torch.finfo(norm.dtype).max).logical_not_(), 0.0)
     elif not all_finite([norm]):
         grad.zero_()

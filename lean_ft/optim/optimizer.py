@@ -163,10 +163,10 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
-        if any(state.param.is_cuda for state in self._states):
-            torch.cuda.synchronize()  # paged state is read by the host
         if self.streamed is not None:
             self.streamed.settle()
+        else:
+            self._await_device()
         tensors = {
             "step": torch.tensor(self.step_count),
             "skipped_steps": torch.tensor(self.skipped_steps),
@@ -193,11 +193,18 @@ class Optimizer:
             )
         if self.streamed is not None:
             self.streamed.forget()
+        else:
+            self._await_device()
         for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
             names = saved.get(state.name, {})
             state.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
         self.skipped_steps = int(tensors["skipped_steps"])
+
+    def _await_device(self) -> None:
+        """Returns when the host may read and write paged state, which is its memory too."""
+        if any(state.param.is_cuda for state in self._states):
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def _gradient_arrived(self, state: ParameterState, _: Tensor) -> None:
@@ -249,5 +256,5 @@ class Optimizer:
                 rule.update(members, step)
             else:
                 for state in members:
-                    with self.streamed.on_device(state, step.number) as here:
+                    for here in self.streamed.on_device(state, step.number):
                         rule.update([here], step)

@@ -46,6 +46,9 @@ class Rule:
     """Base of the update rules: subclasses give `init_state` and `update`."""
 
     draws_noise = False  # whether a step takes a seed from torch's generator
+    # How many neighbouring elements an update depends on together, so that rows of a parameter may be updated one after
+    # the other; None: the whole parameter.
+    updated_together: int | None = None
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """Zeroed state for one parameter: name -> tensor."""

@@ -20,6 +20,7 @@ class SGD(Rule):
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.draws_noise = stochastic_rounding
+        self.updated_together = None if stochastic_rounding else 1
         self._update = Sliced(_update, compile=compile)
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:

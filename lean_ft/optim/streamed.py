@@ -2,9 +2,10 @@
 
 State is read and written once a step, each parameter's at one moment. So it lives on the host; while one parameter is
 updated, the states of the next ones are on their way, in the order of the last step (backward's, where the update is
-made there), and those of the last ones on their way back. What is on the device is a few hundred MiB, whatever the
-model. With 8-bit AdamW 2 bytes a parameter travel each way; a link of 25 GB/s moves 3 billion of them in half a second,
-beside a backward pass that takes longer.
+made there), and those of the last ones on their way back. A large parameter, an embedding say, whose elements a rule
+updates independently of one another is updated in parts, which follow one another as parameters do. What is on the
+device is a few hundred MiB, whatever the model. With 8-bit AdamW 2 bytes a parameter travel each way; a link of 25 GB/s
+moves 3 billion of them in half a second, beside a backward pass that takes longer.
 
 Small states stay on the device: norms and biases are not worth a copy.
 
@@ -12,30 +13,38 @@ Source: our own; the idea of states on the host is ZeRO-Offload's (Ren et al. 20
 there, and is bound by the host's arithmetic.
 """
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 from lean_ft.optim.rule import ParameterState
 
 SMALLEST_BYTES = 2**16
+PART_BYTES = IN_FLIGHT_BYTES // 4  # of state that is updated at a time, where a parameter's may be cut
+
+_Place = tuple[int, int]  # a parameter's index, and which of its parts
 
 
 class StreamedState:
     """The large state tensors of an optimizer, on the host."""
 
     def __init__(
-        self, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES, ahead_bytes: int = IN_FLIGHT_BYTES
+        self,
+        link: HostLink,
+        *,
+        smallest_bytes: int = SMALLEST_BYTES,
+        ahead_bytes: int = IN_FLIGHT_BYTES,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._link = link
-        self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
-        self._sent: dict[int, dict[str, Sent]] = {}  # by parameter: the state that lives on the host
-        self._following: dict[int, int] = {}  # whose update came after whose, in the last step
-        self._last: int | None = None  # updated in this step
+        self._smallest_bytes, self._ahead_bytes, self._part_bytes = smallest_bytes, ahead_bytes, part_bytes
+        self._sent: dict[_Place, dict[str, Sent]] = {}  # the state that lives on the host
+        self._following: dict[_Place, _Place] = {}  # whose update came after whose, in the last step
+        self._last: _Place | None = None  # updated in this step
         self._step_number = 0
 
     def init_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,20 +54,49 @@ class StreamedState:
             for name, tensor in tensors.items()
         }
 
-    @contextmanager
     def on_device(self, state: ParameterState, step_number: int) -> Iterator[ParameterState]:
-        """The state as an update takes it; afterwards it goes home."""
+        """The state as an update takes it, a part of the parameter after another; after its update each goes home."""
         if step_number != self._step_number:
             # No update of the next step follows one of this: its state would be on the device all through forward.
             self._step_number, self._last = step_number, None
-        away = self._away(state)
-        tensors = {**state.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
-        self._prefetch_after(state.index)
-        yield replace(state, tensors=tensors)
-        # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
-        # after that update comes later on the same stream, and nobody reads the host's state in between.
-        for name in away:
-            away[name] = self._link.send(tensors[name], state.tensors[name])
+        names = [name for name, tensor in state.tensors.items() if tensor.nbytes >= self._smallest_bytes]
+        for number, part in enumerate(self._parts(state, names)):
+            place = state.index, number
+            away = self._sent.setdefault(place, {name: Sent(part.tensors[name]) for name in names})
+            tensors = {**part.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
+            self._prefetch_after(place)
+            yield replace(part, tensors=tensors)
+            # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
+            # after that update comes later on the same stream, and nobody reads the host's state in between.
+            for name in away:
+                away[name] = self._link.send(tensors[name], part.tensors[name])
+
+    def _parts(self, state: ParameterState, names: list[str]) -> list[ParameterState]:
+        """The parameter whole, or where the state of these names is large and the rule allows it rows of it; all views."""
+        param, together = state.param, state.rule.updated_together
+        state_bytes = sum(state.tensors[name].nbytes for name in names)
+        if together is None or state_bytes < 2 * self._part_bytes or param.ndim == 0:
+            return [state]
+        row = param.numel() // len(param)
+        # Rows that are whole blocks of what is updated together.
+        step = together // math.gcd(row, together)
+        rows = -(-len(param) * self._part_bytes // state_bytes)
+        rows = -(-rows // step) * step
+        grad, filled_up = state.grad, -(-param.numel() // together) * together
+        parts = []
+        for start in range(0, len(param), rows):
+            of_rows = slice(start, start + rows)
+            part = nn.Parameter(param.detach()[of_rows], requires_grad=False)
+            part.grad = grad[of_rows]
+            tensors = {}
+            for name, tensor in state.tensors.items():
+                entries = of_rows
+                if tensor.shape != param.shape:  # entries for several elements each, in their order
+                    span = filled_up // len(tensor)
+                    entries = slice(start * row // span, min(len(tensor), (start + rows) * row // span))
+                tensors[name] = tensor[entries]
+            parts.append(replace(state, param=part, tensors=tensors))
+        return parts
 
     def settle(self) -> None:
         """Returns when the host may read all state."""
@@ -70,22 +108,15 @@ class StreamedState:
         self._link.forget_arrivals()
         self._sent.clear()
 
-    def _away(self, state: ParameterState) -> dict[str, Sent]:
-        if state.index not in self._sent:
-            self._sent[state.index] = {
-                name: Sent(tensor) for name, tensor in state.tensors.items() if tensor.nbytes >= self._smallest_bytes
-            }
-        return self._sent[state.index]
-
-    def _prefetch_after(self, index: int) -> None:
+    def _prefetch_after(self, place: _Place) -> None:
         """Starts the copies of the next updates' states, as they followed one another in the last step."""
         if self._last is not None:
-            self._following[self._last] = index
-        self._last = index
-        ahead_bytes, seen = 0, {index}
-        while ahead_bytes < self._ahead_bytes and (index := self._following.get(index, -1)) not in seen:
-            seen.add(index)
-            for sent in self._sent.get(index, {}).values():
+            self._following[self._last] = place
+        self._last = place
+        ahead_bytes, seen = 0, {place}
+        while ahead_bytes < self._ahead_bytes and (place := self._following.get(place, place)) not in seen:
+            seen.add(place)
+            for sent in self._sent.get(place, {}).values():
                 self._link.prefetch(sent)
                 ahead_bytes += sent.host.nbytes
 

@@ -1,28 +1,38 @@
 """A run plans itself before it loads weights, and says what would help after it ran out of memory.
 
-The rehearsal runs in a process forked for it: the tracer and the compiler that it brings stay out of the run's own
-memory, and a recipe that does more than the library calls cannot spoil the run that follows. Where a bound from the
-shapes alone shows that the run takes less than half of what is there, nothing is rehearsed.
+The rehearsal runs in a process of its own: the tracer and the compiler that it brings stay out of the run's own
+memory, and a recipe that does more than the library calls cannot spoil the run that follows. It is forked, which costs
+nothing, unless CUDA has begun to work here: no fork may use it then, and none may go backward after this process did. A
+fresh process, which sees no GPU, is then told the recipe's path, the settings and what the device is. Where a bound from
+the shapes alone shows that the run takes less than half of what is there, nothing is rehearsed.
 
 Where that bound does not say enough, and rows are not packed to one length, the data are prepared first, as the run would
 do next: `data.max_length` may be far from the longest row. They are kept in the cache, from which the run maps them.
 """
 
+import io
 import json
 import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from lean_ft.catalog import load_recipe
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
-from lean_ft.plan.devices import CUDA_RESERVED_BYTES, choose_device
+from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
 from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
@@ -31,6 +41,9 @@ from lean_ft.units import gibibytes
 
 _PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
 _PATIENCE_AFTER_SECONDS = 120.0  # for several, once a run has ended
+_START_SECONDS = 15.0  # on top, for a fresh process, which imports torch
+
+_Work = Callable[[ModuleType, RecipeConfig, Device], Any]  # what is done in another process; JSON comes back
 
 
 @dataclass(frozen=True)
@@ -74,17 +87,18 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     if outlook is not None:
         return outlook
 
-    def peak() -> list[Any]:
-        from lean_ft.plan.rehearsal import rehearse
-
-        rehearsal = rehearse(recipe, cfg, device)
-        return [rehearsal.peak_bytes, rehearsal.peak.where]
-
-    found = _in_child(peak, _PATIENCE_SECONDS)
+    found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
     if found is None:
         return None
     peak_bytes, where = found
     return Outlook(peak_bytes, where, room_bytes, device.name)
+
+
+def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
+    from lean_ft.plan.rehearsal import rehearse
+
+    rehearsal = rehearse(recipe, cfg, device)
+    return [rehearsal.peak_bytes, rehearsal.peak.where]
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -110,23 +124,23 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
 def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
     """Returns lines that name settings which take less memory, with the peak of each, the leanest first."""
     device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
+    return _in_child(_lines_of_remedies, recipe, cfg, device, _PATIENCE_AFTER_SECONDS) or ""
 
-    def lines() -> str:
-        from lean_ft.plan.search import remedies
 
-        own, found = remedies(recipe, cfg, device)
-        if not found:
-            return "Every setting that saves memory is in use; a shorter data.max_length or a smaller model takes less."
-        width = max(len(candidate.command_line) for candidate in found)
-        return "\n".join(
-            [f"Predicted peak {gibibytes(own.peak_bytes)}. What takes less, one at a time and the last together:"]
-            + [
-                f"  {c.command_line:<{width}}  {gibibytes(c.peak_bytes)} ({gibibytes(own.peak_bytes - c.peak_bytes)} less)"
-                for c in found
-            ]
-        )
+def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> str:
+    from lean_ft.plan.search import remedies
 
-    return _in_child(lines, _PATIENCE_AFTER_SECONDS) or ""
+    own, found = remedies(recipe, cfg, device)
+    if not found:
+        return "Every setting that saves memory is in use; a shorter data.max_length or a smaller model takes less."
+    width = max(len(candidate.command_line) for candidate in found)
+    return "\n".join(
+        [f"Predicted peak {gibibytes(own.peak_bytes)}. What takes less, one at a time and the last together:"]
+        + [
+            f"  {c.command_line:<{width}}  {gibibytes(c.peak_bytes)} ({gibibytes(own.peak_bytes - c.peak_bytes)} less)"
+            for c in found
+        ]
+    )
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
@@ -157,37 +171,111 @@ def _room_bytes(setting: str) -> int | None:
     return available_bytes()
 
 
-def _in_child(work: Callable[[], Any], patience_seconds: float) -> Any:
-    """What `work` returns, of a forked process, as JSON has it; None where it raises ValueError.
+def _in_child(work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float) -> Any:
+    """What `work` returns in another process, as JSON has it; None where it raises ValueError.
 
     Raises RuntimeError where it raises anything else, dies, or takes too long.
     """
-    if "fork" not in multiprocessing.get_all_start_methods():  # ValueError is for what the user can mend
-        raise RuntimeError("this system cannot fork a process for it; leanft plan does the same in its own")
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(work, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(patience_seconds):
-            raise RuntimeError(f"it took longer than {patience_seconds:.0f} s")
-        answer = json.loads(receiver.recv_bytes())
-    except EOFError:
-        raise RuntimeError("the rehearsal's process died") from None
-    finally:
-        process.kill()
-        process.join()
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    ask = _forked if can_fork else _fresh
+    answer = ask(work, recipe, cfg, device, patience_seconds)
     if "failure" in answer:
         raise RuntimeError(answer["failure"])
     return answer["result"]
 
 
-def _answer(work: Callable[[], Any], sender: Connection) -> None:
+def _forked(
+    work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
+) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_answer, args=(partial(work, recipe, cfg, device), sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(patience_seconds):
+            raise RuntimeError(f"it took longer than {patience_seconds:.0f} s")
+        return json.loads(receiver.recv_bytes())
+    except EOFError:
+        raise RuntimeError("the rehearsal's process died") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_answer(work: Callable[[], Any], sender: Connection) -> None:
+    sender.send_bytes(_answer(work))
+
+
+def _fresh(
+    work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
+) -> dict[str, Any]:
+    patience_seconds += _START_SECONDS
+    settings = io.BytesIO()
+    try:
+        _WithoutRecipe(settings).dump(cfg)
+        question = pickle.dumps((recipe.__file__, work, device, settings.getvalue()))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RuntimeError(f"the settings cannot be handed to another process: {error}") from error
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path),
+    }
+    # Not by multiprocessing, which would run the main module again; and not a terminal's Ctrl-C, which is the run's.
+    command = [sys.executable, "-P", "-c", f"from {__name__} import answer_a_question; answer_a_question()"]
+    try:
+        process = subprocess.run(
+            command,
+            input=question,
+            stdout=subprocess.PIPE,
+            timeout=patience_seconds,
+            env=environment,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it took longer than {patience_seconds:.0f} s") from None
+    if not process.stdout:
+        raise RuntimeError("the rehearsal's process died")
+    return json.loads(process.stdout)
+
+
+class _WithoutRecipe(pickle.Pickler):
+    """Writes the classes of a recipe as their names: a process has them of its own, and may have loaded it twice."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        is_recipes = isinstance(obj, type) and obj.__module__.partition(".")[0] == "recipes"
+        return obj.__name__ if is_recipes else None
+
+
+class _WithRecipe(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, recipe: ModuleType) -> None:
+        super().__init__(file)
+        self._recipe = recipe
+
+    def persistent_load(self, pid: str) -> Any:
+        return getattr(self._recipe, pid)
+
+
+def answer_a_question() -> None:
+    """The other end of a fresh process: a question on standard input, the answer as JSON on standard output."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what a recipe prints is no answer
+    file, work, device, settings = pickle.load(sys.stdin.buffer)
+
+    def ask() -> Any:
+        recipe = load_recipe(Path(file))
+        return work(recipe, _WithRecipe(io.BytesIO(settings), recipe).load(), device)
+
+    with os.fdopen(out, "wb") as answers:
+        answers.write(_answer(ask))
+
+
+def _answer(work: Callable[[], Any]) -> bytes:
     try:
         answer = {"result": work()}
     except ValueError:
         answer = {"result": None}
     except BaseException as error:
         answer = {"failure": traceback.format_exception_only(error)[-1].strip()}
-    sender.send_bytes(json.dumps(answer).encode())
+    return json.dumps(answer).encode()

@@ -309,14 +309,17 @@ def test_rules_get_one_step_number_for_all() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_no_step_waits_for_the_device(settings: dict[str, Any], in_backward: bool) -> None:
+def test_no_step_waits_for_the_device(
+    settings: dict[str, Any], in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if settings["name"] == "paged_adamw_8bit":
         pytest.skip("pages are moved by the driver")
     model = TinyModel().cuda()
     optimizer = build(model, {**settings, "in_backward": in_backward})
     batches = [[ids.cuda() for ids in step] for step in make_batches(3)]
     train(model, optimizer, batches[:1], [1e-3])
-    optimizer._all_finite = lambda scalars: True  # the one number that the host waits for, to skip a bad step
+    # The one number that the host waits for, to skip a bad step.
+    monkeypatch.setattr("lean_ft.optim.optimizer.all_finite", lambda scalars: True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         train(model, optimizer, batches[1:], [1e-3] * 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lean_ft import optim
+from lean_ft.host_link import HostLink
 from lean_ft.optim.streamed import StreamedState
 from tests.late_link import LateLink
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
@@ -15,18 +16,26 @@ LRS = [3e-3, 1e-2, 1e-3, 5e-3]
 LARGE = 2**12  # bytes from which state is streamed here
 
 
-def streamed(model: TinyModel, settings: dict[str, Any], in_flight_bytes: int = 0, ahead_bytes: int = 2**14):
-    """The optimizer of these settings over a link whose copies are as late as they can be."""
-    link = LateLink(in_flight_bytes)
-    away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes)
+def streamed(
+    model: TinyModel,
+    settings: dict[str, Any],
+    in_flight_bytes: int = 0,
+    ahead_bytes: int = 2**14,
+    link: HostLink | None = None,
+    part_bytes: int = 2**20,
+):
+    """The optimizer of these settings over a link whose copies are as late as they can be, or over `link`."""
+    link = LateLink(in_flight_bytes) if link is None else link
+    away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes, part_bytes=part_bytes)
     with mock.patch.object(optim.build, "stream_state", return_value=away):
         return build(model, {**settings, "state": "streamed"}), link
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("in_flight_bytes", [0, 2**30], ids=["gone at once", "still leaving"])
+@pytest.mark.parametrize("part_bytes", [2**20, 3000], ids=["whole", "in parts"])
 def test_weights_are_bitwise_those_of_state_on_the_device(
-    settings: dict[str, Any], in_backward: bool, in_flight_bytes: int
+    settings: dict[str, Any], in_backward: bool, in_flight_bytes: int, part_bytes: int
 ) -> None:
     if settings["name"] == "paged_adamw_8bit":
         pytest.skip("its state cannot be in two places")
@@ -35,7 +44,7 @@ def test_weights_are_bitwise_those_of_state_on_the_device(
     torch.manual_seed(5)
     train(plain, build(plain, settings), make_batches(4, 2), LRS)
     torch.manual_seed(5)
-    optimizer, link = streamed(away, settings, in_flight_bytes)
+    optimizer, link = streamed(away, settings, in_flight_bytes, part_bytes=part_bytes)
     train(away, optimizer, make_batches(4, 2), LRS)
     assert same_weights(plain, away)
     large = [key for key, value in optimizer.state_dict().items() if value.nbytes >= LARGE]
@@ -91,6 +100,39 @@ def test_from_the_second_step_state_is_fetched_before_its_update_asks_for_it() -
     assert [what for what, _ in link.log[: len(large)]] == ["copy"] * len(large)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit"])
+def test_of_a_large_parameter_no_more_than_a_few_parts_are_on_the_device(name: str) -> None:
+    """Once a step has shown the order, each part is fetched ahead and leaves while the next ones are updated."""
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    model = torch.nn.Embedding(2**12, 64).bfloat16()
+    link = LateLink(in_flight_bytes=2**15)
+    away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=2**15, part_bytes=2**14)
+    with mock.patch.object(optim.build, "stream_state", return_value=away):
+        optimizer = build(model, {"name": name, **momentum, "state": "streamed"})
+    kept = [value for value in optimizer.state_dict().values() if value.nbytes >= LARGE]
+    on_device: list[int] = []
+    update = optimizer.rules[0].update
+    with mock.patch.object(optimizer.rules[0], "update") as watched:
+        watched.side_effect = lambda states, info: (on_device.append(bytes_in_flight(link)), update(states, info))
+        for _ in range(2):
+            on_device.clear()
+            link.log.clear()
+            optimizer.set_lr(1e-3)
+            optimizer.scale(model(torch.arange(2**12)).float().square().mean(), last=True).backward()
+            optimizer.finish_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert max(on_device) <= 2**17 < sum(value.nbytes for value in kept)
+    copied = sum(size for what, size in link.log if what == "copy")
+    assert copied == 2 * sum(value.nbytes for value in kept)  # in and out, once each
+    assert min(on_device[1:-1]) > 2**14  # beside the part that is updated, on their way
+
+
+def bytes_in_flight(link: LateLink) -> int:
+    leaving, arriving = link._leaving, link._arriving.values()
+    return sum(sent.source.nbytes for sent in leaving) + sum(value.nbytes for value, _ in arriving)
+
+
 def test_a_cpu_is_refused() -> None:
     for state, words in {"streamed": "in the host's memory already", "paged": "CUDA's managed memory"}.items():
         with pytest.raises(ValueError, match=f"optimizer.state={state} .*{words}.* optimizer.state=device"):
@@ -101,10 +143,10 @@ def test_a_cpu_is_refused() -> None:
 def test_on_a_gpu_weights_stay_and_state_leaves() -> None:
     models = [TinyModel().cuda(), TinyModel().cuda()]
     batches = [[ids.cuda() for ids in step] for step in make_batches(4)]
-    for model, state in zip(models, ("device", "streamed"), strict=True):
-        torch.manual_seed(5)
-        optimizer = build(model, {"name": "adamw", "state": state})
+    here = build(models[0], {"name": "adamw"})
+    away, _ = streamed(models[1], {"name": "adamw"}, link=HostLink(torch.device("cuda")))
+    for model, optimizer, on_gpu in zip(models, (here, away), (True, False), strict=True):
         train(model, optimizer, batches, LRS)
-        assert not optimizer.state_dict()["embed.weight.exp_avg"].is_cuda or state == "device"
+        assert optimizer.state_dict()["embed.weight.exp_avg"].is_cuda == on_gpu
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import longest_batch, sft_batches
@@ -95,11 +96,44 @@ def test_a_rehearsal_that_fails_or_dies_says_so(recipe, configure, monkeypatch):
         foresee(recipe, configure())
 
 
-def test_a_system_that_cannot_fork_says_so_and_stops_no_run(recipe, configure, monkeypatch):
+@pytest.fixture
+def cannot_fork(monkeypatch):
+    """As where CUDA has begun to work, or on a system that has no forks."""
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
     monkeypatch.setattr(beforehand.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    with pytest.raises(RuntimeError, match="cannot fork"):
-        foresee(recipe, configure())
+
+
+def test_a_fresh_process_finds_what_a_fork_does(configure, cannot_fork):
+    lora = load_recipe(find_recipe("lora_finetune_single_device"))  # its settings are of a class made for the alias
+    adapted = lora.Config.model_validate({name: value for name, value in configure() if name != "lora"})
+    outlook = foresee(lora, adapted)
+    assert outlook is not None and outlook.peak_bytes == rehearse(lora, adapted, CPU).peak_bytes
+
+
+def test_a_fresh_process_sees_no_gpu_and_tells_prints_from_the_answer(configure, cannot_fork, tmp_path, capfd):
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom recipes_beside import Config\ndef main(cfg):\n    print('a print of its own')\n"
+        "    raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    (tmp_path / "recipes_beside.py").write_text(
+        "from lean_ft.catalog import find_recipe, load_recipe\n"
+        "Config = load_recipe(find_recipe('full_finetune_single_device')).Config\n"
+    )
+    mine = load_recipe(tmp_path / "mine.py")
+    with pytest.raises(RuntimeError, match="KeyError: ''"):
+        foresee(mine, configure())
+    assert "a print of its own" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_run_is_planned_and_advised_after_it_went_backward(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
+    weight = torch.randn(4, 4, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+    cfg = configure("device=cuda", "model.dtype=float32")
+    outlook = foresee(recipe, cfg)
+    assert outlook is not None and outlook.where
+    assert "less)" in what_takes_less(recipe, cfg)
 
 
 def test_refused_settings_are_left_to_the_run_to_tell(recipe, configure, monkeypatch):

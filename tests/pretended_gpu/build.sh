@@ -28,7 +28,7 @@ grep '^API' "$here/pretended_cuda.cpp" |
     grep -oE '\b(cuda[A-Z][A-Za-z0-9_]*|__cuda[A-Za-z]*|cu[A-Z][A-Za-z0-9_]*|cublas[A-Za-z0-9_]*)\(' | tr -d '(' |
     sort -u > "$build/defined.txt"
 comm -23 "$build/called.txt" "$build/defined.txt" |
-    sed -E 's/^(cublas.*)$/LAUNCHES(\1)/; t; s/^(.*)$/UNEXPECTED(\1)/' > "$build/other_functions.inc"
+    sed -E 's/^(cublas(Set|Destroy|.*SetAttribute).*)$/SETS(\1)/; t; s/^(cublas.*)$/LAUNCHES(\1)/; t; s/^(.*)$/UNEXPECTED(\1)/' > "$build/other_functions.inc"
 
 g++ -O1 -std=c++20 -shared -fPIC -w -I"$cuda_headers" -I"$site/triton/backends/nvidia/include" -I"$build" \
     -Wl,-soname,libcuda.so.1 -o "$build/libcuda.so.1" "$here/pretended_cuda.cpp" -ldl

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+
 # Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
 # from such values: their host code is left out.
 _VALUES_ALONE = {
@@ -107,6 +109,9 @@ def install() -> None:
         return
     torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
     torch.cuda.init()
+
+    from lean_ft.models import grouped_kernels  # here, as it brings Triton
+
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
     for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
@@ -123,6 +128,13 @@ def install() -> None:
     _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
     aten.impl("copy_", _copy, "CUDA", allow_override=True)
 
+    def sleep(cycles: int) -> None:
+        ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
+
+    torch.cuda._sleep = sleep
+    for name in ("multiply", "multiply_outer"):  # which are Triton's
+        setattr(grouped_kernels, name, _grouped_product)
+
     import bitsandbytes  # noqa: F401
 
     own = torch.library.Library("bitsandbytes", "IMPL")
@@ -131,6 +143,14 @@ def install() -> None:
         op = getattr(torch.ops.bitsandbytes, name).default
         host_code = torch.library.get_kernel(f"bitsandbytes::{name}", "CUDA")
         own.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    product = grouped_matmul if right.ndim == 3 else grouped_outer
+    found = product(*map(on_cpu, (left, right, ends)))
+    out = left.new_empty(found.shape)
+    on_cpu(out).copy_(found)
+    return out
 
 
 def watch_accesses(wanted: bool) -> None:
@@ -263,7 +283,7 @@ def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> N
         if isinstance(value, (list, tuple)):
             for each in value:
                 note(each, is_write)
-        elif isinstance(value, Tensor) and value.is_cuda and value.numel() and _races is not None:
+        elif isinstance(value, Tensor) and value.numel() and _races is not None:
             last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
             num_bytes = ctypes.c_size_t((last + 1) * value.element_size())
             _races.pretended_access(ctypes.c_void_p(value.data_ptr()), num_bytes, int(is_write))
@@ -449,6 +469,48 @@ def _sdpa_flash_backward(
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+def _sdpa_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().mT * scale
+    if attn_bias is not None:
+        scores = scores + attn_bias.float()
+    seen = _visible(query.shape[2], key.shape[2], is_causal, None, None)
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value.float(), None, None, None
+
+
+def _sdpa_efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    if attn_bias is not None:
+        raise NotImplementedError("the reference for efficient attention has no gradients with a bias")
+    grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
+    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    return *(x.transpose(1, 2) for x in grads), None
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
@@ -527,15 +589,23 @@ def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor, grad_input: T
     return grad * torch.sigmoid(-x)
 
 
+def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.bmm(left.to(wide), right.to(wide), **out)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_efficient_attention": _sdpa_efficient,
+    "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "bmm": _bmm,
     "log_sigmoid_backward": _log_sigmoid_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,

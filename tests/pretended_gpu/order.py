@@ -49,11 +49,10 @@ def watched_for_races() -> Iterator[list[str]]:
         library.pretended_watch_races(0)
 
 
-def host_reads(tensor: Tensor) -> None:
-    """Says that the host reads memory that the GPU writes as well: a race, if it has not waited until that is done."""
-    ctypes.CDLL("libcuda.so.1").pretended_host_access(
-        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-    )
+def host_uses(tensor: Tensor, *, writes: bool) -> None:
+    """Says that the host reads or writes memory that the GPU reaches too: a race, if it has not waited for the GPU."""
+    start, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    ctypes.CDLL("libcuda.so.1").pretended_host_access(start, num_bytes, int(writes))
 
 
 # What puts work in an order: all that a stream or the host can wait by, and the records that they wait for.
@@ -106,14 +105,10 @@ def without(missing: str | None, folder: Path) -> Iterator[list[str]]:
 
 
 def _place(name: str, folder: Path) -> str | None:
-    functions, frame = [], inspect.currentframe()
-    while frame is not None:
-        if folder in Path(frame.f_code.co_filename).parents:
-            functions.append((frame.f_code.co_filename, frame.f_code.co_qualname))
-        frame = frame.f_back
-    if not functions:
+    """What calls `name` is two frames above this one; of its file's functions those count that follow one another."""
+    callers = inspect.stack(context=0)[2:]
+    file = callers[0].filename
+    if folder not in Path(file).parents:
         return None
-    # The functions of the file that calls, as far as they follow one another: who calls that file is no part of it.
-    file = functions[0][0]
-    chain = list(itertools.takewhile(lambda function: function[0] == file, functions))
-    return " > ".join(qualname for _, qualname in reversed(chain)) + f": {name}"
+    chain = [each.frame.f_code.co_qualname for each in itertools.takewhile(lambda each: each.filename == file, callers)]
+    return " > ".join(reversed(chain)) + f": {name}"

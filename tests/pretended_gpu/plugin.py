@@ -25,12 +25,15 @@ def compile_without_triton() -> None:
     from torch._dynamo.backends import registry
 
     compile = torch.compile
+    registry.lookup_backend("inductor")  # registers all there are, before one is replaced
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend", "inductor") == "inductor":
             kwargs["backend"] = "aot_eager"
             kwargs.pop("mode", None)
+            kwargs.pop("options", None)
         return compile(*args, **kwargs)
 
     torch.compile = traced
+    registry.lookup_backend("inductor")  # it registers itself, and may not find its name taken
     registry._COMPILER_FNS["inductor"] = registry.lookup_backend("aot_eager_decomp_partition")

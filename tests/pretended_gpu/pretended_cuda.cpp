@@ -110,10 +110,11 @@ FILE* log_file() {
     }                            \
   } while (0)
 
+double slept_ms = 0;  // that kernels were asked to wait
 double now_ms() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1e3 + t.tv_nsec * 1e-6;
+  return t.tv_sec * 1e3 + t.tv_nsec * 1e-6 + slept_ms;
 }
 
 std::recursive_mutex mutex;
@@ -399,6 +400,10 @@ API void pretended_reset_counters() {
   count.pinned_bytes = pinned;
   launches().clear();
 }
+API void pretended_sleep(double ms) {
+  Lock lock(mutex);
+  slept_ms += ms;
+}
 // For order.py: late streams, and races.
 API void pretended_be_late(int wanted) {
   Lock lock(mutex);
@@ -417,14 +422,14 @@ API void pretended_begin_kernel(void* stream, const char* name) {
 }
 API void pretended_access(const void* start, size_t n, int is_write) {
   Lock lock(mutex);
-  access(kernel, start, n, is_write);
+  if (find(start)) access(kernel, start, n, is_write);
 }
-API void pretended_host_access(const void* start, size_t n) {
+API void pretended_host_access(const void* start, size_t n, int is_write) {
   Lock lock(mutex);
   static Stream host{{}, -1, {}};
   host.clock = host_clock;
   host.clock[host.id] = ++host_clock[host.id];
-  access({&host, "the host"}, start, n, false);
+  if (find(start)) access({&host, "the host"}, start, n, is_write);
 }
 API void pretended_write_races(const char* path) {
   Lock lock(mutex);
@@ -1126,6 +1131,8 @@ API int nvmlSystemGetDriverVersion() { return kNotSupported; }
 // do nothing, and the log says that they were called.
 #define LAUNCHES(name) \
   API int name() { return launch_library(#name); }
+#define SETS(name) \
+  API int name() { return 0; }
 #define UNEXPECTED(name)                     \
   API int name##_stub() __asm__(#name);      \
   API int name##_stub() {                    \

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,7 @@ pytestmark = pytest.mark.cards("T4", "A100", "H100")
 
 BATCH = (2, 48)
 CU_SEQLENS = [0, 7, 48, 70, 96, 96]  # documents over the two rows, the end repeated as batches do
-# (type of the weights, whether float16 computes, largest difference of the loss, and of all gradients together): sums of
-# another order in the type that computes.
-TYPES: dict[str, tuple[torch.dtype, bool, float, float]] = {
-    "bfloat16": (torch.bfloat16, False, 1e-3, 2e-2),
-    "float16": (torch.float32, True, 1e-4, 3e-3),
-    "float32": (torch.float32, False, 1e-5, 1e-5),
-}
+TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5}  # and by how much all gradients together may differ
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -33,22 +26,31 @@ def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str,
     model_type, settings = CASES[case]
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    dtype, mixed, loss_tolerance, tolerance = TYPES[type_name]
-    packed = layout == "packed"
-    found, expected = (backward(tmp_path, device, dtype, mixed=mixed, packed=packed) for device in ("cuda", "cpu"))
+    packed, tolerance = layout == "packed", TYPES[type_name]
+    found, expected = (backward(tmp_path, device, type_name, packed=packed) for device in ("cuda", "cpu"))
     assert found.keys() == expected.keys()
-    assert abs(found["loss"] - expected["loss"]) <= loss_tolerance * abs(expected["loss"])
-    assert norm_of([found[name] - expected[name] for name in found]) <= tolerance * norm_of(expected.values())
+    if type_name != "float32":
+        # The card rounds at other places than the CPU, and comes as near to what is exact as the CPU does.
+        exact = backward(tmp_path, "cpu", type_name, packed=packed, exactly=True)
+        tolerance = max(tolerance, 3 * distance(expected, exact))
+        expected = exact
+    assert distance(found, expected) <= tolerance
 
 
-def backward(folder: Path, device: str, dtype: torch.dtype, *, mixed: bool, packed: bool) -> dict[str, Tensor]:
-    """The loss of one batch and each parameter's gradient, on the CPU, as a recipe has them."""
+def backward(folder: Path, device: str, type_name: str, *, packed: bool, exactly: bool = False) -> dict[str, Tensor]:
+    """The loss of one batch and each parameter's gradient, on the CPU, as a recipe has them; `exactly` with the same
+    weights, but float32 arithmetic."""
     torch.manual_seed(0)
-    model = load_model(folder, device="cpu", dtype=dtype, random_init=True).to(device)
+    dtype = torch.bfloat16 if type_name == "bfloat16" else torch.float32  # float16's weights are float32
+    model = load_model(folder, device="cpu", dtype=dtype, random_init=True)
     generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # weights so large that a wrong formula shows, norms and biases included
+        for param in model.parameters():
+            param.add_(0.2 * torch.randn(param.shape, generator=generator).to(dtype))
+    model.to(device, torch.float32 if exactly else dtype)
     ids, labels = (torch.randint(3, 100, BATCH, generator=generator).to(device) for _ in range(2))
     bounds = torch.tensor(CU_SEQLENS, dtype=torch.int32).to(device) if packed else None
-    with torch.autocast(device, torch.float16, enabled=mixed):
+    with torch.autocast(device, torch.float16, enabled=type_name == "float16" and not exactly):
         hidden = model(ids, None, bounds, return_hidden=True)
         loss = linear_cross_entropy(
             hidden, model.output_weight, labels, num_targets=96, chunk_tokens=32, softcap=model.config.logits_softcap
@@ -60,5 +62,12 @@ def backward(folder: Path, device: str, dtype: torch.dtype, *, mixed: bool, pack
     }
 
 
-def norm_of(tensors: Any) -> float:
-    return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the loss or of all gradients together, relative to what is expected; the larger."""
+    loss = abs(float(found["loss"]) / float(expected["loss"]) - 1)
+    names = [name for name in expected if name != "loss"]
+    differences, norms = (
+        [(x[name]).double().norm() for name in names]
+        for x in ({name: found[name] - expected[name] for name in names}, expected)
+    )
+    return max(loss, float(torch.stack(differences).norm() / torch.stack(norms).norm()))

@@ -1,0 +1,96 @@
+"""Whether training works on a device: the embedded model takes a few steps with one technique after another.
+
+Each is a run of a shipped recipe in a process of its own, so that one that crashes is told and the others go on. Its losses
+are compared with those of a CPU in float32, which a kernel that computes nonsense, or an update that never arrives, would
+miss by far. What a device cannot do by design is refused by the recipe, with the reason.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+STEPS = 6
+_TIME_LIMIT_SECONDS = 300
+_TOLERANCE = 0.15  # of a loss; roundings make 10 % of it after a few large steps, and without updates it is 80 % off
+_FULL = {"--config": "tiny/full", "optimizer.lr": "3e-3"}
+_LORA = {"--config": "tiny/lora", "optimizer.lr": "5e-3"}
+_ALWAYS = {
+    "schedule.warmup_steps": "0",
+    "max_steps": str(STEPS),
+    "eval_answers": "0",
+    "data.validation_source": "null",
+    "save_every": "0",
+    "plan": "false",
+}
+_BF16 = {"model.dtype": "bfloat16"}
+_OFFLOADED = {"memory.activation_checkpointing": "full", "memory.activation_offload": "true"}
+_DECIDES_LOSSES = ("--config", "data.packing", "clip_grad_norm")  # all else is technique
+_IN_BACKWARD = {"optimizer.in_backward": "true", "clip_grad_norm": "null"}
+
+# What is checked, and the settings that do it.
+_TECHNIQUES: dict[str, dict[str, str]] = {
+    "float32": _FULL,
+    "bfloat16": _FULL | _BF16,
+    "float16, loss scaled": _FULL | {"model.dtype": "float16"},
+    "packed documents": _FULL | _BF16 | {"data.packing": "padding_free"},
+    "torch.compile": _FULL | _BF16 | {"compile": "true"},
+    "8-bit AdamW, in backward": _FULL | _BF16 | _IN_BACKWARD | {"optimizer.name": "adamw_8bit"},
+    "8-bit AdamW, paged": _FULL | _BF16 | {"optimizer.name": "paged_adamw_8bit"},
+    "8-bit AdamW, torchao": _FULL | _BF16 | {"optimizer.name": "adamw_8bit_torchao"},
+    "states streamed": _FULL | _BF16 | {"optimizer.state": "streamed"},
+    "activations offloaded": _FULL | _BF16 | _OFFLOADED,
+    "LoRA": _LORA | _BF16,
+    "QLoRA": _LORA | _BF16 | {"lora.quantize": "nf4"},
+}
+
+
+class Outcome(NamedTuple):
+    """What came of a technique: `works`, `not here` (refused by design) or `FAILED`, and why."""
+
+    technique: str
+    result: str
+    why: str
+
+
+def check_device(device: str) -> Iterator[Outcome]:
+    """Tries every technique on `device` (auto, cpu, cuda, mps), one after another; takes a minute or a few."""
+    with tempfile.TemporaryDirectory(prefix="lean_ft-check-") as name:
+        folder = Path(name)
+        references: dict[tuple[str | None, ...], list[float] | Outcome] = {}
+        for technique, settings in _TECHNIQUES.items():
+            key = tuple(settings.get(name) for name in _DECIDES_LOSSES)
+            if key not in references:
+                plain = (_FULL if settings["--config"] == _FULL["--config"] else _LORA) | {"model.dtype": "float32"}
+                same_batches = {name: settings[name] for name in _DECIDES_LOSSES if name in settings}
+                references[key] = _train(folder, plain | same_batches, "cpu")
+            found, reference = _train(folder, settings, device), references[key]
+            if isinstance(found, Outcome) or isinstance(reference, Outcome):
+                refused = found if isinstance(found, Outcome) else reference
+                assert isinstance(refused, Outcome)
+                yield refused._replace(technique=technique)
+                continue
+            worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, reference, strict=True))
+            said = f"{STEPS} steps, losses within {worst:.1%} of a CPU's in float32"
+            yield Outcome(technique, "works" if worst <= _TOLERANCE else "FAILED", said)
+
+
+def _train(folder: Path, settings: dict[str, str], device: str) -> list[float] | Outcome:
+    """The losses of a short run, or why there are none."""
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    given = {**settings, **_ALWAYS, "device": device, "output_dir": str(run)}
+    preset = given.pop("--config")
+    command = [sys.executable, "-m", "lean_ft", "run", "--config", preset, *(f"{k}={v}" for k, v in given.items())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Outcome("", "FAILED", f"not done after {_TIME_LIMIT_SECONDS} s")
+    if done.returncode == 0:
+        lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+    said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
+    why = said[-1] if said else f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+    return Outcome("", "not here" if done.returncode == 2 else "FAILED", why)

@@ -1,0 +1,174 @@
+"""The products of `grouped_matmul` as Triton kernels: for cards, types and shapes that PyTorch's grouped kernel is not for.
+
+PyTorch's kernel wants a Hopper or Blackwell card, bfloat16 and strides of whole 16 bytes; for all else it asks the device
+where the groups end and multiplies one after another, so the host waits at every product. Here each program finds its
+group by itself: the grid has a tile more a group than the rows have, and what is too many returns at once.
+
+Sums are float32, and of float32 numbers exact to its rounding (no TF32). Imported where there is Triton and a GPU alone.
+
+Source: Triton's tutorial on grouped products, whose programs go through the groups in a loop.
+
+Shapes: M rows of all groups, G groups, K and N features.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Of one program: rows and columns of the result, and what is summed at a time. tl.dot wants 16 of each at least.
+_ROWS, _COLUMNS, _SUMMED = 64, 128, 32
+
+
+def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Returns (M, N): each group's rows (M, K) times its matrix (G, K, N); ends (G,) int32."""
+    num_rows, num_summed = rows.shape
+    num_groups, _, num_columns = matrices.shape
+    out = rows.new_empty(num_rows, num_columns)
+    columns, summed = (_block(n, most) for n, most in ((num_columns, _COLUMNS), (num_summed, _SUMMED)))
+    grid = (triton.cdiv(num_rows, _ROWS) + num_groups, triton.cdiv(num_columns, columns))
+    _multiply[grid](
+        rows,
+        matrices,
+        ends,
+        out,
+        num_groups,
+        num_columns,
+        num_summed,
+        *rows.stride(),
+        *matrices.stride(),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=_ROWS,
+        COLUMNS=columns,
+        SUMMED=summed,
+    )
+    return out
+
+
+def multiply_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Returns (G, K, N): each group's rows of left (M, K), transposed, times its rows of right (M, N)."""
+    num_rows, num_columns = left.shape[1], right.shape[1]  # of each result
+    out = left.new_empty(len(ends), num_rows, num_columns)
+    rows, columns = (_block(n, most) for n, most in ((num_rows, _ROWS), (num_columns, _COLUMNS)))
+    grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns), len(ends))
+    _multiply_outer[grid](
+        left,
+        right,
+        ends,
+        out,
+        num_rows,
+        num_columns,
+        *left.stride(),
+        *right.stride(),
+        ROWS=rows,
+        COLUMNS=columns,
+        SUMMED=_SUMMED,
+    )
+    return out
+
+
+def _block(length: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(length)))
+
+
+@triton.jit
+def _multiply(
+    rows,
+    matrices,
+    ends,
+    out,
+    num_groups,
+    num_columns,
+    num_summed,
+    row_stride,
+    row_feature_stride,
+    group_stride,
+    summed_stride,
+    column_stride,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    groups = tl.arange(0, GROUPS)
+    is_group = groups < num_groups
+    group_ends = tl.load(ends + groups, mask=is_group, other=0)
+    group_starts = tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0)
+    tiles = tl.where(is_group, (group_ends - group_starts + ROWS - 1) // ROWS, 0)
+    tiles_up_to = tl.cumsum(tiles, 0)
+    if tile >= tl.sum(tiles, 0):
+        return
+    group = tl.sum((tiles_up_to <= tile).to(tl.int32), 0)
+    is_own = groups == group
+    own_tile = tile - tl.sum(tl.where(is_own, tiles_up_to - tiles, 0), 0)
+    start = tl.sum(tl.where(is_own, group_starts, 0), 0) + own_tile * ROWS
+    end = tl.sum(tl.where(is_own, group_ends, 0), 0)
+
+    m = (start + tl.arange(0, ROWS)).to(tl.int64)
+    n = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    is_row, is_column = m < end, n < num_columns
+    matrix = matrices + group.to(tl.int64) * group_stride
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, num_summed, SUMMED):
+        k = first + tl.arange(0, SUMMED)
+        is_summed = k < num_summed
+        left = tl.load(
+            rows + m[:, None] * row_stride + k[None, :] * row_feature_stride,
+            mask=is_row[:, None] & is_summed[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            matrix + k[:, None] * summed_stride + n[None, :] * column_stride,
+            mask=is_summed[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    tl.store(
+        out + m[:, None] * num_columns + n[None, :],
+        total.to(out.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit
+def _multiply_outer(
+    left,
+    right,
+    ends,
+    out,
+    num_rows,
+    num_columns,
+    left_stride,
+    left_feature_stride,
+    right_stride,
+    right_feature_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    group = tl.program_id(2).to(tl.int64)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends + group)
+    k = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    n = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    is_row, is_column = k < num_rows, n < num_columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(start, end, SUMMED):
+        m = (first + tl.arange(0, SUMMED)).to(tl.int64)
+        is_summed = m < end
+        lefts = tl.load(
+            left + m[None, :] * left_stride + k[:, None] * left_feature_stride,
+            mask=is_summed[None, :] & is_row[:, None],
+            other=0.0,
+        )
+        rights = tl.load(
+            right + m[:, None] * right_stride + n[None, :] * right_feature_stride,
+            mask=is_summed[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(lefts, rights, total, input_precision="ieee")
+    tl.store(
+        out + group * num_rows * num_columns + k[:, None] * num_columns + n[None, :],
+        total.to(out.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )

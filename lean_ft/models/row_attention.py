@@ -1,0 +1,220 @@
+"""Causal attention of rows that hold documents, for a GPU whose host does not know where documents begin.
+
+`document_attention` goes document by document, so it has to read the boundaries: on a GPU that waits, in every layer and
+direction, and a block of one short document is too little work for a launch. Here a block of queries of all rows meets
+all keys before it, and what lies in another document is masked: the shapes depend on nothing that is on the device. That
+multiplies for nothing where documents are much shorter than rows, which is little beside a layer's other products.
+
+Scores are float32, made by products of the tensors' own type that are summed in float32, as are the gradients of keys and
+values. Backward computes the softmax again, so that a block's scores are all that there is of shape (T, T). Its gradient
+is taken in one kernel, from weights that need not sum to one: with a sink they do not, and the formula is the same.
+
+Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+
+Shapes: B rows, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, G = H / K heads of a group, D
+features of a head, S rows of a block: its queries times G, C keys that a block sees.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_SCORES = 2**23  # of a block over all rows and heads, 32 MiB in float32; two to four such are alive
+_ALIGNED_QUERIES = 8  # of which a block has a multiple: tensor cores want it of 16-bit products
+
+
+class Rules(NamedTuple):
+    """How scores become weights."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, row_tokens: int, sinks: Tensor | None, rules: Rules
+) -> Tensor:
+    """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D) in documents that end with rows.
+
+    cu_seqlens (documents + 1,): boundaries in the N tokens; that no document goes over the end of a row of `row_tokens`
+    is checked on the device, as is that they rise from 0 to N. sinks (H,).
+    """
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules)
+    values = _by_head(value, row_tokens)
+    outs = torch.empty_like(softmax.queries)  # (B * K, T * G, D)
+    for block in softmax.blocks:
+        weights = softmax(block).weights.to(query.dtype)  # (B * K, S, C)
+        torch.bmm(weights, values[:, block.keys], out=outs[:, block.rows])
+    _put_queries(outs, out, row_tokens)
+    return out
+
+
+def attend_rows_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    row_tokens: int,
+    sinks: Tensor | None,
+    rules: Rules,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of query, key, value and, in float32, sinks, from that of what `attend_rows` returned."""
+    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules)
+    keys, values = softmax.keys, _by_head(value, row_tokens)
+    grads = _by_query(grad_out, key.shape[1], row_tokens)  # (B * K, T * G, D)
+    grad_queries = torch.empty_like(softmax.queries)
+    # (B * K, T, D) each
+    grad_keys, grad_values = (torch.zeros_like(keys, dtype=softmax.dtype) for _ in range(2))
+    grad_sinks = None if sinks is None else torch.zeros(len(sinks), dtype=softmax.dtype, device=query.device)
+    for block in softmax.blocks:
+        weights, slope, sink_weights = softmax(block)
+        grad_rows = grads[:, block.rows]  # (B * K, S, D)
+        grad_weights = _product(grad_rows, values[:, block.keys].mT)  # (B * K, S, C)
+        if grad_sinks is not None and sink_weights is not None:  # a sink's value is nothing
+            of_rows = sink_weights * (weights * grad_weights).sum(-1, keepdim=True)
+            # (B, K, queries, G): rows of a group stand side by side
+            of_rows = of_rows.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)
+            grad_sinks -= of_rows.sum((0, 2)).flatten()
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, softmax.dtype)
+        del grad_weights
+        grad_values[:, block.keys] += _product(weights.to(query.dtype).mT, grad_rows)
+        if slope is not None:
+            grad_scores *= slope
+        del weights, slope
+        grad_scores = grad_scores.to(query.dtype)
+        torch.bmm(grad_scores, keys[:, block.keys], out=grad_queries[:, block.rows])
+        grad_keys[:, block.keys] += _product(grad_scores.mT, softmax.queries[:, block.rows])
+    grad_query, grad_key, grad_value = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    _put_queries(grad_queries.mul_(softmax.scale), grad_query, row_tokens)
+    for grad, grad_heads in ((grad_key, grad_keys.mul_(softmax.scale)), (grad_value, grad_values)):
+        heads = grad_heads.unflatten(0, (-1, key.shape[1]))  # (B, K, T, D)
+        grad.view(-1, row_tokens, *grad.shape[1:]).copy_(heads.transpose(1, 2))
+    return grad_query, grad_key, grad_value, grad_sinks
+
+
+class _Block(NamedTuple):
+    queries: slice  # of a row's tokens
+    rows: slice  # the same in a head's T * G
+    keys: slice  # those that any of the queries sees, the last of them its own
+
+
+class _Weights(NamedTuple):
+    weights: Tensor  # (B * K, S, C) float32
+    slope: Tensor | None  # the soft cap's derivative, where there is a cap
+    sinks: Tensor | None  # (B * K, S, 1): the weights that went to the sinks, where there are any
+
+
+class _Softmax:
+    """The attention weights of the rows' queries, a block at a time."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        cu_seqlens: Tensor,
+        row_tokens: int,
+        sinks: Tensor | None,
+        rules: Rules,
+    ) -> None:
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        self.group, self.num_kv_heads = num_heads // num_kv_heads, num_kv_heads
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.scale = query.shape[-1] ** -0.5 if rules.scale is None else rules.scale
+        self.softcap = rules.softcap
+        self.queries = _by_query(query, num_kv_heads, row_tokens)
+        self.keys = _by_head(key, row_tokens)
+        self.first = _first_visible(cu_seqlens, len(query), row_tokens, rules.window)  # (B, T)
+        self.places = torch.arange(row_tokens, device=query.device)
+        self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, rules.window)
+        self.sinks = None
+        if sinks is not None:  # (1, K, 1, G, 1)
+            self.sinks = sinks.to(self.dtype).view(1, num_kv_heads, 1, self.group, 1)
+
+    @torch.autocast("cpu", enabled=False)
+    @torch.autocast("cuda", enabled=False)
+    def __call__(self, block: _Block) -> _Weights:
+        scores = _product(self.queries[:, block.rows], self.keys[:, block.keys].mT)  # (B * K, S, C)
+        slope = None
+        if self.softcap is None:
+            scores.mul_(self.scale)
+        else:
+            tanh = scores.mul_(self.scale / self.softcap).tanh_()
+            slope = 1 - tanh.square()
+            scores = tanh.mul_(self.softcap)
+        queries, keys = self.places[block.queries], self.places[block.keys]
+        hidden = (keys < self.first[:, block.queries, None]).logical_or_(keys > queries[:, None])  # (B, queries, C)
+        by_query = scores.view(len(hidden), self.num_kv_heads, len(queries), self.group, -1)
+        by_query.masked_fill_(hidden[:, None, :, None], float("-inf"))
+        if self.sinks is None:
+            return _Weights(scores.softmax(-1), slope, None)
+        sinks = self.sinks.expand(*by_query.shape[:-1], 1)
+        weights = torch.cat((by_query, sinks), -1).softmax(-1).view(*scores.shape[:2], -1)
+        return _Weights(weights[..., :-1], slope, weights[..., -1:])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The products of a batch of matrices, in float32 where they are narrower."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == wide:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=wide)
+    return torch.bmm(left.to(wide), right.to(wide))
+
+
+def _first_visible(cu_seqlens: Tensor, num_tokens: int, row_tokens: int, window: int | None) -> Tensor:
+    """The first place of a row that each of its tokens sees, (B, T)."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    starts = cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1].view(-1, row_tokens)
+    of_row = tokens.view(-1, row_tokens)
+    fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
+    torch.ops.aten._assert_async.msg(
+        fits & (starts >= of_row[:, :1]).all(),
+        f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, and no document may go over the end of a row "
+        f"of {row_tokens}.",
+    )
+    if window is not None:
+        starts = torch.maximum(starts, of_row - (window - 1))
+    return starts - of_row[:, :1]
+
+
+def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None) -> list[_Block]:
+    """Cuts a row's queries into blocks of about as many scores each, over `num_rows` of all rows and heads."""
+    blocks, start = [], 0
+    while start < row_tokens:
+        first = 0 if window is None else max(0, start - window + 1)
+        # The most queries q with num_rows * q * (start - first + q) scores.
+        before, scores = start - first, BLOCK_SCORES // num_rows
+        queries = int(((before * before + 4 * scores) ** 0.5 - before) / 2)
+        queries = max(_ALIGNED_QUERIES, queries // _ALIGNED_QUERIES * _ALIGNED_QUERIES)
+        end = min(row_tokens, start + queries)
+        blocks.append(_Block(slice(start, end), slice(start * group, end * group), slice(first, end)))
+        start = end
+    return blocks
+
+
+def _by_head(x: Tensor, row_tokens: int) -> Tensor:
+    """A copy of keys or values (N, K, D) as (B * K, T, D)."""
+    return x.view(-1, row_tokens, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
+
+
+def _by_query(x: Tensor, num_kv_heads: int, row_tokens: int) -> Tensor:
+    """A copy of queries (N, H, D) as (B * K, T * G, D): a block of tokens is then a block of rows."""
+    return (
+        x.view(-1, row_tokens, num_kv_heads, x.shape[1] // num_kv_heads, x.shape[2])
+        .transpose(1, 2)
+        .flatten(2, 3)
+        .flatten(0, 1)
+    )
+
+
+def _put_queries(rows: Tensor, target: Tensor, row_tokens: int) -> None:
+    """The inverse of `_by_query`: rows (B * K, T * G, D) go to target (N, H, D)."""
+    num_rows, group = len(target) // row_tokens, rows.shape[1] // row_tokens
+    heads = rows.view(num_rows, -1, row_tokens, group, rows.shape[-1])  # (B, K, T, G, D)
+    target.view(num_rows, row_tokens, heads.shape[1], group, -1).copy_(heads.transpose(1, 2))

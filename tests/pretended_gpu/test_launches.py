@@ -1,0 +1,90 @@
+"""What host code alone decides: how many launches an update takes, and how much memory of the host is pinned."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lean_ft.host_link import HostLink
+from lean_ft.optim import Optimizer
+from lean_ft.optim.gradients import scale_gradients
+from tests.optim.tiny_training import build
+from tests.pretended_gpu.counters import counters
+
+pytestmark = pytest.mark.cards("H100")
+
+
+def counted(count: str, work: Any) -> int:
+    before = counters()[count]
+    work()
+    return counters()[count] - before
+
+
+def test_a_gradient_takes_four_launches_beside_its_update() -> None:
+    """Its norm, two to tell whether that is finite, and one to set the gradient to zero where it is not."""
+    model = nn.Linear(128, 128, bias=False).cuda().bfloat16()
+    optimizer = build(model, {"name": "sgd", "in_backward": True})
+    model.weight.grad = torch.full_like(model.weight, 0.5)
+    optimizer.set_lr(1.0)
+    before = model.weight.detach().clone()
+    with mock.patch.object(Optimizer, "_update", lambda self, states: before.copy_(states[0].grad)):
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states[0])) <= 5  # the copy is one
+    assert bool((before == 0.5).all())
+
+
+def test_clipping_many_gradients_takes_few_launches() -> None:
+    grads = [
+        torch.ones(64, 8, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32) for _ in range(30)
+    ]
+    factor = torch.tensor(0.5, device="cuda")
+    assert counted("kernels", lambda: scale_gradients(grads, factor)) <= 6
+    assert all(bool((grad == 0.5).all()) for grad in grads)
+
+
+def test_what_is_pinned_is_what_is_kept() -> None:
+    link = HostLink(torch.device("cuda", 0))
+    shapes = [(3000, 1100), (70_000,), (5, 513, 257), (1,), (0, 3)]
+    tensors = [
+        torch.randn(shape, device="cuda").to(dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float32)
+    ]
+    kept_bytes = sum(tensor.nbytes for tensor in tensors)
+    start = counters()["pinned_bytes"]
+    for _ in range(3):  # what the last round gave back serves the next
+        sent = [link.send(tensor) for tensor in tensors]
+        link.synchronize()
+        assert all(torch.equal(one.host, tensor.cpu()) for one, tensor in zip(sent, tensors, strict=True))
+        assert counters()["pinned_bytes"] - start <= 1.001 * kept_bytes
+        del sent
+    wider = torch.randn(2 * kept_bytes // 4, device="cuda")  # for which what is free makes room
+    kept = link.host_copy(wider)
+    assert torch.equal(kept, wider.cpu()) and counters()["pinned_bytes"] - start <= 1.001 * wider.nbytes
+    assert kept.is_pinned()
+    del kept, link
+    assert counters()["pinned_bytes"] == start
+
+
+TUNED = """
+import os, torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from lean_ft.losses.linear_cross_entropy import _Terms, _compiled_softmax_gradient
+def benchmark(self, *args, **kwargs):
+    raise AssertionError(f"{self.inductor_meta['kernel_name']} is tuned, and writes over {self.mutated_arg_names}")
+CachingAutotuner.benchmark_all_configs = benchmark
+logits, rows = torch.empty(64, 4096, device="cuda", dtype=torch.bfloat16), torch.empty(64, 3, device="cuda")
+_compiled_softmax_gradient(_Terms(30.0, 0.0, 0.0))(logits, torch.zeros(64, dtype=torch.int64, device="cuda"), rows)
+print("not tuned", flush=True)
+os._exit(0)
+"""
+
+
+def test_nothing_copies_the_logits_to_tune_what_writes_over_them(tmp_path: Any) -> None:
+    """Tuning copied them to the host and back for each run of a kernel: 884 GiB with memory.loss_chunk_tokens=0 at 3 B."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", TUNED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "not tuned\n", done.stderr[-2000:]
