@@ -71,6 +71,17 @@ def test_it_begins_with_margins_of_exactly_0_and_a_loss_of_ln_2(train: Train, se
     assert last["rewards/margins"] != 0
 
 
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, packing: str) -> None:
+    """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
+    rows = ("data.validation_fraction=0.9", "epochs=2", "max_steps=10", "optimizer.lr=0", "reference.kind=cached")
+    *lines, evaluation = train(*rows, f"data.packing={packing}", "batch_size=4")
+    assert lines[-1]["epoch"] > 1
+    for line in lines:
+        assert line["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert evaluation["eval_rewards/chosen"] == evaluation["eval_rewards/margins"] == 0
+
+
 def test_a_reference_in_4_bits_is_near(train: Train) -> None:
     (first,) = train("reference.kind=nf4", "max_steps=1")
     assert 0 < abs(first["rewards/chosen"]) < 0.5
