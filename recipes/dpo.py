@@ -1,7 +1,7 @@
 """Learning from pairs of a chosen and a rejected answer: DPO and what followed it, of all parameters or an adapter.
 
 leanft run dpo --config tiny/dpo
-leanft run dpo --config tiny/dpo loss.name=simpo   # docs/preferences.md has the losses
+leanft run dpo --config tiny/dpo loss.name=simpo output_dir=runs/simpo   # docs/preferences.md has the losses
 leanft cp  dpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/dpo
 
 This is finetune with another loss: a sum over pairs of what two models say of whole answers.

@@ -230,7 +230,7 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
     [
         (("reference.kind=adapter_off",), "lora is null"),
         (("loss.name=orpo", "reference.kind=model"), "orpo reads no reference"),
-        (("loss.name=dpo",), "loss.name"),
+        (("loss.name=dpo",), "Did you mean 'sigmoid'"),
         (("loss.gamma=1",), "gamma=1 is not read by the loss sigmoid, but by simpo"),
         (("loss.name=exo", "loss.label_smoothing=0"), "takes its logarithm"),
         (("loss.label_smoothing=0.5",), "number >= 0 and < 0.5"),
