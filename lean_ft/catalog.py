@@ -30,6 +30,7 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "lora_finetune_single_device": ("finetune", "lora"),
     "full_finetune_distributed": ("finetune", None),
     "lora_finetune_distributed": ("finetune", "lora"),
+    "lora_dpo_single_device": ("dpo", "lora"),
 }
 
 Found = TypeVar("Found")

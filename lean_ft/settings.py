@@ -320,6 +320,101 @@ class LossConfig(Settings):
     )
 
 
+# What a preference loss reads beside beta.
+LOSS_READS = {
+    "sigmoid": ("label_smoothing",),
+    "robust": ("label_smoothing",),
+    "exo": ("label_smoothing",),
+    "simpo": ("gamma",),
+    "cpo": ("alpha",),
+}
+
+
+class PreferenceLossConfig(Settings):
+    """The loss of a pair of answers; docs/preferences.md has the formulas."""
+
+    name: Literal[
+        "sigmoid",
+        "robust",
+        "ipo",
+        "hinge",
+        "sigmoid_norm",
+        "apo_zero",
+        "apo_down",
+        "nca",
+        "bco_pair",
+        "sppo",
+        "exo",
+        "simpo",
+        "cpo",
+        "orpo",
+    ] = Field("sigmoid", description="Which loss: `sigmoid` is DPO. simpo, cpo and orpo have no reference model.")
+    beta: PositiveFloat | None = Field(
+        None, description="How near the model stays to the reference; more is nearer. null is 0.1, and 2.5 for simpo."
+    )
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = Field(
+        None,
+        description="sigmoid, robust, exo: share of pairs taken to be the wrong way round. null is 0, 0.1 and 0.001.",
+    )
+    gamma: float | None = Field(None, description="simpo: by how much the chosen answer is to be ahead. null is 1.375.")
+    alpha: NonNegativeFloat | None = Field(
+        None, description="cpo: weight of the chosen answer's own loss a token. null is 1."
+    )
+    sft_weight: NonNegativeFloat = Field(
+        0.0,
+        description="With any loss: weight of the chosen answers' cross-entropy, a mean over the step's tokens of them.",
+    )
+    ld_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        1.0,
+        description="LD-DPO: what a token counts behind the length of the shorter answer, in the reference as well; below "
+        "1 longer answers gain less from their length.",
+    )
+    wpo: bool = Field(
+        False, description="WPO: weigh each pair by how likely the model itself is to give these answers, a token."
+    )
+
+    @property
+    def beta_of_loss(self) -> float:
+        if self.beta is not None:
+            return self.beta
+        return 2.5 if self.name == "simpo" else 0.1
+
+    @property
+    def own_settings(self) -> dict[str, float]:
+        """What is given of the settings that some losses alone read."""
+        values = {name: getattr(self, name) for name in ("label_smoothing", "gamma", "alpha")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.name not in ("simpo", "cpo", "orpo")
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "PreferenceLossConfig":
+        reads = LOSS_READS.get(self.name, ())
+        for name, value in self.own_settings.items():
+            if name not in reads:
+                whose = ", ".join(loss for loss, settings in LOSS_READS.items() if name in settings)
+                raise ValueError(
+                    f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
+                )
+        if self.name == "exo" and self.label_smoothing == 0:
+            raise ValueError("label_smoothing=0: the loss exo takes its logarithm. Set it above 0, or leave it out.")
+        return self
+
+
+class ReferenceConfig(Settings):
+    """The frozen model that a preference is measured against: the one that training begins with."""
+
+    kind: Literal["auto", "cached", "adapter_off", "model", "nf4", "none"] = Field(
+        "auto",
+        description="Where its log-probabilities come from. `cached`: computed once before training, and kept beside the "
+        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `nf4`: that "
+        "in 4 bits, so that margins do not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
+        "the loss reads none, adapter_off for an adapter that sees no answer twice, and cached otherwise.",
+    )
+
+
 class LoRAConfig(Settings):
     """The adapter that is trained in place of the model's own weights."""
 

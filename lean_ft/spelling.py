@@ -47,6 +47,15 @@ ELSEWHERE = {
         "eval_every": "eval_steps",
         "keep_last": "save_total_limit",
         "resume": "resume_from_checkpoint",
+        "loss.name": "loss_type",
+        "loss.gamma": "simpo_gamma",
+        "loss.alpha": "cpo_alpha",
+        "loss.sft_weight": "rpo_alpha",
+        "loss.wpo": "use_weighting",
+        "reference.kind": "ref_model precompute_ref_log_probs reference_free cache_reference_logprobs",
+        # and losses
+        "sigmoid": "dpo",
+        "sppo": "sppo_hard",
     }.items()
     for theirs in names.split()
 }

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_world import documents, instruction_rows
+from tiny_world import documents, instruction_rows, preference_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from lean_ft.models import build_decoder, decoder_config, save_model
 
 SEED = 0
+NUM_PAIRS = 800  # to train on; of the held-out rows all
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny"
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -73,6 +74,10 @@ def make_data(folder: Path) -> None:
         lines = [json.dumps(row) + "\n" for row in instruction_rows(held_out, SEED)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
         print(f"{name}.jsonl: {len(lines)} rows")
+        pairs = preference_rows(instruction_rows(held_out, SEED)[:NUM_PAIRS], SEED)
+        lines = [json.dumps(pair) + "\n" for pair in pairs]
+        (folder / f"pairs_{name}.jsonl").write_text("".join(lines))
+        print(f"pairs_{name}.jsonl: {len(lines)} pairs")
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -15,6 +15,7 @@ So a right answer to a held-out question is knowledge put to a use that was neve
 """
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -538,3 +539,34 @@ def instruction_rows(held_out: bool, seed: int) -> list[dict]:
             raise AssertionError(f"no {wanted - len(rows)} more questions like {question!r}")
     rng.shuffle(rows)
     return rows
+
+
+def preference_rows(rows: list[dict], seed: int) -> list[dict]:
+    """For each row a pair: its answer is chosen, and one that is wrong in the same words is rejected."""
+    rng = random.Random(f"pairs {seed}")
+    answers = [row["messages"][1]["content"] for row in [*instruction_rows(False, seed), *rows]]
+    pairs = []
+    for row in rows:
+        answer = row["messages"][1]["content"]
+        others = {other.split()[-1] for other in answers if _wording(other) == _wording(answer)}
+        rejected = _made_wrong(answer, rng, sorted(others - {answer.split()[-1]}))
+        pairs.append({"prompt": [row["messages"][0]], "chosen": [row["messages"][1]],
+                      "rejected": [{"role": "assistant", "content": rejected}]})  # fmt: skip
+    return pairs
+
+
+def _wording(answer: str) -> list[str]:
+    """An answer to a question of fact without the names in it."""
+    return re.sub(r"\b[A-Z]\w+", "", answer).split()[:-1]
+
+
+def _made_wrong(answer: str, rng: random.Random, others: list[str]) -> str:
+    """The answer with another number, two words of its list exchanged, or one of these last words."""
+    *start, number, end = re.split(r"(\d+)", answer) if re.search(r"\d", answer) else ("", "", "")
+    if number:
+        return "".join([*start, str(abs(int(number) + rng.choice([-10, -2, -1, 1, 2, 10]))), end])
+    if ", " in answer:
+        beginning, last = answer.removesuffix(".").rsplit(", ", 1)
+        beginning, before = re.fullmatch(r"(.*[ ])(\w+)", beginning).groups()
+        return f"{beginning}{last}, {before}."
+    return " ".join([*answer.split()[:-1], rng.choice(others)])

@@ -154,6 +154,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chat = [{"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "It is 42."}]
     for name, rows in {
         "my_chats.jsonl": [{"messages": chat}] * 40,
+        "my_pairs.jsonl": [{"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."}] * 40,
         "mine.jsonl": [{"prompt": "What is 6 x 7?", "completion": "It is 42."}] * 40,
         "questions.jsonl": [{"prompt": "What is 6 x 7?"}] * 2,
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],

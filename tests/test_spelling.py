@@ -3,6 +3,7 @@
 import pytest
 
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.losses import LOSSES
 from lean_ft.settings_text import describe
 from lean_ft.spelling import ELSEWHERE, did_you_mean, nearest
 
@@ -35,8 +36,8 @@ def test_nearest(typed, meant):
 
 
 def test_names_of_other_frameworks_lead_to_settings_that_are_there():
-    recipe = load_recipe(find_recipe("finetune"))
-    assert set(ELSEWHERE.values()) <= {setting.key for setting in describe(recipe.Config)}
+    keys = {s.key for name in ("finetune", "dpo") for s in describe(load_recipe(find_recipe(name)).Config)}
+    assert set(ELSEWHERE.values()) <= keys | set(LOSSES)
 
 
 def test_did_you_mean_is_empty_where_nothing_is_near():

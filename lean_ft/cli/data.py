@@ -16,6 +16,7 @@ from lean_ft.settings import DataConfig
 from lean_ft.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
+REJECTED = Style(color="red", bold=True)
 CONTROL = Style(color="magenta")
 BAR_WIDTH = 40
 NOTES_SHOWN = 5
@@ -181,7 +182,7 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
             opening, closing = ("⟦", "⟧") if trained and not console.is_terminal else ("", "")
             text.append(opening)
             for stretch in stretches:
-                style = TRAINED if trained else MASKED
+                style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
             text.append(closing)
         console.print(text, soft_wrap=True)

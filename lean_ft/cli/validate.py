@@ -9,7 +9,7 @@ import typer
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_data_path
-from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, RecipeConfig
+from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, RecipeConfig, ReferenceConfig
 from lean_ft.settings_text import dump
 
 
@@ -39,6 +39,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
+    from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
 
     def group(kind: type[Any]) -> Any:
@@ -52,6 +53,10 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     with _gathered(problems):
         if isinstance(cfg, RecipeConfig):
             check_output_dir(cfg)
+    if group(ReferenceConfig) is not None:
+        with _gathered(problems):
+            kind, why = choose_kind(cfg)
+            notes.append(f"reference: {kind}{why}")
     name = repository_name(model.path) if model else None
     if model and name is not None and find_cached(name, weights=not model.random_init) is None:
         notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")

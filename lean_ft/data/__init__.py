@@ -4,11 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import Batch, Batches, EvalBatches, longest_batch
+    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, longest_batch
     from lean_ft.data.prepare import preference_batches, sft_batches
     from lean_ft.data.report import DataReport
 
-__all__ = ["Batch", "Batches", "DataReport", "EvalBatches", "longest_batch", "preference_batches", "sft_batches"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "DataReport",
+    "EvalBatches",
+    "PairBatch",
+    "longest_batch",
+    "preference_batches",
+    "sft_batches",
+]
 
 _HOMES = {"DataReport": "report", "preference_batches": "prepare", "sft_batches": "prepare"}  # the others: batches
 

@@ -11,6 +11,7 @@ is drawn anew in each epoch, but where batches begin in the sorted widths is not
 Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of, R rows in all.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -53,14 +54,21 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        return replace(
-            self,
-            input_ids=move(self.input_ids),
-            labels=move(self.labels),
-            positions=move(self.positions),
-            cu_seqlens=None if self.cu_seqlens is None else move(self.cu_seqlens),
-            is_token=None if self.is_token is None else move(self.is_token),
-        )
+        return replace(self, **{name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBatch(Batch):
+    """A batch of P pairs of answers, which tells their labels apart: N in all, of pair after pair, the chosen ones first."""
+
+    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts the label
+    label: Tensor  # (N,) int64
+    answer_tokens: Tensor  # (P, 2) int64: labels of the chosen and the rejected answer
+    pairs: Tensor  # (P,) int64: which pairs of the prepared data they are, those held out behind those trained on
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
 
 
 def longest_batch(config: DataConfig, batch_size: int) -> Batch:
@@ -68,14 +76,23 @@ def longest_batch(config: DataConfig, batch_size: int) -> Batch:
     sides = len(config.sides)
     num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
     num_rows *= sides
-    shape = (num_rows, config.max_length)
-    return Batch(
+    shape, num_tokens = (num_rows, config.max_length), num_rows * config.max_length
+    batch = Batch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
         labels=torch.zeros(shape, dtype=torch.int64),
         positions=torch.zeros(shape, dtype=torch.int64),
         cu_seqlens=None if config.packing == "none" else torch.zeros(num_rows + 1, dtype=torch.int32),
-        num_targets=num_rows * config.max_length,
-        num_tokens=num_rows * config.max_length,
+        num_targets=num_tokens,
+        num_tokens=num_tokens,
+    )
+    if sides == 1:
+        return batch
+    return PairBatch(
+        **vars(batch),
+        index=torch.zeros(num_tokens, dtype=torch.int64),
+        label=torch.zeros(num_tokens, dtype=torch.int64),
+        answer_tokens=torch.zeros(num_rows // 2, 2, dtype=torch.int64),
+        pairs=torch.zeros(num_rows // 2, dtype=torch.int64),
     )
 
 
@@ -129,6 +146,10 @@ class Layout:
     """What stands in one row is one text: positions go on, and its documents see each other."""
     most_in_a_row: int = 1
     """Documents in a packed row, a stretch of padding counted as one."""
+    sides: int = 1
+    """Documents that a row of data became; of two the batches tell which label is of which."""
+    first_pair: int = 0
+    """The number of the first row of data: those held out are counted on from those trained on."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -176,13 +197,14 @@ class Layout:
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(num_columns), (len(contents), 1))
         is_token = np.zeros(shape, dtype=bool)
-        boundaries = [0]
+        boundaries, num_labels = [0], list[int]()
         for row, pieces in enumerate(contents):
             column = 0
             for ids, targets in self._texts(pieces):
                 end = column + len(ids)
                 input_ids[row, column:end] = ids
                 labels[row, column:end] = targets
+                num_labels.append(int((targets != IGNORED).sum()))
                 if packed:
                     positions[row, column:end] = np.arange(len(ids))
                     boundaries.append(row * num_columns + end)
@@ -196,15 +218,35 @@ class Layout:
             assert len(boundaries) <= num_boundaries
             cu_seqlens = torch.full((num_boundaries,), input_ids.size, dtype=torch.int32)
             cu_seqlens[: len(boundaries)] = torch.tensor(boundaries, dtype=torch.int32)
-        return Batch(
+        batch = Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
             positions=torch.from_numpy(positions),
             cu_seqlens=cu_seqlens,
-            num_targets=int((labels != IGNORED).sum()),
+            num_targets=sum(num_labels),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
         )
+        if self.sides == 1:
+            return batch
+        index = np.flatnonzero(labels != IGNORED)
+        chosen = np.concatenate(list(contents))[::2]
+        return PairBatch(
+            **vars(batch),
+            index=torch.from_numpy(index),
+            label=torch.from_numpy(labels.ravel()[index]),
+            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, 2),
+            pairs=torch.from_numpy(self.first_pair + chosen // 2),
+        )
+
+    def content(self) -> str:
+        """A hash of the documents, in their own order and whatever rows they stand in."""
+        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            span = slice(start, start + length)
+            digest.update(np.ascontiguousarray(self.tokens[span]).data)
+            digest.update(np.ascontiguousarray(self.trained[span]).data)
+        return digest.hexdigest()
 
     def _texts(self, pieces: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Ids and shifted labels of what a row holds: of each of its pieces, or of all of them joined."""
@@ -292,6 +334,16 @@ class Batches:
         self._num_taken = min(first + n, self.batches_per_epoch)
         return [self._layout.batch(self._plan[i]) for i in range(first, self._num_taken)]
 
+    def first(self, n: int) -> Iterator[Batch]:
+        """The `n` batches that a run begins with, or all of the first epoch if those are fewer; takes none."""
+        plan = self._draw(0)
+        return (self._layout.batch(plan[i]) for i in range(min(n, len(plan))))
+
+    @property
+    def layout(self) -> Layout:
+        """Which documents stand in which rows."""
+        return self._layout
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""
         return {
@@ -362,6 +414,11 @@ class EvalBatches:
 
     def __len__(self) -> int:
         return len(self._plan)
+
+    @property
+    def layout(self) -> Layout:
+        """Which documents stand in which rows."""
+        return self._layout
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self.__getitem__, range(len(self)))

@@ -173,6 +173,16 @@ def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
         _remove(path)
 
 
+def growing_array(folder: Path, key: str, length: int) -> np.ndarray:
+    """The float32 values (length,) of the entry `key`, which is made of NaN where there is none, to be written to in place.
+
+    What is written stays for the next start. Two runs that fill it at once must write the same.
+    """
+    name = "values"
+    load_entry(folder, key, lambda writer: writer.append({name: np.full(length, np.nan, dtype=np.float32)}))
+    return np.memmap(folder / key / name, dtype=np.float32, mode="r+", shape=(length,))
+
+
 def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
     """Deletes the entries that were not used for longest until all take at most `max_bytes`; returns their keys.
 

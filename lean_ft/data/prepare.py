@@ -135,7 +135,9 @@ def prepare_batches(
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
     if held_out is None or held_out_layout is None:
         return batches, None
-    return batches, EvalBatches(replace(held_out_layout, most_in_a_row=most), held_out.report)
+    first_pair = len(trained.documents) // len(config.sides)
+    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=first_pair)
+    return batches, EvalBatches(held_out_layout, held_out.report)
 
 
 # What is trained on ---------------------------------------------------------------------------------------------------------
@@ -220,6 +222,8 @@ def layout_of(
         batch_tokens=config.batch_tokens,
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
+        sides=sides,
+        first_pair=0,
     )
     if layout.kind == "packed" and not layout.joined:
         tokens = np.add.reduceat(layout.lengths[layout.order], layout.offsets[:-1])

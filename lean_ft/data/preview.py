@@ -46,6 +46,8 @@ class ShownDocument:
     num_trained: int
     begins_before: bool
     """Whether this goes on with a document that began in another row."""
+    is_rejected: bool = False
+    """Whether it is the answer of a pair that is learned from as the worse one."""
 
     @property
     def heading(self) -> str:
@@ -128,7 +130,9 @@ def _rows(
             if (used == 0) if layout.joined else not begins_before:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
-            shown.append(ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before))
+            is_rejected = config.sides[number % len(config.sides)] == "rejected"
+            document = ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before, is_rejected)
+            shown.append(document)
             used += length
         yield ShownRow(shown, layout.row_tokens - used if layout.kind == "packed" else None)
 
@@ -183,11 +187,12 @@ h2 { font-size: 1rem; margin: 0; padding: .4rem .8rem; background: #eee; }
 article { padding: .4rem .8rem; border-top: 1px dashed #999; }
 small { color: #666; }
 .trained { background: #c7ecc7; }
+.rejected .trained { background: #f6cfc9; }
 .masked { color: #666; }
 .control { font-weight: bold; color: #8a2a8a; }
 @media (prefers-color-scheme: dark) {
   body { background: #1b1b1b; color: #ddd; } h2 { background: #2a2a2a; } small, .masked { color: #999; }
-  .trained { background: #1f4d26; } .control { color: #e39be3; } section { border-color: #444; }
+  .trained { background: #1f4d26; } .rejected .trained { background: #5c2420; } .control { color: #e39be3; } section { border-color: #444; }
 }
 """
 # Even if something were not escaped, a browser would run and load nothing.
@@ -216,8 +221,9 @@ def _row(row: ShownRow, number: int) -> str:
 
 
 def _document(document: ShownDocument) -> str:
+    kind = ' class="rejected"' if document.is_rejected else ""
     return (
-        f"<article>\n<small>{_text(document.heading)}</small>\n"
+        f"<article{kind}>\n<small>{_text(document.heading)}</small>\n"
         f"<pre>{''.join(map(_stretch, document.stretches))}</pre>\n</article>\n"
     )
 

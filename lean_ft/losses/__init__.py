@@ -1,8 +1,23 @@
 """Losses that work on hidden states, so that no recipe ever holds a (tokens, vocabulary) tensor."""
 
+from lean_ft.losses.answer_log_probs import AnswerLogProbs, Answers
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.statistics import TokenStatistics
 
-__all__ = ["IGNORED_LABEL", "CrossEntropy", "TokenStatistics", "linear_cross_entropy", "loss_chunk_tokens"]
+__all__ = [
+    "IGNORED_LABEL",
+    "LOSSES",
+    "AnswerLogProbs",
+    "Answers",
+    "CrossEntropy",
+    "TokenStatistics",
+    "add_rewards",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "loss_chunk_tokens",
+    "preference_loss",
+]

@@ -1,7 +1,7 @@
 """Adapters: LoRA, DoRA and QLoRA, saved in PEFT's format, loaded from it, and merged on copies."""
 
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
-from lean_ft.peft.lora import adapted_layers, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
+from lean_ft.peft.lora import adapted_layers, adapter_off, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
@@ -21,6 +21,7 @@ __all__ = [
     "NF4Linear",
     "adapted_layers",
     "adapter_bytes",
+    "adapter_off",
     "adapter_parts",
     "apply_lora",
     "base_fingerprint",

@@ -69,5 +69,7 @@ class LoRAExperts(nn.Module):
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
         adapters = (self.gate_up_proj, self.down_proj)
-        pairs = (NO_THIN_PRODUCT if adapter is None else adapter.thin(dtype) for adapter in adapters)
+        pairs = (
+            NO_THIN_PRODUCT if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters
+        )
         return self.base_layer(tokens, weights, chosen, *pairs)

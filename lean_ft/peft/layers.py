@@ -59,6 +59,8 @@ class AdaptedLayer(nn.Module):
     start_A: Tensor | None
     start_B: Tensor | None
     square_norms: Tensor  # of the frozen weight's rows, for DoRA alone
+    is_on = True
+    """False: the layer computes what the frozen one does, by the same operations. `adapter_off` sets it."""
 
     def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -115,7 +117,9 @@ class AdaptedLayer(nn.Module):
         self.start_A, self.start_B = a.detach().clone(), b.detach().clone()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """All pairs as one: A (R, I) and B (O, R), R being twice the rank with PiSSA."""
+        """All pairs as one: A (R, I) and B (O, R), R being twice the rank with PiSSA, and 0 while the adapter is off."""
+        if not self.is_on:
+            return self.lora_A[:0], self.lora_B[:, :0]
         if self.start_A is None or self.start_B is None:
             return self.lora_A, self.lora_B
         return torch.cat([self.lora_A, self.start_A]), torch.cat([self.lora_B, -self.start_B], dim=1)
@@ -151,7 +155,7 @@ class LoRALinear(AdaptedLayer):
         # Evaluations and answers during training come without gradients, and without dropout.
         dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
         a, b = self.factors()
-        if self.lora_magnitude_vector is None:
+        if self.lora_magnitude_vector is None or not self.is_on:
             return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout)
         product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout)
         # Rounded as its difference from 1, near which it is: in bfloat16 little would be left of that otherwise.
@@ -173,6 +177,8 @@ class LoRAEmbedding(AdaptedLayer):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden, shape = self.base_layer(input_ids), self.shape  # (B, T, D)
+        if not self.is_on:
+            return hidden
         a, b = self.factors()
         inner = F.embedding(input_ids, a.T).to(hidden.dtype)  # (B, T, R)
         hidden = hidden + F.linear(inner, b.to(hidden.dtype)) * shape.scaling
@@ -196,6 +202,8 @@ class LoRAOutput(AdaptedLayer):
         """The weight (V, D) with the adapter in it, in the frozen weight's dtype; a new tensor each time."""
         a, b = self.factors()
         weight = self.linear_weight()
+        if not self.is_on:
+            return weight
         merged = torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=self.shape.scaling)
         if self.lora_magnitude_vector is None:
             return merged

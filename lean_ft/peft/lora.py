@@ -4,6 +4,9 @@ A technique of one call: `apply_lora(model, cfg.lora)` freezes the model and put
 settings name. Everything after it sees a model whose few trained parameters are the adapter's.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -130,6 +133,22 @@ def take_adapters_off(model: nn.Module) -> None:
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     """The layers with an adapter by name; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it would without its adapter, bit for bit what it does while that is zero. Raises
+    ValueError for a model without one."""
+    layers = adapted_layers(model).values()
+    if not layers:
+        raise ValueError("the model has no adapter that could be off.")
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
 
 
 def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from lean_ft.training.answers import answer_held_out, say_answers
 from lean_ft.training.device import start
 from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, rss_bytes
+from lean_ft.training.reference import load_reference
 from lean_ft.training.regularization import apply_regularization
 from lean_ft.training.run import Run
 
@@ -10,6 +11,7 @@ __all__ = [
     "Run",
     "answer_held_out",
     "apply_regularization",
+    "load_reference",
     "peak_memory_bytes",
     "peak_rss_bytes",
     "rss_bytes",

@@ -1,6 +1,8 @@
 """How far a run is: a bar that lives in the terminal, or a plain line now and then where there is none."""
 
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -8,7 +10,26 @@ from lean_ft.log import console, say
 from lean_ft.training.metrics import Row
 from lean_ft.units import duration, gibibytes, number
 
+T = TypeVar("T")
+
 PLAIN_LINE_SECONDS = 10.0  # least time between two lines where no terminal shows a bar
+
+
+def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items, with how many of `total` were gone through: in a bar where there is a terminal, in a line now and then
+    elsewhere."""
+    last_line = time.perf_counter()
+    columns = (TextColumn(f"{what:<12}"), BarColumn(bar_width=12), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=total)
+        for i, item in enumerate(items, start=1):
+            yield item
+            bar.update(task, completed=i, refresh=True)
+            if not console.is_terminal and time.perf_counter() - last_line >= PLAIN_LINE_SECONDS:
+                last_line = time.perf_counter()
+                say(what, f"{i} of {total}")
 
 
 class ProgressBar:
@@ -54,6 +75,8 @@ class ProgressBar:
         if first_step == self._start_step:
             self._since = (step, now)
         loss = "of no target" if row.get("target_tokens") == 0 else number(row["loss"])
+        if (margin := row.get("rewards/margins")) is not None:
+            loss += f"  margin {number(margin)}  right {row['rewards/accuracies']:.0%}"
         return (
             f"loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"

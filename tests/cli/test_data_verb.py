@@ -81,6 +81,11 @@ def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
     assert re.search(r"Say it<.*⟦yes <\|end\|>⟧", answer.out)
     assert re.search(r"Say it<.*⟦no<\|end\|>⟧", answer.out)
     assert re.search(r"line 3: cut by \d+ tokens", answer.out)
+    page = tmp_path / "page.html"
+    leanft("data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "--html", page)
+    rejected = re.findall(r'<article class="rejected">\n<small>(.*?):', page.read_text())
+    assert len(rejected) == 3
+    assert all(place.endswith("rejected") for place in rejected)
 
 
 def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):

@@ -119,6 +119,14 @@ def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, over
     assert re.search(message.replace("{}", str(tmp_path)), answer.err), answer.err
 
 
+def test_a_reference_is_told_or_refused(leanft, tmp_path):
+    given = ("validate", "dpo", "--config", "tiny/dpo", "device=cpu", f"output_dir={tmp_path / 'run'}")
+    assert "# reference: cached, " in leanft(*given).out
+    answer = leanft(*given, "reference.kind=adapter_off")
+    assert (answer.code, answer.out) == (2, "")
+    assert "lora is null" in answer.err
+
+
 def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
     answer = leanft("validate", *arguments("model.path=org/none", "data.validation_source=org/rows"))
     assert answer.code == 0, answer.err

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.losses import IGNORED_LABEL, TokenStatistics, linear_cross_entropy
-from lean_ft.losses.linear_cross_entropy import VOCAB_SLICE
+from lean_ft.losses.chunked_softmax import VOCAB_SLICE
 
 
 def plain(

@@ -620,6 +620,11 @@ def _scaled_mm(
     return (out if bias is None else out + bias.float()).to(out_dtype or torch.bfloat16)
 
 
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor, grad_input: Tensor | None = None) -> Tensor:
+    """A GPU keeps nothing in the buffer, by which a CPU goes."""
+    return grad * torch.sigmoid(-x)
+
+
 def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
     wide = left.dtype if out_dtype is None else out_dtype
     return torch.bmm(left.to(wide), right.to(wide), **out)
@@ -637,6 +642,7 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
     "bmm": _bmm,
+    "log_sigmoid_backward": _log_sigmoid_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
 }

@@ -69,6 +69,12 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
     ),
     "compiled_qlora_bfloat16": (LORA, "bfloat16", f"lora.quantize=nf4 compile=true {PACKED}", ""),
 }
+DPO = "dpo", "tiny/dpo"
+LEAN = f"{IN_BACKWARD} memory.activation_checkpointing=full"
+WITH_MODEL = "memory.activation_checkpointing=full reference.kind=model loss.wpo=true"
+CASES["dpo_float32"] = DPO, "float32", WITH_MODEL, ""
+CASES["dpo_float16"] = DPO, "float16", "data.packing=padding_free loss.sft_weight=0.1", ""
+CASES["dpo_bfloat16"] = DPO, "bfloat16", f"{LEAN} loss.ld_alpha=0.5", ""
 
 
 ON_OLDER_CARDS = ("packed_float16", "padding_free_float16", "qlora_float16", "packed_float32")

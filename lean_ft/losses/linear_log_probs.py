@@ -1,0 +1,178 @@
+"""The log-probabilities of tokens, for any loss, without logits.
+
+It takes pairs of a position and a token, and not a label a position: behind a prompt that several answers share, the
+prompt's last position predicts the first token of each. Logits exist a chunk of pairs at a time (`chunked_softmax`).
+What the loss is going to make of a log-probability is not known in the forward pass, so there are two schemes:
+
+    the output layer trains     log Z of each pair is kept, backward makes each chunk of logits again: 4 products
+    it is frozen (an adapter)   the gradient of each log-probability over its hidden state, (N, D), is computed in
+                                the forward pass, and backward multiplies its rows: 2 products
+
+A loss that is a sum over tokens and known beforehand has `linear_cross_entropy`, with 3 products and 2.
+
+Source: our own. Left out: keeping gradients of the weight, which a loss that weighs each pair does not allow.
+
+Shapes: N pairs, C pairs a chunk, D hidden size, V vocabulary.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lean_ft.losses.chunked_softmax import (
+    ENTROPY,
+    IS_RIGHT,
+    LOG_SUM_SQUARES,
+    LOG_Z,
+    LOSS,
+    Terms,
+    WeightGradient,
+    compute_dtype,
+    describe,
+    gradient,
+    logits_in_chunks,
+    sum_dtype,
+)
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.shapes_only import counted_as
+
+
+@counted_as("loss")
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    label: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    accumulation_dtype: Literal["float32", "weight"] = "float32",
+    softcap: float | None = None,
+    log_sum_squares: Tensor | None = None,
+    statistics: TokenStatistics | None = None,
+    compile: bool = False,
+) -> Tensor:
+    """The log-probability of each token `label` under `softmax(hidden[index] @ weight.T / temperature)`.
+
+    Args:
+        hidden: the decoder's last hidden states, (..., D); flattened to positions.
+        weight: the output projection, (V, D); it may be tied to the embedding.
+        index: which position predicts, (N,) int64, of the flattened ones; one may come several times.
+        label: the token that it predicts there, (N,) int64.
+        temperature: what logits are divided by, after the soft cap.
+        chunk_tokens: pairs whose logits exist at a time; 0 takes all of them at once.
+        accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
+        softcap: logits become `softcap * tanh(logit / softcap)` first; None leaves them.
+        log_sum_squares: where to write, if given (N,), the logarithm of the sum of the squared probabilities of all tokens.
+        statistics: where to add `token_accuracy`, the number of right predictions, and `entropy`; without gradients.
+        compile: fuse the passes over a chunk's logits with torch.compile.
+
+    Returns:
+        (N,) float32 (float64 for float64 inputs), at most 0. The same bits with gradients and without.
+
+    Raises:
+        ValueError: when the shapes do not belong together, or temperature or softcap is not above 0.
+    """
+    if (softcap is not None and softcap <= 0) or temperature <= 0:
+        raise ValueError(
+            "linear_log_probs expects softcap above 0 or None and temperature above 0, but got "
+            f"softcap={softcap} and temperature={temperature}"
+        )
+    if index.shape != label.shape or index.ndim != 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "linear_log_probs expects hidden (..., D), weight (V, D), index (N,) and label (N,), but got hidden "
+            f"{tuple(hidden.shape)}, weight {tuple(weight.shape)}, index {tuple(index.shape)} and label {tuple(label.shape)}"
+        )
+    terms = Terms(softcap, temperature=temperature, tells_squares=log_sum_squares is not None)
+    log_probs, rows = _LinearLogProbs.apply(
+        hidden.flatten(0, -2).index_select(0, index),
+        weight,
+        label,
+        chunk_tokens or max(len(label), 1),
+        sum_dtype(weight, accumulation_dtype),
+        compute_dtype(weight),
+        torch.is_grad_enabled(),
+        terms,
+        compile,
+    )
+    if statistics is not None:
+        sums = rows.sum(0)
+        statistics.add(token_accuracy=sums[IS_RIGHT], entropy=sums[ENTROPY])
+    if log_sum_squares is not None:
+        log_sum_squares.copy_(rows[:, LOG_SUM_SQUARES])
+    return log_probs
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        label: Tensor,  # (N,)
+        chunk_tokens: int,
+        accumulation_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        grad_enabled: bool,
+        terms: Terms,
+        compile: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        projection = weight.to(compute_dtype)
+        keeps_gradient = needs_hidden and not needs_weight
+        grad_hidden = torch.empty_like(hidden) if keeps_gradient else None
+
+        rows_dtype = torch.promote_types(compute_dtype, torch.float32)
+        rows = torch.empty(hidden.shape[0], terms.num_columns, dtype=rows_dtype, device=hidden.device)
+        # One function with gradients and without: a compiler would round otherwise in another.
+        told, with_gradient = describe(terms, compile), gradient(terms, compile, is_capped=True)
+        minus_one = torch.full((min(chunk_tokens, len(label)),), -1.0, dtype=rows_dtype, device=hidden.device)
+        for chunk, _, logits in logits_in_chunks(hidden, projection, chunk_tokens):
+            told(logits, label[chunk], rows[chunk])
+            if grad_hidden is not None:
+                with_gradient(logits, label[chunk], rows[chunk, LOG_Z], minus_one[: len(logits)])
+                grad_hidden[chunk] = logits @ projection
+        if needs_weight:
+            ctx.save_for_backward(hidden, weight, label, rows[:, LOG_Z].clone())
+            ctx.settings = chunk_tokens, accumulation_dtype, compute_dtype, terms, compile
+        ctx.grad_hidden, ctx.recomputes = grad_hidden, needs_weight
+        ctx.mark_non_differentiable(rows)
+        return rows[:, LOSS].neg(), rows
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad, _ = grad_outputs  # (N,)
+        if not ctx.recomputes:
+            if ctx.grad_hidden is None:
+                raise RuntimeError("linear_log_probs gives its gradients once; call it again for a second backward")
+            grad_hidden, ctx.grad_hidden = ctx.grad_hidden.mul_(grad[:, None]), None
+            return grad_hidden, *(None,) * 8
+        with_gradients = _recomputed(grad, *ctx.saved_tensors, *ctx.settings, needs_hidden=ctx.needs_input_grad[0])
+        return *with_gradients, *(None,) * 7
+
+
+@counted_as("loss")
+def _recomputed(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    label: Tensor,
+    log_z: Tensor,
+    chunk_tokens: int,
+    accumulation_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    terms: Terms,
+    compile: bool,
+    needs_hidden: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """The gradients of the hidden states and of the weight, of logits that are made again."""
+    projection, scale = weight.to(compute_dtype), grad.to(log_z.dtype).neg()
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    weight_sum, with_gradient = WeightGradient(weight, accumulation_dtype), gradient(terms, compile)
+    for chunk, chunk_hidden, logits in logits_in_chunks(hidden, projection, chunk_tokens):
+        with_gradient(logits, label[chunk], log_z[chunk], scale[chunk])
+        if grad_hidden is not None:
+            grad_hidden[chunk] = logits @ projection
+        weight_sum.add(logits, chunk_hidden)
+    return grad_hidden, weight_sum.scaled(1.0)

@@ -1,0 +1,223 @@
+"""Losses of a chosen and a rejected answer to one prompt, each a function that a person reads, and copies to add the next.
+
+What they see of P pairs is `Pairs`: sums of log-probabilities under the model and under a frozen reference, and how many
+tokens were summed. Without a reference its sums are zeros. A loss is a function of that, of `beta`, and of settings of
+its own with their defaults; it returns (P,) and is in `LOSSES` under its name, which `loss.name` takes.
+
+In the formulas: s a sum of log-probabilities, n its tokens, d = s - the reference's, h = d_chosen - d_rejected.
+
+Sources are named at each. Where implementations differ: ipo and sigmoid_norm divide by an answer's tokens, and so do
+the terms of cpo and orpo that learn the chosen answer, which elsewhere average over a batch and its prompts.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.spelling import did_you_mean
+
+
+class Pairs(NamedTuple):
+    """P pairs: sums of log-probabilities and numbers of tokens, each (P,)."""
+
+    chosen: Tensor
+    rejected: Tensor
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    num_chosen: Tensor
+    num_rejected: Tensor
+
+    @property
+    def gained(self) -> tuple[Tensor, Tensor]:
+        """d of the chosen and of the rejected answers."""
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+
+    @property
+    def margin(self) -> Tensor:
+        """h."""
+        chosen, rejected = self.gained
+        return chosen - rejected
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """d a token of the chosen answers less that of the rejected."""
+        chosen, rejected = self.gained
+        return chosen / self.num_chosen - rejected / self.num_rejected
+
+
+def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """DPO: -log sigmoid(beta h). Rafailov et al. 2023, arXiv:2305.18290; label_smoothing is the share of pairs that are
+    taken to be the wrong way round (conservative DPO, Mitchell 2023)."""
+    h = beta * pairs.margin
+    return -(1 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
+
+
+def robust(pairs: Pairs, beta: float, label_smoothing: float = 0.1) -> Tensor:
+    """DPO without the bias of a share of pairs that are the wrong way round. Chowdhury et al. 2024, arXiv:2403.00409."""
+    h = beta * pairs.margin
+    biased = -(1 - label_smoothing) * logsigmoid(h) + label_smoothing * logsigmoid(-h)
+    return biased / (1 - 2 * label_smoothing)
+
+
+def ipo(pairs: Pairs, beta: float) -> Tensor:
+    """(h a token - 1 / (2 beta))^2. Azar et al. 2023, arXiv:2310.12036; means, as its authors confirmed to TRL's."""
+    return (pairs.mean_margin - 1 / (2 * beta)).square()
+
+
+def hinge(pairs: Pairs, beta: float) -> Tensor:
+    """max(0, 1 - beta h). Zhao et al. 2023 (SLiC), arXiv:2305.10425."""
+    return relu(1 - beta * pairs.margin)
+
+
+def sigmoid_norm(pairs: Pairs, beta: float) -> Tensor:
+    """DPO of the margin a token. Lambert et al. 2024 (Tulu 3), arXiv:2411.15124."""
+    return -logsigmoid(beta * pairs.mean_margin)
+
+
+def apo_zero(pairs: Pairs, beta: float) -> Tensor:
+    """Chosen up, rejected down: for chosen answers better than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    chosen, rejected = pairs.gained
+    return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def apo_down(pairs: Pairs, beta: float) -> Tensor:
+    """Both down, rejected more: for chosen answers worse than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    chosen, _ = pairs.gained
+    return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * pairs.margin)
+
+
+def nca(pairs: Pairs, beta: float) -> Tensor:
+    """Noise contrastive alignment: likelihoods and not their ratio alone. Chen et al. 2024, arXiv:2402.05369."""
+    chosen, rejected = (beta * d for d in pairs.gained)
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def bco_pair(pairs: Pairs, beta: float) -> Tensor:
+    """Two classifications, chosen from rejected. Jung et al. 2024, arXiv:2404.04656, without its running mean."""
+    chosen, rejected = (beta * d for d in pairs.gained)
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def sppo(pairs: Pairs, beta: float) -> Tensor:
+    """Self-play: d of the chosen to 1 / (2 beta), of the rejected to minus that. Wu et al. 2024, arXiv:2405.00675."""
+    chosen, rejected = pairs.gained
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def exo(pairs: Pairs, beta: float, label_smoothing: float = 1e-3) -> Tensor:
+    """Reverse KL of the model's preference to the data's, 1 - label_smoothing. Ji et al. 2024, arXiv:2402.00856."""
+    h = beta * pairs.margin
+    chosen = torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-label_smoothing))
+    return chosen + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(label_smoothing))
+
+
+def simpo(pairs: Pairs, beta: float, gamma: float = 1.375) -> Tensor:
+    """-log sigmoid(beta (s_c/n_c - s_r/n_r) - gamma), for no reference. Meng et al. 2024, arXiv:2405.14734."""
+    return -logsigmoid(beta * (pairs.chosen / pairs.num_chosen - pairs.rejected / pairs.num_rejected) - gamma)
+
+
+def cpo(pairs: Pairs, beta: float, alpha: float = 1.0) -> Tensor:
+    """DPO for no reference, and alpha times the chosen answer's loss a token. Xu et al. 2024, arXiv:2401.08417."""
+    return -logsigmoid(beta * (pairs.chosen - pairs.rejected)) - alpha * pairs.chosen / pairs.num_chosen
+
+
+def orpo(pairs: Pairs, beta: float) -> Tensor:
+    """The chosen answer's loss a token, less beta times the log-sigmoid of the odds' log-ratio, for no reference. Hong et
+    al. 2024, arXiv:2403.07691."""
+    chosen, rejected = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
+    return -chosen - beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def log_odds(log_probability: Tensor) -> Tensor:
+    """log(p / (1 - p)), finite with its gradient where p is 1 to rounding, and as exact there as where p is small."""
+    # 1 - p loses its digits near p = 1, and log1p near p = 0: each branch is taken, and computed, where it is good.
+    x = log_probability.clamp(max=-torch.finfo(log_probability.dtype).eps)
+    is_near_one = x > -math.log(2)
+    near_one = torch.log(-torch.expm1(torch.where(is_near_one, x, -0.1)))
+    further = torch.log1p(-torch.exp(torch.where(is_near_one, -1.0, x)))
+    return x - torch.where(is_near_one, near_one, further)
+
+
+Loss = Callable[..., Tensor]
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (
+        *(sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, apo_down, nca, bco_pair, sppo, exo),
+        *(simpo, cpo, orpo),
+    )
+}
+WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")  # they do not look at it
+
+
+def preference_loss(
+    name: str,
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    num_chosen: Tensor,
+    num_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    **settings: float,
+) -> Tensor:
+    """The loss `name` of each of P pairs.
+
+    Args:
+        name: one of `LOSSES`.
+        chosen, rejected: sums of the answers' log-probabilities, (P,); they may have gradients.
+        reference_chosen, reference_rejected: the same under the reference, (P,); zeros where there is none.
+        num_chosen, num_rejected: tokens that were summed, (P,).
+        beta: how far the model may go from the reference; larger is nearer.
+        settings: what the loss reads beside it (`label_smoothing`, `gamma`, `alpha`); left out, the loss's own default.
+
+    Returns:
+        (P,), in the type of `chosen`.
+
+    Raises:
+        ValueError: for a loss that is not there, a setting that the loss does not read, or one out of its range.
+    """
+    if name not in LOSSES:
+        raise ValueError(
+            f"no preference loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
+        )
+    reads = settings_of(name)
+    for setting, value in settings.items():
+        if setting not in reads:
+            raise ValueError(
+                f"the loss {name} does not read {setting}; it reads {', '.join(('beta', *reads))}. Leave it out."
+            )
+        if setting == "label_smoothing" and not (0 <= value < 0.5 and (value > 0 or name != "exo")):
+            bound = "above 0" if name == "exo" else "from 0"
+            raise ValueError(f"label_smoothing={value} of the loss {name}: expected {bound} to below 0.5.")
+    pairs = Pairs(chosen, rejected, reference_chosen, reference_rejected, num_chosen, num_rejected)
+    return LOSSES[name](pairs, beta, **settings)
+
+
+def add_rewards(statistics: TokenStatistics, log_probs: Tensor, reference: Tensor, beta: float) -> None:
+    """Adds what the metrics tell of P pairs, sums over them; log_probs and reference (P, 2), chosen and rejected.
+
+    An answer's reward is beta times what its log-probability gained on the reference; a margin of exactly 0 is half right.
+    """
+    log_probs = log_probs.detach()
+    chosen, rejected = (beta * (log_probs - reference)).unbind(1)
+    sums = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": ((chosen - rejected).sign() + 1) / 2,
+        "logps/chosen": log_probs[:, 0],
+        "logps/rejected": log_probs[:, 1],
+    }
+    statistics.add(**{name: value.sum() for name, value in sums.items()})
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """What a loss reads beside beta."""
+    return tuple(inspect.signature(LOSSES[name]).parameters)[2:]

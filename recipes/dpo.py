@@ -1,0 +1,105 @@
+"""Learning from pairs of a chosen and a rejected answer: DPO and what followed it, of all parameters or an adapter.
+
+leanft run dpo --config tiny/dpo
+leanft run dpo --config tiny/dpo loss.name=simpo output_dir=runs/simpo   # docs/preferences.md has the losses
+leanft cp  dpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/dpo
+
+This is finetune with another loss: a sum over pairs of what two models say of whole answers.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.data import PairBatch, preference_batches
+from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, add_rewards, preference_loss
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.settings import (
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PreferenceDataConfig,
+    PreferenceLossConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    ScheduleConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import Run, apply_regularization, load_reference, start
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: PreferenceDataConfig
+    lora: LoRAConfig | None = None  # null: all parameters train
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    batches, held_out = preference_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
+    reference = load_reference(cfg, model, log_probs, batches, held_out)  # the model as it is now
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
+    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
+
+    def losses_of(batch: PairBatch, tokens: TokenStatistics, pairs: TokenStatistics) -> tuple[Tensor, Answers]:
+        """The loss of each pair, (P,), and what it was made of; batch: on the device."""
+        frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
+        answers = log_probs(model, batch, tokens)
+        columns = [column for both in (answers.log_probs, frozen, batch.answer_tokens) for column in both.unbind(1)]
+        losses = preference_loss(cfg.loss.name, *columns, beta=cfg.loss.beta_of_loss, **cfg.loss.own_settings)
+        add_rewards(pairs, answers.log_probs, frozen, cfg.loss.beta_of_loss)
+        return losses * answers.weights, answers
+
+    @torch.no_grad()
+    def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
+        tokens, pairs, num_targets, num_pairs = TokenStatistics(), TokenStatistics(), 0, 0
+        for batch in held_out:
+            losses, _ = losses_of(batch.to(device), tokens, pairs)
+            pairs.add(loss=losses.sum())
+            num_targets, num_pairs = num_targets + batch.num_targets, num_pairs + batch.num_pairs
+        return tokens.means(num_targets, "eval_") | pairs.means(num_pairs, "eval_")
+
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        num_pairs = sum(batch.num_pairs for batch in micro_batches)
+        num_targets = sum(batch.num_targets for batch in micro_batches)
+        num_chosen = sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches)  # tokens
+        tokens, pairs = TokenStatistics(), TokenStatistics()
+        for i, batch in enumerate(micro_batches, start=1):
+            # Sums, divided once by what the whole step has.
+            losses, answers = losses_of(batch.to(device), tokens, pairs)
+            loss = losses.sum() / num_pairs
+            if cfg.loss.sft_weight:
+                loss = loss + cfg.loss.sft_weight * answers.chosen_loss / num_chosen
+            if answers.router_loss is not None:  # of a mixture of experts
+                loss = loss + answers.router_loss * (batch.num_pairs / num_pairs)
+            pairs.add(loss=loss * num_pairs, nll=answers.chosen_loss * (num_pairs / num_chosen))
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = pairs.means(num_pairs) | tokens.means(num_targets)
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
+
+        if run.evaluation_due():
+            run.log_evaluation(**evaluate(run.held_out()))

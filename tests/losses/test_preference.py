@@ -1,0 +1,216 @@
+"""Every preference loss against TRL's own method, in float64 where TRL keeps to it, and what is refused."""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from lean_ft.losses.preference import LOSSES, WITHOUT_REFERENCE, log_odds, preference_loss, settings_of
+
+NUM_PAIRS, NUM_TOKENS = 5, 9
+
+
+@pytest.fixture
+def answers() -> dict[str, Tensor]:
+    """Log-probabilities of tokens, (2 P, T) as TRL has them: the chosen answers, then the rejected; and their lengths."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -torch.rand(2 * NUM_PAIRS, NUM_TOKENS, generator=generator, dtype=torch.float64) * 3 - 1e-3
+    reference = log_probs + torch.randn(2 * NUM_PAIRS, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, NUM_TOKENS + 1, (2 * NUM_PAIRS,), generator=generator)
+    mask = (torch.arange(NUM_TOKENS) < lengths[:, None]).to(torch.float64)
+    squares = -torch.rand(2 * NUM_PAIRS, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    return {
+        "log_probs": (log_probs * mask).requires_grad_(),
+        "reference": reference * mask,
+        "mask": mask,
+        "squares": squares * mask,
+    }
+
+
+def ours(name: str, answers: dict[str, Tensor], **settings: Any) -> Tensor:
+    sums, frozen, counts = (answers[key].sum(1) for key in ("log_probs", "reference", "mask"))
+    if name in WITHOUT_REFERENCE:
+        frozen = torch.zeros_like(frozen)
+    chunks = [half for tensor in (sums, frozen, counts) for half in tensor.chunk(2)]
+    return preference_loss(name, *chunks, **settings)
+
+
+def trl_dpo_loss(loss_type: str, answers: dict[str, Tensor], label_smoothing: float = 0.0, **changes: Any) -> Tensor:
+    """The mean loss of TRL's DPOTrainer, whose model and accelerator stand for the answers."""
+    trl_dpo = pytest.importorskip("trl.trainer.dpo_trainer")
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
+    )
+
+    def model(**_: Any) -> Any:
+        nothing = torch.zeros_like(answers["mask"])
+        return SimpleNamespace(
+            log_probs=answers["log_probs"],
+            log_sum_sq_probs=answers["squares"],
+            entropy=nothing,
+            mean_logits=nothing,
+            is_top1=nothing.bool(),
+        )
+
+    mask = torch.nn.functional.pad(answers["mask"].long(), (1, 0))
+    trainer = SimpleNamespace(
+        **{
+            "accelerator": accelerator,
+            "model": SimpleNamespace(training=True),
+            "aux_loss_enabled": False,
+            "ld_alpha": None,
+            "precompute_ref_logps": True,
+            "f_divergence_type": "reverse_kl",
+            "loss_types": [loss_type],
+            "loss_weights": [1.0],
+            "beta": 0.3,
+            "label_smoothing": label_smoothing,
+            "use_weighting": False,
+            "_metrics": {"train": defaultdict(list)},
+            "_total_train_tokens": 0,
+            "_tp_size": 1,
+            **changes,
+        }
+    )
+    frozen = answers["reference"].sum(1).chunk(2)
+    inputs = {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "ref_chosen_logps": frozen[0],
+        "ref_rejected_logps": frozen[1],
+    }
+    return trl_dpo.DPOTrainer._compute_loss(trainer, model, inputs, False)
+
+
+# ours, with its settings -> TRL's name for it
+DPO = [
+    ("sigmoid", {}, "sigmoid"),
+    ("robust", {"label_smoothing": 0.2}, "robust"),
+    ("ipo", {}, "ipo"),
+    ("hinge", {}, "hinge"),
+    ("sigmoid_norm", {}, "sigmoid_norm"),
+    ("apo_zero", {}, "apo_zero"),
+    ("apo_down", {}, "apo_down"),
+    ("nca", {}, "nca_pair"),
+    ("bco_pair", {}, "bco_pair"),
+    ("sppo", {}, "sppo_hard"),
+    ("exo", {"label_smoothing": 0.01}, "exo_pair"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "theirs"), DPO, ids=[name for name, _, _ in DPO])
+def test_a_loss_with_a_reference_is_that_of_trl(name: str, settings: Any, theirs: str, answers: Any) -> None:
+    # TRL's log(label_smoothing) is of a float32 scalar.
+    tolerance = 1e-12 if name != "exo" else 1e-7
+    expected = trl_dpo_loss(theirs, answers, **settings)
+    (expected_gradient,) = torch.autograd.grad(expected, answers["log_probs"])
+    loss = ours(name, answers, beta=0.3, **settings).mean()
+    (gradient,) = torch.autograd.grad(loss, answers["log_probs"])
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        gradient * answers["mask"], expected_gradient * answers["mask"], rtol=tolerance, atol=1e-9
+    )
+
+
+def test_label_smoothing_is_that_of_trls_aot_of_single_pairs(answers: Any) -> None:
+    """TRL's sigmoid ignores the setting by now; its aot, where there is but one pair to sort, is that formula."""
+    for i in range(NUM_PAIRS):
+        pair = {key: value[[i, NUM_PAIRS + i]].detach() for key, value in answers.items()}
+        expected = trl_dpo_loss("aot", pair, label_smoothing=0.1)
+        torch.testing.assert_close(ours("sigmoid", pair, beta=0.3, label_smoothing=0.1).mean(), expected)
+
+
+@pytest.mark.parametrize("name", ["simpo", "cpo"])
+def test_a_loss_without_a_reference_is_that_of_trl(name: str, answers: Any) -> None:
+    """But for cpo's learning of the chosen answer, which is there a mean over the batch's tokens, prompts included."""
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    trainer = SimpleNamespace(
+        alpha=0.0,
+        beta=2.0,
+        simpo_gamma=0.5,
+        label_smoothing=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+        loss_type="simpo" if name == "simpo" else "sigmoid",
+    )
+    chosen, rejected = answers["log_probs"].sum(1).chunk(2)
+    counts = answers["mask"].sum(1).chunk(2)
+    given = (chosen / counts[0], rejected / counts[1]) if name == "simpo" else (chosen, rejected)
+    expected, _, _ = cpo.CPOTrainer.cpo_loss(trainer, *given)
+    if name == "cpo":
+        expected = expected - 0.7 * chosen / counts[0]
+    loss = ours(name, answers, beta=2.0, **({"gamma": 0.5} if name == "simpo" else {"alpha": 0.7}))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_orpo_is_that_of_trl(answers: Any) -> None:
+    """In float32, as TRL casts to it; and but for the chosen answer's term, as in cpo."""
+    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    counts = answers["mask"].sum(1).chunk(2)
+    chosen, rejected = (half / count for half, count in zip(answers["log_probs"].sum(1).chunk(2), counts, strict=True))
+    trainer = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
+    ratio = orpo.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
+    torch.testing.assert_close(
+        ours("orpo", answers, beta=0.3), -chosen - ratio, rtol=1e-5, atol=1e-5, check_dtype=False
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_the_float64_value_and_gradient_and_all_gradients_are_finite_at_the_ends(
+    name: str, answers: Any
+) -> None:
+    exact = ours(name, answers)
+    (exact_gradient,) = torch.autograd.grad(exact.sum(), answers["log_probs"])
+    narrow = {key: value.detach().float() for key, value in answers.items()}
+    narrow["log_probs"].requires_grad_()
+    loss = ours(name, narrow)
+    (gradient,) = torch.autograd.grad(loss.sum(), narrow["log_probs"])
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-5)
+    for log_prob in (0.0, -1e-9, -1e-3, -1e4):
+        ends = torch.full((2,), log_prob, requires_grad=True)
+        some = torch.tensor([-1.0, -2.0], requires_grad=True)
+        ones = torch.ones(2)
+        value = preference_loss(name, ends, some, 0 * ones, 0 * ones, ones, ones)
+        value = value + preference_loss(name, some, ends, 0 * ones, 0 * ones, ones, ones)
+        gradients = torch.autograd.grad(value.sum(), [ends, some])
+        assert all(x.isfinite().all() for x in (value, *gradients)), log_prob
+
+
+def test_log_odds_are_exact_for_every_probability() -> None:
+    x = -torch.logspace(-6, 1.5, 200, dtype=torch.float64)
+    exact = [float(v) - math.log(-math.expm1(float(v))) for v in x]
+    torch.testing.assert_close(log_odds(x.float()), torch.tensor(exact).float(), rtol=1e-5, atol=2e-6)
+
+
+def test_a_margin_of_zero_is_a_loss_of_ln_2() -> None:
+    sums, counts = torch.tensor([-3.0, -500.0]), torch.tensor([4, 400])
+    loss = preference_loss("sigmoid", sums, sums - 7, sums, sums - 7, counts, counts)
+    torch.testing.assert_close(loss, torch.full((2,), math.log(2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sigmod", {}, "Did you mean.*sigmoid"),
+        ("nca_pair", {}, "nca"),
+        ("sigmoid", {"gamma": 1.0}, "sigmoid does not read gamma; it reads beta, label_smoothing"),
+        ("ipo", {"label_smoothing": 0.1}, "ipo does not read label_smoothing; it reads beta"),
+        ("robust", {"label_smoothing": 0.5}, "to below 0.5"),
+        ("exo", {"label_smoothing": 0.0}, "above 0"),
+    ],
+)
+def test_what_a_loss_does_not_read_is_refused(name: str, settings: Any, message: str, answers: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        ours(name, answers, **settings)
+
+
+def test_the_settings_know_every_loss_and_what_it_reads() -> None:
+    from lean_ft.settings import LOSS_READS, PreferenceLossConfig
+
+    assert set(get_args(PreferenceLossConfig.model_fields["name"].annotation)) == set(LOSSES)
+    assert {name: LOSS_READS.get(name, ()) for name in LOSSES} == {name: settings_of(name) for name in LOSSES}

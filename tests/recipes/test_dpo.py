@@ -1,0 +1,284 @@
+"""The recipe on the embedded model: where it begins, what it equals, and that nothing about memory or layout changes it."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.data import PairBatch, preference_batches
+from lean_ft.paths import resolve_data_path, resolve_model_path
+from lean_ft.plan.devices import choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
+from lean_ft.tokenizers import load_tokenizer
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/pairs_validation.jsonl",
+    "data.max_length=96",
+    "optimizer.lr=1e-4",
+    "schedule.name=constant",
+    "batch_size=4",
+    "max_steps=6",
+    "device=cpu",
+)
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train(tmp_path) -> Train:
+    """Runs the recipe with settings, and returns the lines of its metrics."""
+
+    def run(*settings: str, output: str = "run", name: str = "dpo") -> list[dict[str, Any]]:
+        module = load_recipe(find_recipe(name))
+        given = [*SETTINGS, f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, given))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
+    return [(line["loss"], line["grad_norm"], line["rewards/margins"], line["tokens"]) for line in lines]
+
+
+LORA = ("lora.rank=4", "lora.dropout=0.1")
+BEGINNINGS = [
+    ("reference.kind=cached",),
+    ("reference.kind=cached", *LORA, "data.packing=bfd"),
+    ("reference.kind=model", "data.packing=padding_free"),
+    ("reference.kind=adapter_off", *LORA),
+    ("reference.kind=adapter_off", *LORA, "model.dtype=bfloat16", "data.packing=bfd", "memory.tile_mlp=3"),
+    ("reference.kind=cached", "model.dtype=float16", "memory.activation_checkpointing=full"),
+    ("reference.kind=model", "model.dtype=bfloat16", "data.batch_tokens=800"),
+]
+
+
+@pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
+def test_it_begins_with_margins_of_exactly_0_and_a_loss_of_ln_2(train: Train, settings: tuple[str, ...]) -> None:
+    first, last = train(*settings, "gradient_accumulation_steps=2", "max_steps=2", "batch_size=2")
+    assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/margins"] == 0
+    assert first["rewards/accuracies"] == 0.5
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert last["rewards/margins"] != 0
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, packing: str) -> None:
+    """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
+    rows = ("data.validation_fraction=0.9", "epochs=2", "max_steps=10", "optimizer.lr=0", "reference.kind=cached")
+    *lines, evaluation = train(*rows, f"data.packing={packing}", "batch_size=4")
+    assert lines[-1]["epoch"] > 1
+    for line in lines:
+        assert line["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert evaluation["eval_rewards/chosen"] == evaluation["eval_rewards/margins"] == 0
+
+
+def test_a_reference_in_4_bits_is_near(train: Train) -> None:
+    (first,) = train("reference.kind=nf4", "max_steps=1")
+    assert 0 < abs(first["rewards/chosen"]) < 0.5
+    assert first["loss"] == pytest.approx(math.log(2), rel=0.1)
+
+
+@cache
+def by_hand(packing: str, num_steps: int = 20) -> tuple[list[float], list[float]]:
+    """DPO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
+    Returns the losses and the mean margins."""
+    given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}"]
+    config = load_config(load_recipe(recipes()["dpo"]).Config, None, given)
+    batches, _ = preference_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
+    policy, frozen = (
+        AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32) for _ in range(2)
+    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
+
+    def log_prob(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        return sum(log_probs[t, labels[t]] for t in range(len(ids)) if labels[t] >= 0)
+
+    losses, margins = [], []
+    for _ in range(num_steps):
+        (batch,) = batches.take(1)
+        gains = []
+        begins = (batch.positions == 0).nonzero()
+        ends = [*begins[1:].tolist(), [len(batch.positions), 0]]
+        for (row, begin), (next_row, end) in zip(begins.tolist(), ends, strict=True):
+            document = slice(begin, end if next_row == row else None)
+            answer = batch.input_ids[row, document], batch.labels[row, document]
+            if not (answer[1] >= 0).any():
+                continue  # padding
+            with torch.no_grad():
+                expected = log_prob(frozen, *answer)
+            gains.append(log_prob(policy, *answer) - expected)
+        h = 0.1 * (torch.stack(gains[::2]) - torch.stack(gains[1::2]))
+        loss = -F.logsigmoid(h).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        margins.append(h.mean().item())
+    return losses, margins
+
+
+MEMORY = [
+    (),
+    ("data.packing=padding_free", "reference.kind=model", "optimizer.in_backward=true"),
+    ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
+    ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate", "optimizer.in_backward=true"),
+    ("batch_size=1", "gradient_accumulation_steps=4"),
+]
+
+
+@pytest.mark.parametrize("settings", MEMORY, ids=str)
+def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, settings: tuple[str, ...]) -> None:
+    lines = train("max_steps=20", *settings)
+    losses, margins = by_hand("padding_free" if "data.packing=padding_free" in settings else "none")
+    assert max(margins) > 0.05
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5, abs=1e-5)
+    assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=5e-5)
+
+
+def test_packed_rows_learn_what_padded_ones_do(train: Train, tmp_path: Any) -> None:
+    """All pairs in each step, since packing puts others together."""
+    rows = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[:30]))
+    settings = (f"data.source={tmp_path / 'few.jsonl'}", "batch_size=30", "max_steps=3", "epochs=3")
+    padded, packed = train(*settings), train(*settings, "data.packing=bfd", output="packed")
+    for line, expected in zip(packed, padded, strict=True):
+        assert line["target_tokens"] == expected["target_tokens"]
+        for name in ("loss", "rewards/margins", "logps/chosen", "nll", "entropy", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("loss.name=simpo", "loss.sft_weight=0.5"),
+        ("loss.name=ipo", "loss.ld_alpha=0.5", "loss.wpo=true", "loss.sft_weight=0.5"),
+    ],
+    ids=str,
+)
+def test_micro_batches_add_up_to_the_whole_batch(train: Train, settings: tuple[str, ...]) -> None:
+    whole = train(*settings, "batch_size=6")
+    parts = train(*settings, "batch_size=2", "gradient_accumulation_steps=3", output="parts")
+    for line, expected in zip(parts, whole, strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins", "nll", "entropy"):
+            assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "settings", [("reference.kind=cached",), (*LORA, "data.packing=bfd"), ("reference.kind=model",)], ids=str
+)
+def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Any) -> None:
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=3", output="parts")
+    for values in (tmp_path / "cache").glob("reference-*/values"):  # a cache that was deleted is made of the same model
+        values.write_bytes(b"\xff" * len(values.read_bytes()))
+    parts = train(*settings, output="parts")
+    assert numbers(parts) == numbers(whole)
+    (folder,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
+    for file in (tmp_path / "whole" / folder).glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts" / folder / file.name).read_bytes()
+
+
+def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
+    def computed(*settings: str) -> int:
+        train("reference.kind=cached", *settings, output=f"run{len(outputs)}")
+        outputs.append(capsys.readouterr().out)
+        return int(outputs[-1].partition("log-probabilities of ")[2].split()[0].replace(",", ""))
+
+    outputs: list[str] = []
+    assert computed() == 24  # 6 steps of 4: no further than the run goes
+    assert computed() == 0
+    assert computed("max_steps=7") == 4
+    assert computed("loss.name=ipo", "batch_size=2") == 0  # what the loss makes of it changes nothing
+    assert computed("loss.ld_alpha=0.5") == 24
+    assert computed("data.max_prompt_length=6") == 24
+    assert computed("model.dtype=bfloat16") == 24
+
+
+def test_filling_the_cache_draws_no_random_number(train: Train) -> None:
+    filled = train("lora.dropout=0.5", "reference.kind=cached")
+    found = train("lora.dropout=0.5", "reference.kind=cached", output="again")
+    other = train("lora.dropout=0.5", "reference.kind=adapter_off", output="other")
+    assert numbers(filled) == numbers(found) == numbers(other)
+
+
+def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
+    settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
+    lines = train(*settings, "batch_size=16", "optimizer.lr=1e-3", "max_steps=20")
+    (evaluation,) = [line for line in lines if "eval_loss" in line]
+    assert evaluation["step"] == 20
+    assert evaluation["eval_rewards/accuracies"] > 0.6  # 0.5 before
+    assert evaluation["eval_loss"] < math.log(2)
+    said = capsys.readouterr().out
+    assert "reference   cached, each answer's" in said
+    assert "% of pairs right" in said
+    assert "right " in said.partition("step        20/20")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("reference.kind=adapter_off",), "lora is null"),
+        (("loss.name=orpo", "reference.kind=model"), "orpo reads no reference"),
+        (("loss.name=dpo",), "Did you mean 'sigmoid'"),
+        (("loss.gamma=1",), "gamma=1 is not read by the loss sigmoid, but by simpo"),
+        (("loss.name=exo", "loss.label_smoothing=0"), "takes its logarithm"),
+        (("loss.label_smoothing=0.5",), "number >= 0 and < 0.5"),
+        (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
+        (("data.packing=wrapped",), "the answers of a pair are compared whole"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_one_message(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*settings)
+
+
+def test_its_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
+    train("max_steps=1", name="lora_dpo_single_device")
+    assert (tmp_path / "run" / "step_00000001" / "adapter_model.safetensors").is_file()
+    assert "adapter_off" in capsys.readouterr().out
+
+
+def test_a_second_model_is_planned_and_a_reference_of_its_own_is_not() -> None:
+    def peaks(*settings: str) -> dict[str, int]:
+        recipe = load_recipe(recipes()["dpo"])
+        cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", *settings])
+        return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak.bytes_by_label
+
+    cached, model = peaks("reference.kind=cached"), peaks("reference.kind=model")
+    assert model["weights"] == 2 * cached["weights"]
+    assert peaks("reference.kind=adapter_off", "lora.rank=4")["weights"] < 1.2 * cached["weights"]
+
+
+def test_a_batch_tells_its_answers_apart() -> None:
+    recipe = load_recipe(recipes()["dpo"])
+    seen = {}
+    for packing in ("none", "bfd", "padding_free"):
+        cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", f"data.packing={packing}"])
+        batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), batch_size=4, seed=0)
+        found: dict[int, tuple[list[int], ...]] = {}
+        for batch in batches.take(batches.batches_per_epoch):
+            assert isinstance(batch, PairBatch)
+            assert torch.equal(batch.labels.flatten()[batch.index], batch.label)
+            assert len(batch.label) == batch.num_targets == batch.answer_tokens.sum()
+            answers = batch.label.split(batch.answer_tokens.flatten().tolist())
+            for i, pair in enumerate(batch.pairs.tolist()):
+                found[pair] = tuple(answer.tolist() for answer in answers[2 * i : 2 * i + 2])
+        seen[packing] = found
+    assert len(seen["none"]) == 206
+    assert seen["none"] == seen["bfd"] == seen["padding_free"]
+    tokenizer = load_tokenizer("tiny")
+    first = json.loads(resolve_data_path("tiny/pairs_validation.jsonl").read_text().partition("\n")[0])
+    for side, ids in zip(("chosen", "rejected"), seen["none"][0], strict=True):
+        assert tokenizer.decode(ids) == first[side][0]["content"] + "<|end|>"
