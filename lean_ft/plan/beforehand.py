@@ -255,7 +255,7 @@ def answer_a_question() -> None:
             cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
         except ValueError as error:
             raise RuntimeError(f"the settings did not arrive as they were: {error}") from None
-        device = {
+        device: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in question["device"].items()
         }
         return _WORKS[question["work"]](recipe, cfg, Device(**device))
