@@ -13,7 +13,7 @@ _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
 # The driver's context, the libraries' workspaces and what the allocator cannot use between its blocks.
 CUDA_RESERVED_BYTES = int(0.75 * GIB)
 # PyTorch's getChosenWorkspaceSize, where it is not the 8.125 MiB of most cards.
-_WORKSPACES = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
+_WORKSPACES: dict[str, int] = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
 
 
 @dataclass(frozen=True)
