@@ -62,11 +62,11 @@ def ladder() -> list[Setting]:
     """The planned ladder's rungs, and adapters as lean as they get without offload."""
     packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
     rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
-    lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 16, "memory.loss_chunk_tokens": 256}
+    lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 8, "memory.loss_chunk_tokens": 512}
     return [
         *rungs,
-        Setting("3B: LoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean}),
-        Setting("3B: QLoRA, 8-bit AdamW, 16 tiles", LORA, "llama3_2_3b", {**packed, **lean, "lora.quantize": "nf4"}),
+        Setting("3B: LoRA, 8-bit AdamW, 8 tiles", LORA, "llama3_2_3b", {**packed, **lean}),
+        Setting("3B: QLoRA, 8-bit AdamW, 8 tiles", LORA, "llama3_2_3b", {**packed, **lean, "lora.quantize": "nf4"}),
     ]
 
 

@@ -188,6 +188,35 @@ def test_a_compiled_product_stores_what_it_reads():
     assert peak == 4 * size  # x, both factors and the product
 
 
+@pytest.mark.parametrize(("device", "squares"), [(CARD, 3), (CPU, 2)], ids=["card", "cpu"])
+def test_a_card_makes_values_of_one_size_from_the_same_memory_at_once(device, squares):
+    """Each is read by a product of its own and could be gone before the next is made; one kernel makes both."""
+    size = 4 * 256 * 256
+
+    def work(trace):
+        function = torch.compile(lambda x, v: ((x * 2) @ v, (x + 1) @ v), backend=fusing_backend(trace))
+        x, v = torch.ones(256, 256), torch.ones(256, 1)
+        with torch.no_grad():
+            function(x, v)
+
+    torch._dynamo.reset()
+    peak = traced(work, device).peak
+    torch._dynamo.reset()
+    total = peak.total_bytes - peak.bytes_by_label.get(FREED, 0)
+    assert squares * size <= total < (squares + 0.5) * size
+
+
+def test_what_a_card_reserves_is_its_allocators():
+    def work(trace):
+        kept = [torch.empty(30 * 2**20, dtype=torch.uint8), kibibytes(1)]
+        del kept
+
+    trace = traced(work)
+    assert trace.peak.total_bytes == 30 * 2**20 + KIB
+    assert trace.reserved_bytes == 42 * 2**20
+    assert traced(work, CPU).reserved_bytes == traced(work, CPU).peak.total_bytes
+
+
 def test_devices_are_found_in_any_spelling():
     for wanted, name in {
         "nvidia GeForce rtx4090": "RTX 4090",
