@@ -131,6 +131,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
     assert process.stdout is not None
     process.stdout.readline()
     worker = int(process.stdout.readline().split()[0])
+    time.sleep(1)  # by then it waits for the sleeper, and no longer prints
     began = time.monotonic()
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal sends it
