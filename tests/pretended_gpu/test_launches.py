@@ -71,12 +71,13 @@ def test_what_is_pinned_is_what_is_kept() -> None:
 TUNED = """
 import os, torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from lean_ft.losses.linear_cross_entropy import _Terms, _compiled_softmax_gradient
+from lean_ft.losses.chunked_softmax import Terms, describe_with_gradient
 def benchmark(self, *args, **kwargs):
     raise AssertionError(f"{self.inductor_meta['kernel_name']} is tuned, and writes over {self.mutated_arg_names}")
 CachingAutotuner.benchmark_all_configs = benchmark
-logits, rows = torch.empty(64, 4096, device="cuda", dtype=torch.bfloat16), torch.empty(64, 3, device="cuda")
-_compiled_softmax_gradient(_Terms(30.0, 0.0, 0.0))(logits, torch.zeros(64, dtype=torch.int64, device="cuda"), rows)
+terms = Terms(softcap=30.0)
+logits, rows = (torch.empty(64, n, device="cuda", dtype=t) for n, t in ((4096, torch.bfloat16), (terms.num_columns, None)))
+describe_with_gradient(terms, compile=True)(logits, torch.zeros(64, dtype=torch.int64, device="cuda"), rows)
 print("not tuned", flush=True)
 os._exit(0)
 """

@@ -94,7 +94,10 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
         found = run(recipe, preset, tmp_path / "cuda", f"device=cuda {settings} {of_gpu}")
     assert len(found) == len(expected) == num_steps
     for own, reference in zip(found, expected, strict=True):
-        for name, tolerance in zip(("loss", "grad_norm"), TOLERANCES[dtype], strict=True):
+        loss_tolerance, norm_tolerance = TOLERANCES[dtype]
+        if recipe == "dpo":  # whose loss is made of differences of sums
+            loss_tolerance *= 3
+        for name, tolerance in (("loss", loss_tolerance), ("grad_norm", norm_tolerance)):
             assert own[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of step {own['step']}"
 
 
