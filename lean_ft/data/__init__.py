@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, longest_batch
+    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, PolicyBatch, longest_batch
     from lean_ft.data.prepare import preference_batches, sft_batches
+    from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
 
 __all__ = [
@@ -14,12 +15,17 @@ __all__ = [
     "DataReport",
     "EvalBatches",
     "PairBatch",
+    "PolicyBatch",
+    "Prompt",
+    "Prompts",
     "longest_batch",
     "preference_batches",
+    "prompt_rows",
     "sft_batches",
 ]
 
-_HOMES = {"DataReport": "report", "preference_batches": "prepare", "sft_batches": "prepare"}  # the others: batches
+_HOMES = {"DataReport": "report", "preference_batches": "prepare", "sft_batches": "prepare"}
+_HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts")  # the others: batches
 
 
 def __getattr__(name: str) -> Any:

@@ -5,19 +5,26 @@ from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.policy import advantages, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs
 
 __all__ = [
     "IGNORED_LABEL",
     "LOSSES",
     "AnswerLogProbs",
+    "AnswerTokens",
     "Answers",
     "CrossEntropy",
+    "TokenLogProbs",
     "TokenStatistics",
     "add_rewards",
+    "advantages",
+    "correction",
     "linear_cross_entropy",
     "linear_log_probs",
     "loss_chunk_tokens",
+    "policy_loss",
     "preference_loss",
 ]

@@ -4,7 +4,6 @@ from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Block, Decoder
-from lean_ft.models.generation import generate, generate_steps
 from lean_ft.models.hf_format import (
     build_decoder,
     empty_model,
@@ -29,8 +28,6 @@ __all__ = [
     "build_decoder",
     "decoder_config",
     "empty_model",
-    "generate",
-    "generate_steps",
     "load_model",
     "parts_on_disk",
     "read_weights",

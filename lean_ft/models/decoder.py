@@ -227,6 +227,12 @@ class Decoder(nn.Module):
         weight = self.output_weight
         return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device)
 
+    def cache_bytes(self, batch_size: int, capacity: int) -> int:
+        """What such a cache takes."""
+        config = self.config
+        numbers = 2 * config.num_layers * batch_size * capacity * config.num_kv_heads * config.head_dim
+        return numbers * self.output_weight.element_size()
+
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The number of the document that each of the flattened batch's `indices` lies in."""

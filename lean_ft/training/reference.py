@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.data import Batches, EvalBatches, PairBatch
+from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
 from lean_ft.log import say
-from lean_ft.losses import AnswerLogProbs
+from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model
 from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off, quantize_as_loaded
@@ -75,6 +75,43 @@ def load_reference(
         return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
     table = _filled(cfg, model, without_adapter, batches, held_out).to(device)
     return lambda batch: table[batch.pairs]
+
+
+def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) -> Callable[[PolicyBatch], Tensor] | None:
+    """Returns what gives the reference's log-probabilities of sampled tokens, (B, A), without gradients; None where
+    `cfg.loss` measures no divergence from it.
+
+    `auto` is adapter_off for an adapter, and else a second model: answers are new in every round, so nothing is cached.
+    Raises ValueError for a kind that cannot be.
+    """
+    asked = cfg.reference.kind
+    if not cfg.loss.needs_reference:
+        if asked not in ("auto", "none"):
+            raise ValueError(
+                f"reference.kind={asked}, and with loss.kl_weight=0 nothing reads a reference. Leave it out, or set "
+                "loss.kl_weight."
+            )
+        return None
+    kind = ("model" if cfg.lora is None else "adapter_off") if asked == "auto" else asked
+    if kind in ("cached", "none") or (kind == "adapter_off" and cfg.lora is None):
+        why = {
+            "cached": "answers are sampled anew in every round, and none is known beforehand",
+            "none": "loss.kl_weight weighs the divergence from one",
+            "adapter_off": "all parameters train, and the model that it began with is gone",
+        }[kind]
+        raise ValueError(f"reference.kind={kind} cannot be: {why}. Set reference.kind=model or nf4, or turn lora on.")
+    if stage() is None:
+        say("reference", kind)
+    if kind in ("model", "nf4"):
+        frozen = _second_model(cfg, model.output_weight.device, kind == "nf4")
+        return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
+
+    @torch.no_grad()
+    def without_adapter(batch: PolicyBatch) -> Tensor:
+        with adapter_off(model):
+            return log_probs(model, batch).log_probs
+
+    return without_adapter
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:
