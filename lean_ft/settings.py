@@ -148,9 +148,8 @@ class RowsConfig(Settings):
 class PromptDataConfig(RowsConfig):
     """Prompts that the model answers itself, with what its answers are judged by."""
 
-    max_prompt_length: PositiveInt | None = Field(
-        None,
-        description="Tokens that a prompt may have; rows with longer ones are left out and counted. null: any number.",
+    max_prompt_length: PositiveInt = Field(
+        512, description="Tokens that a prompt may have; rows with longer ones are left out and counted."
     )
     chat: Literal["auto"] | bool = Field(
         "auto",
@@ -527,6 +526,10 @@ class GenerationConfig(Settings):
     temperature: PositiveFloat = Field(
         1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
     )
+    eval_temperature: NonNegativeFloat | None = Field(
+        None,
+        description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
+    )
     top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None, description="Draw among the fewest tokens whose probabilities reach this share."
@@ -830,6 +833,14 @@ class RecipeConfig(Settings):
     def most_kept(self) -> int | None:
         """Checkpoints kept for being the newest; None keeps all."""
         return 2 if self.keep_last is None and self.save_every == "auto" else self.keep_last
+
+    @property
+    def row_tokens(self) -> int | None:
+        """Tokens that a row of a batch may have; None where the recipe has no data of ours."""
+        if (data := self.group(DataConfig)) is not None:
+            return data.max_length
+        prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
+        return prompts.max_prompt_length + generation.max_new_tokens if prompts and generation else None
 
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""

@@ -61,7 +61,7 @@ class Config(RecipeConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
-    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed, cfg.generation.max_new_tokens)
+    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
     score = Rewards(cfg.rewards)
     model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
@@ -136,7 +136,8 @@ def main(cfg: Config) -> None:
         return loss
 
     def evaluate(asked: list[Prompt]) -> dict[str, Any]:
-        answers = answer(asked, 0.0, seed=0)  # the likeliest tokens
+        temperature = cfg.generation.eval_temperature
+        answers = answer(asked, cfg.generation.temperature if temperature is None else temperature, cfg.seed)
         worth = [total for total in score(asked, answers, text).totals if total is not None]
         lengths = [len(one.ids) for one in answers]
         return {"eval_reward": sum(worth) / max(1, len(worth)), "eval_completion_length": sum(lengths) / len(lengths)}

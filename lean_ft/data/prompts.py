@@ -78,14 +78,12 @@ class Prompts:
         return int(self._orders[epoch][i])
 
 
-def prompt_rows(
-    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, max_new_tokens: int = 0
-) -> tuple[Prompts, list[Prompt] | None]:
+def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
     """The prompts of `config.source`, and those that are held out, if any are: of `validation_source`, or a share that `seed`
     draws. Raises ValueError for unreadable files and rows, with their place, and where nothing is left."""
     if stage() is not None:
-        length = config.max_prompt_length or max(1, (tokenizer.context_length or 2048) - max_new_tokens)
-        return Prompts([Prompt([0] * length, "", {}, "")], seed=seed, report=PromptReport(), fingerprint=""), None
+        longest = Prompt([0] * config.max_prompt_length, "", {}, "")
+        return Prompts([longest], seed=seed, report=PromptReport(), fingerprint=""), None
     digest = hashlib.blake2b(digest_size=16)
     report = PromptReport()
     prompts, held_out = list(_read(config, tokenizer, config.source, digest, report)), None
@@ -119,7 +117,7 @@ def _read(
             if config.on_bad_row == "raise" or report.bad_rows > config.max_bad_rows:
                 raise
             continue
-        if config.max_prompt_length is not None and len(prompt.ids) > config.max_prompt_length:
+        if len(prompt.ids) > config.max_prompt_length:
             report.too_long += 1
             continue
         yield prompt

@@ -99,8 +99,8 @@ class Rollouts:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the round is not full yet."""
-        return len(self._answers) < self.num_answers
+        """Whether the round that comes is not full yet."""
+        return self._attempt == 0 or len(self._answers) < self.num_answers
 
     @property
     def seed(self) -> int:
@@ -109,7 +109,7 @@ class Rollouts:
 
     def ask(self) -> list[Prompt]:
         """The prompts to be answered next, each once for each of its answers."""
-        if self.used_up and self._attempt == 0:
+        if self._attempt == 0:  # what is there is of the round before
             self._answers, self._even = [], []
         return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
 
@@ -123,7 +123,7 @@ class Rollouts:
         Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
         """
         if self._planned is not None:
-            self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
+            self._attempt, self._answers = 1, [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
             return
         size, asked = self._cfg.generation.num_answers, self._asked()
         answers = [
