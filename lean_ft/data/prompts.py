@@ -124,6 +124,8 @@ def _read(
 
 
 def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokenizer: Tokenizer, chat: bool) -> Prompt:
+    if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
+        raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
     fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
     fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
     further = {name: value for name, value in fields.items() if name not in OF_THE_PROMPT}

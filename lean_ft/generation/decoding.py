@@ -252,7 +252,7 @@ def _rehearse(model: Decoder, rows: list[_Row], capacity: int) -> None:
     """What generation takes on shapes alone: the cache, the prompts' pass, and the last token's."""
     longest = max(len(row.prompt) for row in rows)
     caches = model.new_cache(len(rows), capacity)
-    texts = min(len(rows), max(1, PROMPT_TOKENS // longest))
+    texts = min(len({tuple(row.prompt) for row in rows}), max(1, PROMPT_TOKENS // longest))
     _forward(model, torch.zeros(texts, longest, dtype=torch.int64), caches.part(0, texts))
     caches.filled = capacity - 1
     hidden = _forward(model, torch.zeros(len(rows), 1, dtype=torch.int64), caches)[:, 0]

@@ -50,7 +50,6 @@ class KVCache:
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values  # (layers, rows, C, K, D)
-        self.layers = [LayerCache(keys[i], values[i], self) for i in range(len(keys))]
         self.capacity = keys.shape[2]
         self.lengths = torch.zeros(keys.shape[1], dtype=torch.int64, device=keys.device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
@@ -59,6 +58,11 @@ class KVCache:
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.positions = torch.empty(0, device=keys.device)
         self._visible: dict[int | None, Tensor | None] = {}
+
+    def layer(self, i: int) -> LayerCache:
+        """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
+        garbage."""
+        return LayerCache(self.keys[i], self.values[i], self)
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).

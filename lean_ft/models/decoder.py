@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i])
+            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i))
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
                 if balances:

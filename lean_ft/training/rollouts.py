@@ -10,7 +10,7 @@ Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sam
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +111,10 @@ class Rollouts:
         """The prompts to be answered next, each once for each of its answers."""
         if self._attempt == 0:  # what is there is of the round before
             self._answers, self._even = [], []
+        if self._planned is not None:  # as many different prompts as there are going to be
+            longest = self._prompts[0]
+            prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
+            return [prompt for prompt in prompts for _ in range(self._cfg.generation.num_answers)]
         return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
 
     def _asked(self) -> list[int]:
