@@ -204,7 +204,10 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
     corrected = ("generation.top_k=20", "loss.correction=sequence_truncate")
     (narrow,) = train("max_steps=1", *corrected, output="narrow")
     assert narrow["loss"] != whole["loss"]
-    plain, sampled = (train("max_steps=1", f"generation.most_attempts={n}", "generation.num_answers=2", output=f"dynamic{n}")[0] for n in (1, 9))
+    plain, sampled = (
+        train("max_steps=1", f"generation.most_attempts={n}", "generation.num_answers=2", output=f"dynamic{n}")[0]
+        for n in (1, 9)
+    )
     assert plain["even_groups"] > 0 == sampled["even_groups"]
 
 
