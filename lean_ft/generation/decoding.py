@@ -29,7 +29,7 @@ from lean_ft.context import context_length
 from lean_ft.environment import memory_bytes
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.log import say
-from lean_ft.models import Decoder, KVCache
+from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.shapes_only import counted_as, stage
 
 PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
@@ -165,6 +165,7 @@ def _decode_rows(
         _rehearse(model, running, capacity)
         return
     caches, hidden = _read(model, running, capacity)
+    few_rows = FewRows(model)
     for position in range(sampling.max_new_tokens):
         if context is not None and max(len(row.prompt) for row in running) + position > context:
             _say_too_long(context)
@@ -188,7 +189,8 @@ def _decode_rows(
             chosen = chosen[order]
         length = [len(row.prompt) + position + 1 for row in running]
         if all(rope.same_frequencies(n - 1, n) for rope in model.rotary for n in length):
-            hidden = _forward(model, chosen[:, None], caches)[:, 0]
+            with few_rows:  # and between two steps the model is as it was
+                hidden = _forward(model, chosen[:, None], caches)[:, 0]
         else:
             caches, hidden = _read(model, running, capacity)
 

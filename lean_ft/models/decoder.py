@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.config import DecoderConfig
+from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
-        logits = F.linear(hidden, self.output_weight)
+        logits = few_rows_linear(hidden, self.output_weight)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
