@@ -36,6 +36,7 @@ BENCHMARKS = (
     "optimizer_step",
     "data_preparation",
     "loading",
+    "generation",
     "tokenizers_gsm8k",
     "planner_accuracy",
     "planned_ladder",

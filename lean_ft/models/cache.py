@@ -27,12 +27,14 @@ class LayerCache:
 
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
-        positions = self.owner.positions
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.keys[rows, positions] = key
-        self.values[rows, positions] = value
-        filled = self.owner.filled
-        return self.keys[: len(positions), :filled], self.values[: len(positions), :filled]
+        filled, rows = self.owner.filled, len(key)
+        if self.owner.shortest == filled:  # all rows have come as far
+            new = slice(filled - key.shape[1], filled)
+            self.keys[:rows, new], self.values[:rows, new] = key, value
+        else:
+            places = self.owner.rows, self.owner.positions
+            self.keys[places], self.values[places] = key, value
+        return self.keys[:rows, :filled], self.values[:rows, :filled]
 
 
 class KVCache:
@@ -56,7 +58,7 @@ class KVCache:
         self.shortest = 0
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
-        self.positions = torch.empty(0, device=keys.device)
+        self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
     def layer(self, i: int) -> LayerCache:
@@ -80,6 +82,7 @@ class KVCache:
         self.shortest += num_tokens if lengths is None else 0
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
+        self.rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
         self._visible.clear()
         return self.positions
