@@ -140,6 +140,7 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))
         say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        say("", shlex.join(["leanft", "plot", str(run.directory)]) + "   # its curves")
 
 
 def command_to_continue(resume: str) -> str:
