@@ -118,5 +118,6 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(config, tmp_pa
 def quiet_services(monkeypatch):
     """What they would write into the developer's home and terminal."""
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # seconds, on a busy machine
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     logging.getLogger("mlflow").setLevel(logging.ERROR)
