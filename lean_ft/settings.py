@@ -237,6 +237,12 @@ class PreferenceDataConfig(DataConfig):
     max_completion_length: PositiveInt | None = Field(
         None, description="Tokens of a chosen or rejected answer, of which the first ones are kept; null keeps all."
     )
+    shared_prompt: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute the prompt of a pair once for both answers, which stand behind it in one row and do not see each "
+        "other: P + C + R positions in place of 2P + C + R, and the same numbers to rounding. `auto` does where the model "
+        "allows it: all do but those whose rotary scaling changes with the length of the text within max_length.",
+    )
     truncation_side: Literal["right", "left"] = Field(
         "right",
         description="What `overflow=truncate` cuts of prompt and answer together, after the two limits above: the end of "
