@@ -13,11 +13,15 @@ batches, and no further than the run goes, so a start that is broken off loses n
 exactly 0: the same products in the same batches. Its key covers the weights and their dtype, the device's type, the
 documents as they were cut, and what `loss.ld_alpha` makes of their tokens. It draws no random number.
 
+Where a loss looks at prompts with answers of others (`UnpairedBatch.mismatched`), which answers these are is drawn with the
+batches. The cache then has a value for each of an epoch's, its key the seed and the rows of a batch as well.
+
 Source: our own; TRL and torchtune keep whole columns of log-probabilities, under no key.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -38,7 +42,7 @@ from lean_ft.shapes_only import stage
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
-"""Of a batch on the model's device the log-probabilities (P, 2), without gradients."""
+"""Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
 
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
@@ -57,7 +61,7 @@ def load_reference(
         say("reference", f"{kind}{why}")
     device = model.output_weight.device
     if kind == "none":
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in ("model", "nf4"):
         frozen = _second_model(cfg, device, kind == "nf4")
         return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
@@ -72,7 +76,7 @@ def load_reference(
     if kind == "adapter_off":
         return without_adapter
     if stage() is not None:
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     table = _filled(cfg, model, without_adapter, batches, held_out).to(device)
     return lambda batch: table[batch.pairs]
 
@@ -117,28 +121,38 @@ def _filled(
     batches: Batches,
     held_out: EvalBatches | None,
 ) -> Tensor:
-    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them."""
+    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
+    single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    num_pairs = sum(len(layout.starts) // 2 for layout in layouts)
+    sides = batches.layout.sides
+    num_pairs = sum(len(layout.starts) // sides for layout in layouts)
     settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.output_weight.device.type]
+    num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
+    if needs_mismatched:
+        first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
+        assert first is not None
+        num_pairs = first + num_epochs * len(batches.layout.starts)
+        settings += [cfg.seed, cfg.batch_size, cfg.data.batch_tokens, cfg.data.packing, num_epochs]
     key = hash_of(FORMAT, _weights_digest(model), [layout.content() for layout in layouts], settings)
-    values = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", 2 * num_pairs))
-    values = values.view(-1, 2)  # what is written to it lies in the file
+    values = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
+    values = values.view(-1, sides)  # what is written to it lies in the file
     device = model.output_weight.device
 
-    num_batches = batches.batches_per_epoch
+    num_batches = batches.batches_per_epoch * num_epochs
     if cfg.max_steps is not None:
         num_batches = min(num_batches, cfg.max_steps * cfg.gradient_accumulation_steps)
     all_batches: Any = chain(batches.first(num_batches), held_out or ())
     total = num_batches + len(held_out or ())
     num_computed = 0
     for batch in shown(all_batches, total, "reference"):
-        if values[batch.pairs].isnan().any():
-            values[batch.pairs] = reference(batch.to(device)).float().cpu()
-            num_computed += batch.num_pairs
+        for part in (batch, batch.mismatched if needs_mismatched else None):
+            if part is not None and values[part.pairs].isnan().any():
+                values[part.pairs] = reference(part.to(device)).float().cpu()
+                num_computed += part.num_pairs
+    what = "pairs" if sides == 2 else "answers"
     say(
         "reference",
-        f"log-probabilities of {num_computed:,} pairs computed, the others of {num_pairs:,} kept or not needed",
+        f"log-probabilities of {num_computed:,} {what} computed, the others of {num_pairs:,} kept or not needed",
     )
     return values
 
