@@ -236,10 +236,8 @@ class SFTDataConfig(DataConfig):
     )
 
 
-class PreferenceDataConfig(DataConfig):
-    """Pairs of a chosen and a rejected answer to learn from."""
-
-    sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+class AnswerDataConfig(DataConfig):
+    """Answers to learn from as a whole, each behind its prompt."""
 
     max_prompt_length: PositiveInt | None = Field(
         None, description="Tokens of a prompt, of which the last ones are kept; null keeps all."
@@ -258,7 +256,7 @@ class PreferenceDataConfig(DataConfig):
         return self.max_length
 
     @model_validator(mode="after")
-    def _keeps_pairs_whole(self) -> "PreferenceDataConfig":
+    def _keeps_answers_whole(self) -> "AnswerDataConfig":
         if self.packing in ("bfd_split", "wrapped"):
             raise ValueError(
                 f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
@@ -267,10 +265,22 @@ class PreferenceDataConfig(DataConfig):
         return self
 
 
-class UnpairedDataConfig(PreferenceDataConfig):
+class PreferenceDataConfig(AnswerDataConfig):
+    """Pairs of a chosen and a rejected answer to learn from."""
+
+    sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+
+    shared_prompt: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute the prompt of a pair once for both answers, which stand behind it in one row and do not see each "
+        "other: P + C + R positions in place of 2P + C + R, and the same numbers to rounding. `auto` does where the model "
+        "allows it: all do but those whose rotary scaling changes with the length of the text within max_length.",
+    )
+
+
+class UnpairedDataConfig(AnswerDataConfig):
     """Single answers, each with a label that says whether it is desirable; of a pair both answers, each by itself."""
 
-    sides: ClassVar[tuple[str, ...]] = ("",)
     tells: ClassVar[Literal["", "label", "margin"]] = "label"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
+from lean_ft.distributed import join, parallelize
 from lean_ft.losses import AnswerLogProbs, Answers, RunningMean, TokenStatistics, UnpairedStatistics, unpaired_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -23,6 +24,7 @@ from lean_ft.settings import (
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RecipeConfig,
     ReferenceConfig,
     ScheduleConfig,
@@ -37,6 +39,7 @@ class Config(RecipeConfig):
     model: ModelConfig
     data: UnpairedDataConfig
     lora: LoRAConfig | None = None  # null: all parameters train
+    parallel: ParallelConfig = ParallelConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
     schedule: ScheduleConfig = ScheduleConfig()
@@ -51,14 +54,16 @@ def main(cfg: Config) -> None:
             "there is none. Set batch_size to 2 or more (4 or more make it steadier), or loss.name=apo_zero_unpaired or bco."
         )
     device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     batches, held_out = unpaired_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
-    reference = load_reference(cfg, model, log_probs, batches, held_out)  # the model as it is now
-    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
+    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     mean_gain = RunningMean(device)  # bco's baseline: of all answers before this step
     run = Run(
         cfg,
@@ -67,6 +72,7 @@ def main(cfg: Config) -> None:
         batches=batches,
         held_out=held_out,
         tokenizer=tokenizer,
+        ranks=ranks,
         carried=mean_gain,
     )
 
@@ -75,10 +81,11 @@ def main(cfg: Config) -> None:
         """What the answers of a batch are compared with, a scalar: docs/preferences.md."""
         if cfg.loss.name == "bco":
             return mean_gain.mean
-        if not cfg.loss.needs_mismatched or batch.mismatched is None:  # a single answer at an epoch's end
+        if not cfg.loss.needs_mismatched or batch.mismatched is None:
             return torch.zeros((), device=device)
         gained = log_probs(model, batch.mismatched).log_probs - reference(batch.mismatched)
-        return gained.mean().clamp(min=0)
+        # A single answer, at an epoch's end, has no other to be compared with.
+        return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
 
     def losses_of(
         batch: UnpairedBatch, tokens: TokenStatistics, statistics: UnpairedStatistics
@@ -97,12 +104,14 @@ def main(cfg: Config) -> None:
 
     @torch.no_grad()
     def evaluate(held_out: Iterable[UnpairedBatch]) -> dict[str, Any]:
-        tokens, statistics, num_targets = TokenStatistics(), UnpairedStatistics(), 0
+        tokens, statistics, num_targets = TokenStatistics(ranks), UnpairedStatistics(ranks), 0
         for batch in held_out:
             statistics.count(batch.is_desirable)
             losses, _, _ = losses_of(batch.to(device), tokens, statistics)
             statistics.add(loss=losses.sum())
             num_targets += batch.num_targets
+        statistics.total_counts()
+        num_targets = ranks.total(num_targets)
         return tokens.means(num_targets, "eval_") | statistics.answer_means("eval_")
 
     for step in run.steps():
@@ -112,9 +121,14 @@ def main(cfg: Config) -> None:
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_answers = sum(batch.num_pairs for batch in micro_batches)
         num_targets = sum(batch.num_targets for batch in micro_batches)
-        tokens, statistics, total_gain = TokenStatistics(), UnpairedStatistics(), torch.zeros((), device=device)
-        for i, batch in enumerate(micro_batches, start=1):
+        tokens, statistics, total_gain = (
+            TokenStatistics(ranks),
+            UnpairedStatistics(ranks),
+            torch.zeros((), device=device),
+        )
+        for batch in micro_batches:
             statistics.count(batch.is_desirable)
+        for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.
             losses, gained, answers = losses_of(batch.to(device), tokens, statistics)
             loss = losses.sum() / num_answers
@@ -123,12 +137,12 @@ def main(cfg: Config) -> None:
             statistics.add(loss=loss * num_answers)
             total_gain += gained.detach().sum()
             # A step with a loss that is not finite is skipped, and its batch kept.
-            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+            optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
-        mean_gain.add(total_gain, num_answers)
+        mean_gain.add(ranks.sum(total_gain), num_answers)
         metrics = statistics.answer_means() | tokens.means(num_targets)
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, UnpairedBatch, longest_batch
-    from lean_ft.data.prepare import preference_batches, reward_batches, sft_batches, unpaired_batches
+    from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
     from lean_ft.data.report import DataReport
 
 __all__ = [
@@ -17,13 +17,12 @@ __all__ = [
     "UnpairedBatch",
     "longest_batch",
     "preference_batches",
-    "reward_batches",
     "sft_batches",
     "unpaired_batches",
 ]
 
 # The others: batches.
-_HOMES = dict.fromkeys(("preference_batches", "reward_batches", "sft_batches", "unpaired_batches"), "prepare")
+_HOMES = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
 _HOMES["DataReport"] = "report"
 
 

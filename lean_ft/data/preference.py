@@ -23,7 +23,7 @@ from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
 from lean_ft.data.formats import RowFormat, as_chat, check_rendering, formats_of, join, plain, reading, with_system
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
-from lean_ft.settings import PreferenceDataConfig, Sources
+from lean_ft.settings import AnswerDataConfig, Sources
 from lean_ft.tokenizers import Passage, Tokenizer
 
 NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
@@ -62,7 +62,7 @@ class Pair:
 class PairReader:
     """Turns rows into the two texts of a pair."""
 
-    config: PreferenceDataConfig
+    config: AnswerDataConfig
     formats: dict[int, RowFormat]
     """Of every source."""
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ class PairReader:
     @classmethod
     def of(
         cls,
-        config: PreferenceDataConfig,
+        config: AnswerDataConfig,
         first_rows: Sequence[Row],
         tokenizer: Tokenizer,
         source: Sources | None = None,
@@ -214,7 +214,7 @@ class UnpairedReader(PairReader):
 LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
 
-def fit_pair(pair: Pair, config: PreferenceDataConfig, place: str, report: DataReport) -> Pair | None:
+def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataReport) -> Pair | None:
     """The pair within the lengths of `config`, or None if it is dropped; `report` counts what was lost.
 
     Of the pair, `truncation_side=right` cuts each sequence behind max_length, as long as a prompt allows; `left` cuts
@@ -237,7 +237,7 @@ def fit_pair(pair: Pair, config: PreferenceDataConfig, place: str, report: DataR
 
 
 def _fit_answers(
-    prompt: np.ndarray, answers: list[Document], config: PreferenceDataConfig, place: str, report: DataReport
+    prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
 ) -> tuple[np.ndarray, list[Document]] | None:
     """A prompt and its answers within the lengths; None, counted, where one of them has no token left."""
     if config.max_prompt_length is not None:

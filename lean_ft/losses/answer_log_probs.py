@@ -69,7 +69,7 @@ class AnswerLogProbs:
             # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
             width = batch.input_ids.shape[1]
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
-            return grid.view(-1, sides, width).sum(2)
+            return grid.view(len(batch.answer_tokens), sides, width).sum(2)
 
         with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
             hidden, router_loss = model(
@@ -79,6 +79,8 @@ class AnswerLogProbs:
                 return_hidden=True,
                 return_router_loss=True,
                 is_token=batch.is_token,
+                prefixes=batch.prefixes,
+                num_prefix_tokens=batch.num_prefix_tokens,
             )
             squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(

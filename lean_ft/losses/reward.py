@@ -22,7 +22,7 @@ def scores_of(
     """The scores (P, 2) of a batch's pairs, and what a mixture of experts' router adds to a mean loss.
 
     model: a `Decoder` that gives scores; batch: on its device, as `lean_ft.data.PairBatch` is; per_token: means over the
-    answers' tokens; is_float16: arithmetic is in float16 whatever the weights are kept in.
+    answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
     """
     weight = model.output_weight  # (1, D)
     with torch.autocast(weight.device.type, torch.float16, enabled=is_float16):
@@ -33,6 +33,8 @@ def scores_of(
             return_hidden=True,
             return_router_loss=True,
             is_token=batch.is_token,
+            prefixes=batch.prefixes,
+            num_prefix_tokens=batch.num_prefix_tokens,
         )
     # What predicts a token stands before it.
     read = hidden.flatten(0, -2).index_select(0, batch.index + 1 if per_token else batch.last)

@@ -115,6 +115,11 @@ class UnpairedStatistics(TokenStatistics):
         self.num_undesirable += undesirable
         self.num_compared += desirable * undesirable
 
+    def total_counts(self) -> None:
+        """Counts what each rank counted for all."""
+        for name in ("num_desirable", "num_undesirable", "num_compared"):
+            setattr(self, name, self._ranks.total(getattr(self, name)))
+
     @torch.no_grad()
     def add_answers(self, gained: Tensor, log_probs: Tensor, is_desirable: Tensor, beta: float) -> None:
         """Adds P answers of this rank, each (P,)."""

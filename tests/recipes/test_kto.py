@@ -73,12 +73,13 @@ def test_it_begins_with_its_known_loss_and_rewards_of_exactly_0(train: Train, se
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
-def test_each_answer_and_each_mismatched_one_has_its_own_reference(train: Train, packing: str) -> None:
+def test_each_answer_and_each_mismatched_one_has_its_own_reference(train: Train, packing: str, tmp_path: Path) -> None:
     """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
-    rows = ("data.validation_fraction=0.9", "epochs=2", "max_steps=20", "optimizer.lr=0", "reference.kind=cached")
-    *lines, evaluation = train(
-        *rows, f"data.packing={packing}", "batch_size=4" if packing == "none" else "batch_size=1"
-    )
+    rows = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[:9]))
+    few = (f"data.source={tmp_path / 'few.jsonl'}", "data.validation_fraction=0.4", f"data.packing={packing}")
+    size = "batch_size=4" if packing == "none" else "batch_size=1"
+    *lines, evaluation = train(*few, size, "epochs=2", "max_steps=8", "optimizer.lr=0", "reference.kind=cached")
     assert lines[-1]["epoch"] > 1
     for line in [*lines, {name.removeprefix("eval_"): value for name, value in evaluation.items()}]:
         assert line["baseline"] == pytest.approx(0, abs=1e-5)
