@@ -82,7 +82,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     model.requires_grad_(False)
     dtype = weight.dtype if cfg.dtype == "model" else torch.float32
     if model.score is not None:
-        model.score.to(dtype).requires_grad_(True)
+        model.score.weight = nn.Parameter(model.score.weight.detach().to(dtype))
     for name in names:
         layer = put_adapter(model, name, shape, dtype)
         if cfg.init == "pissa":

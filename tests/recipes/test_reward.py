@@ -111,7 +111,7 @@ def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margin
     lines = train(*given, *settings)
     packing = "padding_free" if "data.packing=padding_free" in settings else "none"
     losses, margins = by_hand(rows_with_margins, packing, "data.shared_prompt=false" not in settings)
-    assert max(map(abs, margins)) > 0.1
+    assert max(map(abs, margins)) > 0.01
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4, abs=1e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
 
