@@ -166,7 +166,7 @@ def _activation_bytes(model: Decoder, cfg: Any) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
-    tokens = cfg.batch_size * cfg.data.max_length
+    tokens = cfg.batch_size * cfg.data.max_length * len(cfg.data.sides)
     return 4 * tokens * (2 * features + 4 * config.vocab_size)
 
 
