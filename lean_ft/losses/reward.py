@@ -24,8 +24,7 @@ def scores_of(
     model: a `Decoder` that gives scores; batch: on its device, as `lean_ft.data.PairBatch` is; per_token: means over the
     answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
     """
-    weight = model.output_weight  # (1, D)
-    with torch.autocast(weight.device.type, torch.float16, enabled=is_float16):
+    with torch.autocast(batch.last.device.type, torch.float16, enabled=is_float16):
         hidden, router_loss = model(
             batch.input_ids,
             batch.positions,
@@ -36,6 +35,7 @@ def scores_of(
             prefixes=batch.prefixes,
             num_prefix_tokens=batch.num_prefix_tokens,
         )
+    weight = model.output_weight  # (1, D); whole from the forward pass on, where it is cut over ranks
     # What predicts a token stands before it.
     read = hidden.flatten(0, -2).index_select(0, batch.index + 1 if per_token else batch.last)
     wide = torch.promote_types(read.dtype, torch.float32)
