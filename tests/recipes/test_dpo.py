@@ -128,7 +128,7 @@ def by_hand(settings: tuple[str, ...], num_steps: int = 20) -> tuple[list[float]
 
 
 EACH_ITS_PROMPT = ("data.shared_prompt=false",)
-PACKED = ("data.packing=bfd", "batch_size=1")
+PACKED = ("data.packing=bfd", "batch_size=1", "data.max_length=48")
 # Which pairs come together, and what must change nothing; the prompts of all but two are shared.
 MEMORY = [
     ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
@@ -261,8 +261,10 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
 def test_what_cannot_be_is_refused_with_one_message(
     train: Train, settings: tuple[str, ...], message: str, tmp_path: Any
 ) -> None:
+    if "model.path=LONG" in settings:
+        settings = (settings[0], f"model.path={with_longrope(tmp_path)}")
     with pytest.raises(ValueError, match=message):
-        train(*(setting.replace("LONG", str(with_longrope(tmp_path))) for setting in settings))
+        train(*settings)
 
 
 def with_longrope(folder: Any) -> Any:
