@@ -73,6 +73,8 @@ class PairBatch(Batch):
     label: Tensor  # (N,) int64
     answer_tokens: Tensor  # (P, 2) int64: labels of the chosen and the rejected answer
     pairs: Tensor  # (P,) int64: which pairs of the prepared data they are, those held out behind those trained on
+    last: Tensor  # (2 P,) int64: which flattened position each sequence ends with
+    margins: Tensor  # (P,) float32: by how much the chosen answer is better, where the rows tell it; 0 elsewhere
     prefixes: Tensor | None = None
     """(documents, 2) int32, where prompts are shared: the flattened positions, from and to, that each document of cu_seqlens
     goes on from. What is shared predicts a first token of each answer, of which `labels` has the chosen one's alone."""
@@ -84,8 +86,26 @@ class PairBatch(Batch):
         return len(self.pairs)
 
     def without_targets(self) -> "PairBatch":
-        nothing = {name: getattr(self, name)[:0] for name in ("index", "label", "answer_tokens", "pairs")}
+        names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
+        nothing = {name: getattr(self, name)[:0] for name in names}
         return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedBatch(PairBatch):
+    """A batch of P answers, each by itself: a pair of one side, so that `answer_tokens` is (P, 1)."""
+
+    is_desirable: Tensor  # (P,) bool
+    mismatched: "UnpairedBatch | None" = None
+    """Each prompt with the answer of the sequence before it, the first with the last's; None here. Their `pairs` are numbers
+    of their own, behind those of all answers, in every epoch others."""
+
+    def to(self, device: torch.device | str) -> "UnpairedBatch":
+        mismatched = None if self.mismatched is None else self.mismatched.to(device)
+        return replace(super().to(device), mismatched=mismatched)  # pyright: ignore[reportReturnType]
+
+    def without_targets(self) -> "UnpairedBatch":
+        return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
 
 
 def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
@@ -107,15 +127,21 @@ def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = Fal
         num_targets=num_tokens,
         num_tokens=num_tokens,
     )
-    if sides == 1:
+    if sides == 1 and config.tells != "label":
         return batch
-    return PairBatch(
+    pairs = PairBatch(
         **vars(batch),
         index=torch.zeros(num_tokens, dtype=torch.int64),
         label=torch.zeros(num_tokens, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows // 2, 2, dtype=torch.int64),
-        pairs=torch.zeros(num_rows // 2, dtype=torch.int64),
+        answer_tokens=torch.zeros(num_rows // sides, sides, dtype=torch.int64),
+        pairs=torch.zeros(num_rows // sides, dtype=torch.int64),
+        last=torch.zeros(num_rows, dtype=torch.int64),
+        margins=torch.zeros(num_rows // sides),
     )
+    if sides == 2:
+        return pairs
+    unpaired = UnpairedBatch(**vars(pairs), is_desirable=torch.zeros(num_rows, dtype=torch.bool))
+    return replace(unpaired, mismatched=unpaired)
 
 
 def _longest_sharing(config: DataConfig, batch_size: int) -> PairBatch:
@@ -137,6 +163,8 @@ def _longest_sharing(config: DataConfig, batch_size: int) -> PairBatch:
         label=torch.zeros(num_targets, dtype=torch.int64),
         answer_tokens=torch.zeros(num_rows, 2, dtype=torch.int64),
         pairs=torch.zeros(num_rows, dtype=torch.int64),
+        last=torch.zeros(2 * num_rows, dtype=torch.int64),
+        margins=torch.zeros(num_rows),
         prefixes=torch.zeros(3 * num_rows, 2, dtype=torch.int32),
     )
 
@@ -195,6 +223,9 @@ class Layout:
     """Documents that a row of data became; of two the batches tell which label is of which."""
     first_pair: int = 0
     """The number of the first row of data: those held out are counted on from those trained on."""
+    values: np.ndarray | None = None  # (P,) float32: what the row of a document tells of it, where batches tell it
+    first_mismatched: int | None = None
+    """The number of the first prompt with an answer of another row, where batches have such: as many for each epoch."""
     shared: np.ndarray | None = (
         None  # (P,) tokens that a piece begins with as the one before, and that stand there alone
     )
@@ -233,7 +264,7 @@ class Layout:
             sizes = np.add.reduceat(lengths[rows], offsets[:-1])
         return plan.with_first(int(sizes.argmax())) if largest_first else plan
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
@@ -258,7 +289,7 @@ class Layout:
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(num_columns), (len(contents), 1))
         is_token = np.zeros(shape, dtype=bool)
-        boundaries, prefixes, num_labels = [0], [(0, 0)] * num_boundaries, list[int]()
+        boundaries, prefixes, num_labels, last = [0], [(0, 0)] * num_boundaries, list[int](), list[int]()
         index, label = list[np.ndarray](), list[np.ndarray]()
         for row, pieces in enumerate(contents):
             column = before = 0
@@ -268,10 +299,11 @@ class Layout:
                 labels[row, column:end] = targets[shared:]
                 is_target, first = targets != IGNORED, row * num_columns
                 num_labels.append(int(is_target.sum()))
-                if self.sides > 1:  # where the text's tokens stand, and so what predicts its labels
+                if self.values is not None:  # where the text's tokens stand, and so what predicts its labels
                     places = np.concatenate([np.arange(before, before + shared), np.arange(column, end)]) + first
                     index.append(places[is_target])
                     label.append(targets[is_target])
+                    last.append(first + end - 1)
                 if packed:
                     positions[row, column:end] = np.arange(shared, len(ids))
                     prefixes[len(boundaries) - 1] = (first + before, first + before + shared)
@@ -295,21 +327,55 @@ class Layout:
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
         )
-        if self.sides == 1:
+        if self.values is None:
             return batch
-        chosen = np.concatenate(list(contents))[::2]
+        documents = np.concatenate(list(contents))
+        values = torch.from_numpy(self.values[documents[:: self.sides]])
         sharing: dict[str, Any] = {}
         if self.shared is not None:
             bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
             sharing = {"prefixes": bounds, "num_prefix_tokens": int(bounds.diff(dim=1).sum())}
-        return PairBatch(
+        pairs = PairBatch(
             **vars(batch),
             index=torch.from_numpy(np.concatenate(index)),
             label=torch.from_numpy(np.concatenate(label)),
-            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, 2),
-            pairs=torch.from_numpy(self.first_pair + chosen // 2),
+            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, self.sides),
+            pairs=torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides),
+            last=torch.tensor(last, dtype=torch.int64),
+            margins=values,
             **sharing,
         )
+        if self.sides == 2:
+            return pairs
+        return UnpairedBatch(**vars(pairs), is_desirable=values > 0, mismatched=self._mismatched(documents, epoch))
+
+    def _mismatched(self, documents: np.ndarray, epoch: int) -> "UnpairedBatch | None":
+        """Each of the documents with the answer of the one before it; in one row where theirs are packed."""
+        if self.first_mismatched is None:
+            return None
+        spans = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in documents]
+        begins = [span.start + int(self.trained[span].argmax()) for span in spans]  # of answers
+        pieces = []
+        for i, span in enumerate(spans):
+            room = self.row_tokens - (begins[i] - span.start)
+            pieces += [slice(span.start, begins[i]), slice(begins[i - 1], min(spans[i - 1].stop, begins[i - 1] + room))]
+        lengths = np.array([piece.stop - piece.start for piece in pieces]).reshape(-1, 2).sum(1)
+        alone = replace(
+            self,
+            tokens=np.concatenate([self.tokens[piece] for piece in pieces]),
+            trained=np.concatenate([self.trained[piece] for piece in pieces]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            order=np.arange(len(lengths)),
+            offsets=np.arange(len(lengths) + 1),
+            kind="padded" if self.kind == "padded" else "flat",
+            batch_size=self.batch_size * self.most_in_a_row,
+            most_in_a_row=1,
+            first_mismatched=None,
+        )
+        batch = alone.batch(np.arange(len(lengths)))
+        assert isinstance(batch, UnpairedBatch)
+        return replace(batch, pairs=torch.from_numpy(self.first_mismatched + epoch * len(self.starts) + documents))
 
     def content(self) -> str:
         """A hash of the documents, in their own order and whatever rows they stand in."""
@@ -414,12 +480,14 @@ class Batches:
             self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        return [self._layout.batch(self._plan[i]) for i in range(first, self._num_taken)]
+        return [self._layout.batch(self._plan[i], self.epoch) for i in range(first, self._num_taken)]
 
     def first(self, n: int) -> Iterator[Batch]:
-        """The `n` batches that a run begins with, or all of the first epoch if those are fewer; takes none."""
-        plan = self._draw(0)
-        return (self._layout.batch(plan[i]) for i in range(min(n, len(plan))))
+        """The `n` batches that a run begins with; takes none."""
+        for epoch in range(-(-n // self.batches_per_epoch)):
+            plan = self._draw(epoch)
+            for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
+                yield self._layout.batch(plan[i], epoch)
 
     @property
     def layout(self) -> Layout:

@@ -29,7 +29,13 @@ from lean_ft.data.preference import Pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import list_sources, source_files
 from lean_ft.paths import resolve_data_path
-from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig, Sources
+from lean_ft.settings import (
+    DataConfig,
+    PreferenceDataConfig,
+    SFTDataConfig,
+    Sources,
+    UnpairedDataConfig,
+)
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
@@ -102,10 +108,17 @@ def preference_batches(
     return prepare_batches(config, tokenizer, batch_size, seed, share_prompts)
 
 
+def unpaired_batches(
+    config: UnpairedDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+) -> tuple[Batches, EvalBatches | None]:
+    """Training and evaluation batches of `batch_size` answers that are desirable or not: `UnpairedBatch`."""
+    return prepare_batches(config, tokenizer, batch_size, seed)
+
+
 def prepare_batches(
     config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
 ) -> tuple[Batches, EvalBatches | None]:
-    """What the two above do, for the settings of any objective."""
+    """What those above do, for the settings of any objective."""
     if (watcher := stage()) is not None:
         return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
     if config.chat_template is not None and tokenizer.own_template is None:
@@ -155,11 +168,17 @@ def prepare_batches(
     sharing = [share_prompts] if share_prompts else []
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *sharing)
     layout = replace(layout, most_in_a_row=most)
+    # Numbers: rows trained on, then those held out; where they have labels the latter's mismatched answers, then the
+    # former's, of epoch after epoch.
+    num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
+    if config.tells == "label":
+        layout = replace(layout, first_mismatched=num_trained + 2 * num_held_out)
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
     if held_out is None or held_out_layout is None:
         return batches, None
-    first_pair = len(trained.documents) // len(config.sides)
-    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=first_pair)
+    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=num_trained)
+    if config.tells == "label":
+        held_out_layout = replace(held_out_layout, first_mismatched=num_trained + num_held_out)
     return batches, EvalBatches(held_out_layout, held_out.report)
 
 
@@ -253,7 +272,7 @@ def layout_of(
 ) -> Layout:
     """The rows of `documents`, as `pack_documents` found them or, where nothing is packed, one for each row of data."""
     sides = len(config.sides)
-    arrays = {"starts": documents.starts, "lengths": documents.lengths}
+    arrays: dict[str, Any] = {"starts": documents.starts, "lengths": documents.lengths}
     arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
     layout = Layout(
         documents.tokens,
@@ -267,7 +286,7 @@ def layout_of(
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
-        first_pair=0,
+        values=documents.values if sides > 1 or config.tells else None,
         shared=shared,
     )
     if layout.kind == "packed" and not layout.joined:
@@ -302,7 +321,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         digest = hashlib.blake2b(digest_size=16)
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
-        objective = [config.sides, settings]
+        objective = [config.sides, config.tells, settings]
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
 
     def write(writer: EntryWriter) -> None:

@@ -102,11 +102,15 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head: nn.Linear | None = None
-        if not config.tied_embeddings:
+        self.score: nn.Linear | None = None
+        if config.scores:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
+        self.score_is_new = False  # a reward model's output layer: not in its folder, which is a language model's
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
@@ -122,11 +126,17 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @property
+    def head(self) -> nn.Linear | None:
+        """The output layer; None where it is the embedding."""
+        return self.lm_head if self.score is None else self.score
+
+    @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer; the embedding's own, or what stands for it, where they are tied."""
+        """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
+        where they are tied."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return self.model.embed_tokens.weight if self.head is None else self.head.weight
 
     def forward(
         self,

@@ -13,6 +13,8 @@ batches, and no further than the run goes, so a start that is broken off loses n
 exactly 0: the same products in the same batches. Its key covers the weights and their dtype, the device's type, the
 documents as they were cut, and what `loss.ld_alpha` makes of their tokens. It draws no random number.
 
+Where a loss looks at prompts with answers of others (`UnpairedBatch.mismatched`), which answers these are is drawn with the
+batches. The cache then has a value for each of an epoch's, its key the seed and the rows of a batch as well.
 Many ranks share out the batches to fill it, and each keeps on its disk what any of them found. A second model is cut over
 them as the first is.
 
@@ -44,7 +46,7 @@ from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
-"""Of a batch on the model's device the log-probabilities (P, 2), without gradients."""
+"""Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
 
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
@@ -70,7 +72,7 @@ def load_reference(
         say("reference", f"{kind}{why}")
     device = model.output_weight.device
     if kind == "none":
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in ("model", "nf4"):
         frozen = _second_model(cfg, device, kind == "nf4", ranks)
 
@@ -92,7 +94,7 @@ def load_reference(
     if kind == "adapter_off":
         return without_adapter
     if stage() is not None:
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     table = _filled(cfg, model, without_adapter, batches, held_out, ranks).to(device)
     return lambda batch: table[batch.pairs]
 
@@ -141,16 +143,24 @@ def _filled(
     held_out: EvalBatches | None,
     ranks: Ranks,
 ) -> Tensor:
-    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them."""
+    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
+    single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    num_pairs = sum(len(layout.starts) // 2 for layout in layouts)
+    sides = batches.layout.sides
+    num_pairs = sum(len(layout.starts) // sides for layout in layouts)
     settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.output_weight.device.type]
+    num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
+    if needs_mismatched:
+        first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
+        assert first is not None
+        num_pairs = first + num_epochs * len(batches.layout.starts)
+        settings += [cfg.seed, cfg.batch_size, cfg.data.batch_tokens, cfg.data.packing, num_epochs]
     key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
-    kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", 2 * num_pairs))
-    kept = kept.view(-1, 2)  # what is written to it lies in the file
+    kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
+    kept = kept.view(-1, sides)  # what is written to it lies in the file
     device = model.output_weight.device
 
-    num_batches = batches.batches_per_epoch
+    num_batches = batches.batches_per_epoch * num_epochs
     if cfg.max_steps is not None:
         num_batches = min(num_batches, cfg.max_steps * cfg.gradient_accumulation_steps)
     all_batches: Any = chain(batches.first(num_batches), held_out or ())
@@ -158,7 +168,12 @@ def _filled(
     # All ranks have to see the same, while each of them writes to a file that others may have mapped as well.
     values = ranks.highest_of(kept.nan_to_num(nan=-math.inf))
     is_missing = values.isinf()
-    missing = (batch for batch in shown(all_batches, total, "reference") if is_missing[batch.pairs].any())
+    parts = (
+        part
+        for batch in shown(all_batches, total, "reference")
+        for part in ((batch, batch.mismatched) if needs_mismatched else (batch,))
+    )
+    missing = (part for part in parts if is_missing[part.pairs].any())
     num_computed = 0
     while some := list(islice(missing, ranks.size)):
         for batch, _ in ranks.share(some):
@@ -169,9 +184,10 @@ def _filled(
     is_missing = values.isinf()
     if ranks.size > 1:
         kept[~is_missing] = values[~is_missing]
+    what = "pairs" if sides == 2 else "answers"
     say(
         "reference",
-        f"log-probabilities of {num_computed:,} pairs computed, the others of {num_pairs:,} kept or not needed",
+        f"log-probabilities of {num_computed:,} {what} computed, the others of {num_pairs:,} kept or not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 
