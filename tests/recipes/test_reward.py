@@ -17,6 +17,7 @@ from lean_ft import load_model
 from lean_ft.catalog import find_recipe, load_recipe, recipes
 from lean_ft.cli.main import app
 from lean_ft.data import preference_batches
+from lean_ft.export import export_folder, export_gguf
 from lean_ft.models import save_model
 from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
@@ -170,6 +171,13 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
     ours, tokenizer = open_reward_model(folder, "cpu", "float32")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
+
+    export_folder(folder, tmp_path / "merged", "float32", merge=True)
+    export_folder(tmp_path / "merged", tmp_path / "exported")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert scores_of_transformers(merged, tmp_path / "exported") == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match="is a reward model"):
+        export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
 
 
 @pytest.mark.parametrize(
