@@ -4,6 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
@@ -627,6 +628,33 @@ class ParallelConfig(Settings):
     )
 
 
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
+
+
+def _have_their_packages(names: list[str]) -> list[str]:
+    for name in names:
+        if name in LOGGER_PACKAGES and importlib.util.find_spec(LOGGER_PACKAGES[name]) is None:
+            raise ValueError(f"{name} is not installed here: pip install 'lean-ft[{name}]', or leave it out.")
+    return names
+
+
+class LogConfig(Settings):
+    """Where a run's numbers go beside metrics.jsonl, which every run writes."""
+
+    to: Annotated[
+        list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow"]], AfterValidator(_have_their_packages)
+    ] = Field(
+        default=["jsonl"],
+        description="`csv` writes metrics.csv, `tensorboard` event files, both into output_dir; `wandb` and `mlflow` are "
+        "services, or with log.offline folders in output_dir. A resumed run goes on in the same record.",
+    )
+    project: str = Field(default="lean_ft", description="What wandb calls a project, and mlflow an experiment.")
+    name: str | None = Field(default=None, description="The run's name there; null: the last part of output_dir.")
+    offline: bool = Field(
+        default=False, description="wandb and mlflow write into output_dir, and nothing goes to a network."
+    )
+
+
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
 
@@ -709,6 +737,7 @@ class RecipeConfig(Settings):
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
+    log: LogConfig = LogConfig()
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
     plan: Literal["auto"] | bool = Field(

@@ -61,6 +61,7 @@ from lean_ft.training.continuation import (
 )
 from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
+from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
@@ -245,6 +246,7 @@ class Run:
             if folder is not None:
                 facts["resumed_from"] = str(folder)
             record_start(self.directory, self.cfg, facts)
+            self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
 
         self.ranks.first(record)
         say_start(self)
@@ -366,6 +368,8 @@ class Run:
                 self._writer.wait()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
+            if self._metrics.loggers is not None:
+                self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._evals_say_stop)
             self._release()
         self._remove_superseded(self._done_steps)  # by the loss of the last evaluation too
         if self._done_steps < self.total_steps:

@@ -143,6 +143,7 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
             say("next", shlex.join(["leanft", "score", str(run.checkpoint), "rows.jsonl"]))
         else:
             say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        say("", shlex.join(["leanft", "plot", str(run.directory)]) + "   # its curves")
 
 
 def command_to_continue(resume: str) -> str:
