@@ -243,6 +243,9 @@ def test_scores_of_a_file_are_lines_of_json(train: Train, tmp_path: Path) -> Non
         assert CliRunner().invoke(app, command).exit_code == 0
     scored = [json.loads((tmp_path / f"scored{i}.jsonl").read_text()) for i in range(2)]
     assert scored == [row | {"score": scored[0]["score"]} for row in rows]
+    (tmp_path / "renamed.jsonl").write_text('{"prompt": "q", "answer": "yes"}')
+    renamed = ["score", str(tmp_path / "run"), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
+    assert json.loads(CliRunner().invoke(app, renamed).stdout)["score"] == pytest.approx(scored[0]["score"], abs=1e-6)
     assert scored[0]["score"] != 0
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ValueError) and "there already" in str(result.exception)
