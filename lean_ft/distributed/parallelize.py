@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from lean_ft.distributed.ranks import REPLICATE, SHARD, ManyRanks
+from lean_ft.distributed.ranks import ManyRanks
 from lean_ft.models import Decoder, read_weights
 from lean_ft.settings import ParallelConfig
-from lean_ft.shards import Ranks
+from lean_ft.shards import Cut, Ranks, remember_cuts
 
 
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
@@ -31,10 +31,10 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
         return
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    trunk, mesh = model.model, ranks.mesh
-    how: dict[str, Any] = {"mesh": mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh}
+    trunk, how = model.model, {"mesh": ranks.mesh_of(None)}
+    placement = _placement(model, ranks)
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **how)
+        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
     ends: list[nn.Module] = [trunk.norm, trunk.embed_tokens if model.lm_head is None else model.lm_head]
     if model.lm_head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
@@ -47,5 +47,28 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other that multiplies
     ranks.cut_models.append(model)
+    remember_cuts(model.named_parameters(), model.cuts)
     if model.unread is not None:
         read_weights(model, ranks.device)
+
+
+def _placement(model: Decoder, ranks: ManyRanks) -> Any:
+    """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    if not model.cuts:
+        return None
+    meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
+    infos = {
+        over: FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for over, mesh in meshes.items()
+    }
+
+    def place(parameter: nn.Parameter) -> Any:
+        cut: Cut | None = getattr(parameter, "cut", None)
+        return None if cut is None else ShardPlacementResult(Shard(0), infos[cut.over])
+
+    return place

@@ -10,6 +10,7 @@ ranks if need be, and it goes on from its newest checkpoint.
 """
 
 import copy
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 NO_TARGET = -100
 REPLICATE, SHARD = "replicate", "shard"  # the names of the mesh's dimensions
+CONTEXT, TENSOR, EXPERTS = "context", "tensor", "experts"  # and of those that a copy's ranks have besides
 
 
 def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
@@ -37,7 +39,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     multiply to their number.
     """
     size = 1 if stage() is not None else int(os.environ.get("WORLD_SIZE", "1"))
-    shard = _num_shards(cfg, size)
+    shard = _ranks_of_a_copy(cfg, size)
     if size == 1:
         return ALONE
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -60,30 +62,40 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-    return ManyRanks(mesh, device, timeout)
+    return ManyRanks(mesh, device, timeout, cfg)
 
 
-def _num_shards(cfg: ParallelConfig, size: int) -> int:
-    """Over how many ranks a copy of the model is cut."""
-    asked = cfg.replicate * (cfg.shard or 1)
-    if size % cfg.replicate or (cfg.shard is not None and asked != size):
-        product = f"parallel.replicate={cfg.replicate}" + ("" if cfg.shard is None else f" x shard={cfg.shard}")
-        processes = "1 process" if size == 1 else f"{size} processes"
+def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
+    """Over how many ranks a copy of the model is cut, in one way or another."""
+    names = [name for name in (CONTEXT, TENSOR) if getattr(cfg, name) > 1]
+    names = ["replicate"] * (cfg.replicate > 1 or not names) + ["shard"] * (cfg.shard is not None) + names
+    asked = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
+    product = "parallel." + " x ".join(f"{name}={getattr(cfg, name)}" for name in names)
+    processes = "1 process" if size == 1 else f"{size} processes"
+    if size % asked or (cfg.shard is not None and asked != size):
         start = f"start {asked} (leanft run --nproc-per-node {asked})" if asked > 1 else "leave both out"
         raise ValueError(
             f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and there "
             f"{'is' if size == 1 else 'are'} {processes}. Set them so that they multiply to {size}, or {start}."
         )
-    return size // cfg.replicate
+    of_copy = size // cfg.replicate
+    if of_copy % cfg.experts:
+        raise ValueError(
+            f"parallel.experts={cfg.experts} is taken from the {of_copy} processes that share a copy of the model, of {processes} "
+            "in all, and does not divide them. Set one that does."
+        )
+    return of_copy
 
 
 class ManyRanks:
     """The ranks of a run, as `lean_ft.shards.Ranks` says.
 
-    `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them.
+    `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them. Neighbours among the
+    ranks of a copy share a micro-batch's tokens (`parallel.context` x `parallel.tensor`, of which the latter are nearest) or
+    a layer's experts; `groups` has those of this rank by the setting's name, and all that share its tokens as `tokens`.
     """
 
-    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
         import torch.distributed as dist
 
         self.mesh, self.device = mesh, device
@@ -93,7 +105,32 @@ class ManyRanks:
         self._hosts_beside: Any
         self._hosts, self._hosts_beside = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
+        self.num_sharing = cfg.context * cfg.tensor
+        """How many ranks share a micro-batch."""
+        self.groups: dict[str, Any] = {}
+        self._meshes: dict[str, Any] = {}
+        if cfg.context > 1:
+            self.groups[CONTEXT] = self._divided((CONTEXT, cfg.context), (TENSOR, cfg.tensor)).get_group(CONTEXT)
+        if self.num_sharing > 1:
+            self.groups["tokens"] = self._divided(("tokens", self.num_sharing)).get_group("tokens")
+        for over, number in ((TENSOR, cfg.tensor), (EXPERTS, cfg.experts)):
+            if number > 1:
+                self._meshes[over] = self._divided((over, number))
+                self.groups[over] = self._meshes[over].get_group(over)
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
+
+    def _divided(self, *parts: tuple[str, int]) -> Any:
+        """The mesh with its second dimension divided further, by neighbours."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names, numbers = zip(*parts, strict=True)
+        shape = (self.mesh.size(0), self.num_shards // math.prod(numbers), *numbers)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD, *names))
+
+    def mesh_of(self, over: str | None) -> Any:
+        """Where rows of a parameter are cut that is cut by this setting already, or by none: with copies of two dimensions."""
+        mesh = self.mesh if over is None else self._meshes[over]
+        return mesh[SHARD] if mesh.size(0) == 1 else mesh[REPLICATE, SHARD]
 
     @property
     def beside(self) -> "ManyRanks":
@@ -102,14 +139,33 @@ class ManyRanks:
         return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        rounds = -(-len(micro_batches) // self.size)
+        size, rank = self.size // self.num_sharing, self.rank // self.num_sharing
+        rounds = -(-len(micro_batches) // size)
         for i in range(rounds):
-            place, is_last = i * self.size + self.rank, i == rounds - 1
+            place, is_last = i * size + rank, i == rounds - 1
             for model in self.cut_models:
                 # Copies of a model add up their own gradients first, and then once with one another.
                 model.set_requires_all_reduce(is_last)  # type: ignore[operator]
             mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
-            yield mine, is_last
+            yield self._own_tokens(mine), is_last
+
+    def _own_tokens(self, batch: Any) -> Any:
+        """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it."""
+        if self.num_sharing == 1:
+            return batch
+        num_rows, num_tokens = batch.input_ids.shape
+        if num_tokens % self.num_sharing:
+            raise ValueError(
+                f"{self.num_sharing} processes share each row (parallel.context x tensor), and the rows of this batch have "
+                f"{num_tokens} tokens, which they do not divide. Set data.packing=bfd with a data.max_length that they divide."
+            )
+        place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
+        own = {
+            name: getattr(batch, name)[:, place * width : (place + 1) * width].contiguous()
+            for name in ("input_ids", "labels", "is_token")
+            if getattr(batch, name) is not None
+        }
+        return replace(batch, **own, num_targets=int((own["labels"] != NO_TARGET).sum()), num_tokens=num_rows * width)
 
     def sum(self, values: Tensor) -> Tensor:
         import torch.distributed as dist

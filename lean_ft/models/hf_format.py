@@ -23,7 +23,7 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, part_of
+from lean_ft.shards import ALONE, Part, Ranks, part_of, remember_cuts
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -83,6 +83,7 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
+    remember_cuts(model.named_parameters(), model.cuts)
     for name, parameter in model.named_parameters():
         model.unread(name, parameter)
     model.unread = None
@@ -234,6 +235,10 @@ def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tens
         for place, tensor in parameters_on_disk(hf_config, name, here.values):
             yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
         return
+    if here.run is not None:  # a matrix of a layer, which every family stores as it is
+        ((place, _),) = parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta"))
+        yield place, here
+        return
     flat, end = here.values.view(-1), here.first + here.values.numel()
     # Where the parts of the whole lie in it, views without memory tell.
     for place, piece in parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta")):
@@ -274,7 +279,7 @@ def _drawn(config: DecoderConfig) -> Fill:
         if here.values.shape != here.shape:  # the same numbers as one rank draws, of which it keeps its rows
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
-            here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
+            here.values.copy_(here.within(whole))
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             parameter.zero_()
         elif name.endswith("norm.weight"):

@@ -1,0 +1,150 @@
+"""Layers cut over ranks, by tokens, heads and experts: the losses and weights are those of one process."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lean_ft.distributed import join
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.rope import RopeConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from tests.distributed.processes import on_ranks
+from tests.distributed.small_training import Config, build, train, whole_tensors
+
+DYNAMIC = RopeConfig(theta=500.0, scaling="dynamic", factor=3.0, original_max_positions=12)
+LONG = RopeConfig(
+    theta=500.0,
+    scaling="longrope",
+    original_max_positions=12,
+    short_factors=(1.0,) * 8,
+    long_factors=tuple(2.0 + 0.3 * i for i in range(8)),
+)
+MIXTURE = MixtureConfig(
+    num_experts=8, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True, router_aux_loss_coef=0.1
+)
+BIASED = MixtureConfig(
+    num_experts=4,
+    experts_per_token=3,
+    intermediate_size=16,
+    weights_sum_to_one=False,
+    router_bias=True,
+    expert_bias=True,
+    input_first=True,
+    limit=7.0,
+    up_offset=1.0,
+)
+FULL = {"activation_checkpointing": "full"}
+ATTENTION_LORA = LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+class Case(NamedTuple):
+    parallel: ParallelConfig
+    optimizer: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
+    compile: bool = False
+    clip: float | None = None
+    micro_batches: int = 2
+    model: dict[str, Any] = {}
+
+
+def parallel(**settings: Any) -> ParallelConfig:
+    return ParallelConfig(**settings)
+
+
+CONTEXT, TENSOR, EXPERTS = parallel(context=2), parallel(tensor=2), parallel(experts=2)
+TWO: dict[str, Case] = {
+    "context": Case(CONTEXT),
+    "context, sinks, cap and window": Case(
+        CONTEXT, model={"attention_sinks": True, "attention_softcap": 20.0, "layer": {"window": 5}}
+    ),
+    "context, dynamic": Case(CONTEXT, model={"layer": {"rope": DYNAMIC}}),
+    "context, longrope in backward, recomputed, clipped": Case(
+        CONTEXT, {"in_backward": True}, FULL, model={"layer": {"rope": LONG}, "tied": True}
+    ),
+    "context, selective, tiled, clipped": Case(
+        CONTEXT, memory={"activation_checkpointing": "selective", "tile_mlp": 2}, clip=0.5
+    ),
+    "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
+    "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
+    "tensor": Case(TENSOR),
+    "tensor, biases, head norms, sinks": Case(
+        TENSOR,
+        model={
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "qk_norm": "head",
+            "attention_sinks": True,
+            "norm_placement": "both",
+        },
+    ),
+    "tensor in backward, recomputed, tied": Case(TENSOR, {"in_backward": True}, FULL, model={"tied": True}),
+    "tensor, tiled, selective, clipped": Case(
+        TENSOR, memory={"activation_checkpointing": "selective", "tile_mlp": 2}, clip=0.5
+    ),
+    "tensor, dynamic": Case(TENSOR, model={"layer": {"rope": DYNAMIC}}),
+    "tensor, adapter": Case(TENSOR, {"in_backward": True}, FULL, model={"lora": LoRAConfig(rank=4)}),
+    "tensor, mixture": Case(TENSOR, model={"layer": {"mixture": MIXTURE}}),
+    "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
+    "experts": Case(EXPERTS, model={"layer": {"mixture": MIXTURE}}),
+    "experts in backward, recomputed": Case(
+        EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
+    ),
+    "experts with biases, selective, tiled, clipped": Case(
+        EXPERTS,
+        memory={"activation_checkpointing": "selective", "tile_mlp": 2},
+        clip=0.5,
+        micro_batches=3,
+        model={"layer": {"mixture": BIASED}},
+    ),
+    "experts, adapter of attention": Case(
+        EXPERTS, {"in_backward": True}, model={"layer": {"mixture": MIXTURE}, "lora": ATTENTION_LORA}
+    ),
+}
+
+
+def config(case: Case, parallel: ParallelConfig) -> Config:
+    return Config(
+        optimizer=OptimizerConfig(**{"name": "sgd", "weight_decay": 0.1, **case.optimizer}),
+        gradient_accumulation_steps=case.micro_batches,
+        clip_grad_norm=case.clip,
+        memory=MemoryConfig(loss_chunk_tokens=16, **case.memory),
+        compile=case.compile,
+        parallel=parallel,
+    )
+
+
+def outcome(
+    case: Case, parallel: ParallelConfig = ParallelConfig()
+) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    cfg = config(case, parallel)
+    model, optimizer, ranks = build(cfg, **case.model)
+    numbers = list(train(cfg, model, optimizer, ranks))
+    return numbers, whole_tensors(model, optimizer)
+
+
+def work(cases: dict[str, Case]) -> dict[str, Any]:
+    return {name: outcome(case, case.parallel) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[Any]:
+    return on_ranks(2, work, TWO)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_make_the_numbers_of_one_process(on_two, name):
+    check(on_two, name, TWO[name])
+
+
+def check(found: list[Any], name: str, case: Case) -> None:
+    numbers, tensors = outcome(case)
+    for theirs, whole in (of_rank[name] for of_rank in found):
+        for step, expected in zip(theirs, numbers, strict=True):
+            assert step == pytest.approx(expected, rel=3e-6)
+        assert whole.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(
+                whole[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
