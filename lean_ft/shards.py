@@ -190,7 +190,8 @@ def part_of(tensor: Tensor) -> Part:
     values, shape = local(tensor).detach(), tuple(tensor.shape)
     mesh, cut = getattr(tensor, "device_mesh", None), getattr(tensor, "cut", None)
     row, is_copy = 0, False
-    for dim, placement in enumerate(() if mesh is None else tensor.placements):  # type: ignore[attr-defined]
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        assert mesh is not None
         place = mesh.get_local_rank(dim)
         if placement.is_shard():
             row = min(place * -(-shape[0] // mesh.size(dim)), shape[0])

@@ -24,12 +24,16 @@ from lean_ft.distributed.collectives import gather_tokens, scatter_tokens
 from lean_ft.distributed.parameters import cut_parameter
 from lean_ft.distributed.ranks import TENSOR, ManyRanks
 from lean_ft.models import Decoder
+from lean_ft.models.attention import Attention
 from lean_ft.models.layers import MLP
 from lean_ft.shards import Cut
 
 ROWS, COLUMNS = 0, 1  # of a weight, (outputs, inputs)
-_INTO = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_OUT_OF = ("o_proj", "down_proj")
+_SIDES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ROWS),
+    "o_proj": COLUMNS,
+    "down_proj": COLUMNS,
+}
 
 
 @dataclass(frozen=True)
@@ -96,32 +100,25 @@ def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
         if adapter is not None:
             factor = "lora_B" if side == ROWS else "lora_A"
             cut_parameter(model, adapter, name.removesuffix(".base_layer"), factor, cut)
-    for i, layer in enumerate(model.layers):
-        if layer.self_attn.sinks is not None:
-            cut = Cut(TENSOR, 0, group.size(), group.rank())
-            cut_parameter(model, layer.self_attn, f"model.layers.{i}.self_attn", "sinks", cut)
-        for part in (layer.self_attn, layer.mlp):
-            if _is_cut(part):
-                part.register_forward_pre_hook(exchange.gather)
-                part.register_forward_hook(exchange.scatter)
-
-
-def _is_cut(part: nn.Module) -> bool:
-    return any(hasattr(part, name) for name in _OUT_OF)
+    for name, part in model.named_modules():
+        if isinstance(part, Attention) and part.sinks is not None:
+            cut_parameter(model, part, name, "sinks", Cut(TENSOR, 0, group.size(), group.rank()))
+        if isinstance(part, Attention | MLP):
+            part.register_forward_pre_hook(exchange.gather)
+            part.register_forward_hook(exchange.scatter)
 
 
 def _out_of(layer: nn.Module) -> nn.Module:
-    return next(layer.get_submodule(name) for name in _OUT_OF if hasattr(layer, name))
+    return layer.get_submodule("o_proj" if isinstance(layer, Attention) else "down_proj")
 
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Any, int]]:
     """Each projection that is cut: its name, itself or what has an adapter in its place, and along what."""
-    for i, layer in enumerate(model.layers):
-        for part in ("self_attn", "mlp"):
-            for names, side in ((_INTO, ROWS), (_OUT_OF, COLUMNS)):
-                for name in names:
-                    if hasattr(module := layer.get_submodule(part), name):
-                        yield f"model.layers.{i}.{part}.{name}", module.get_submodule(name), side
+    for place, part in model.named_modules():
+        if isinstance(part, Attention | MLP):
+            for name, side in _SIDES.items():
+                if hasattr(part, name):
+                    yield f"{place}.{name}", part.get_submodule(name), side
 
 
 def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:

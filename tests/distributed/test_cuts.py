@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lean_ft.distributed import join
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
@@ -38,14 +37,20 @@ FULL = {"activation_checkpointing": "full"}
 ATTENTION_LORA = LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+NOTHING: dict[str, Any] = {}
+
+
 class Case(NamedTuple):
     parallel: ParallelConfig
-    optimizer: dict[str, Any] = {}
-    memory: dict[str, Any] = {}
+    optimizer: dict[str, Any] = NOTHING
+    memory: dict[str, Any] = NOTHING
     compile: bool = False
     clip: float | None = None
     micro_batches: int = 2
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = NOTHING
+
+
+ALONE = ParallelConfig()
 
 
 def parallel(**settings: Any) -> ParallelConfig:
@@ -115,9 +120,7 @@ def config(case: Case, parallel: ParallelConfig) -> Config:
     )
 
 
-def outcome(
-    case: Case, parallel: ParallelConfig = ParallelConfig()
-) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+def outcome(case: Case, parallel: ParallelConfig = ALONE) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     cfg = config(case, parallel)
     model, optimizer, ranks = build(cfg, **case.model)
     numbers = list(train(cfg, model, optimizer, ranks))
