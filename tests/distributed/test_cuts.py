@@ -107,6 +107,39 @@ TWO: dict[str, Case] = {
         EXPERTS, {"in_backward": True}, model={"layer": {"mixture": MIXTURE}, "lora": ATTENTION_LORA}
     ),
 }
+FOUR: dict[str, Case] = {
+    "context beyond the key-value heads": Case(
+        parallel(context=4), {"in_backward": True}, FULL, model={"attention_sinks": True, "layer": {"window": 20}}
+    ),
+    "context over copies": Case(parallel(replicate=2, context=2), {"in_backward": True}, FULL, micro_batches=4),
+    "context, sharded": Case(
+        parallel(shard=2, context=2), memory=FULL, clip=0.5, micro_batches=3, model={"tied": True}
+    ),
+    "tensor over copies": Case(parallel(replicate=2, tensor=2), {"in_backward": True}, FULL, micro_batches=4),
+    "tensor, sharded": Case(
+        parallel(shard=2, tensor=2), {"in_backward": True}, FULL, model={"tied": True, "lora": LoRAConfig(rank=4)}
+    ),
+    "context and tensor": Case(
+        parallel(context=2, tensor=2), {"in_backward": True}, FULL, model={"num_kv_heads": 4, "attention_sinks": True}
+    ),
+    "experts, sharded": Case(
+        parallel(experts=2), {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
+    ),
+    "experts over copies": Case(
+        parallel(replicate=2, experts=2), clip=0.5, micro_batches=5, model={"layer": {"mixture": BIASED}}
+    ),
+    "experts of four, whose rows are cut by all": Case(
+        parallel(context=2, tensor=2, experts=4),
+        {"in_backward": True},
+        FULL,
+        model={"layer": {"mixture": MIXTURE}},
+    ),
+}
+COMPILED: dict[str, Case] = {
+    "context": Case(CONTEXT, {"in_backward": True}, FULL, compile=True),
+    "tensor": Case(TENSOR, {"in_backward": True}, FULL, compile=True, model={"output_bias": True}),
+    "tensor, adapter": Case(TENSOR, {"in_backward": True}, compile=True, model={"lora": LoRAConfig(rank=4)}),
+}
 
 
 def config(case: Case, parallel: ParallelConfig) -> Config:
@@ -151,3 +184,25 @@ def check(found: list[Any], name: str, case: Case) -> None:
             torch.testing.assert_close(
                 whole[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
             )
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[Any]:
+    return on_ranks(4, work, FOUR, timeout=300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_make_the_numbers_of_one_process(on_four, name):
+    check(on_four, name, FOUR[name])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    return on_ranks(2, work, COMPILED, timeout=500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_are_cut_too(compiled, name):
+    check(compiled, name, COMPILED[name]._replace(compile=False))

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import Batches
+from lean_ft.distributed import cut as cut_layers
+from lean_ft.distributed import join, parallelize
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
+from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
 from tests.distributed.processes import on_ranks
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
@@ -50,6 +54,35 @@ SAME_BITS = {
 }
 # 56 rows are 14 batches, so an epoch's fifth step of three has two: fewer than go round.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=12", "optimizer.name=sgd", "data.validation_fraction=0.3")
+# Two processes that cut layers, of whose checkpoint one goes on.
+CUTS = {
+    "context": ("parallel.context=2", "optimizer.name=sgd"),
+    "tensor": ("parallel.tensor=2", "optimizer.name=sgd", "optimizer.momentum=0.9", "save_async=true", "save_every=2"),
+    "tensor, adapter": ("parallel.tensor=2", "lora.rank=4", "data.packing=bfd", "optimizer.name=sgd"),
+    "experts": ("parallel.experts=2", "optimizer.name=sgd", "optimizer.momentum=0.9", "model.path=MIXTURE"),
+}
+EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
+COPIED = {"tensor": "tiny", "experts": "MIXTURE"}
+REFUSED_CUTS = {
+    (
+        "parallel.tensor=2",
+        "lora.rank=4",
+        "lora.quantize=nf4",
+    ): "parallel.tensor=2 does not go with lora.quantize=nf4: scales",
+    ("parallel.tensor=2", "lora.rank=4", "lora.dora=true"): "does not go with lora.dora=true: the norm of a row",
+    ("parallel.tensor=2", "optimizer.name=adafactor"): "does not go with optimizer.name=adafactor: means of rows",
+    ("parallel.experts=2", "model.path=MIXTURE", "compile=true"): "parallel.experts=2 does not go with compile=true",
+    ("parallel.experts=2", "model.path=MIXTURE", "lora.rank=4"): "has an adapter, whose matrices lie expert by expert",
+    ("parallel.experts=2",): "and this model has none. Leave it out",
+    ("parallel.experts=3",): "is taken from the 2 processes that share a copy of the model",
+    ("parallel.context=2", "neftune_alpha=5"): "parallel.context=2 does not go with neftune_alpha=5: the noise",
+    ("parallel.context=2", "eval_answers=1", *EVALUATED): "does not go with eval_answers=1: answers are written",
+    (
+        "parallel.tensor=2",
+        "data.max_length=63",
+    ): "rows of data.max_length=63 tokens, or a multiple of 8, do not go round",
+    ("parallel.tensor=2", "parallel.context=2"): "parallel.context=2 x tensor=2 needs a multiple of 4 processes",
+}
 
 
 def run(folder: Path, *settings: str) -> None:
@@ -79,6 +112,17 @@ def refusal(folder: Path, *settings: str) -> str:
     return str(raised.value)
 
 
+def save_again(folder: Path) -> None:
+    """Reads models as layers that are cut, and writes them."""
+    for cut, path in COPIED.items():
+        cfg, device = ParallelConfig.model_validate({cut: 2}), torch.device("cpu")
+        ranks = join(cfg, device)
+        model = load_model(os.environ.get(path, path), "meta", torch.float16 if cut == "tensor" else torch.bfloat16)
+        cut_layers(model, cfg, ranks)
+        parallelize(model, cfg, ranks)
+        save_model(model, folder / f"{cut} saved", ranks=ranks)
+
+
 def work(folder: Path) -> dict[str, Any]:
     """All that is tested on two ranks, in processes that are started once."""
     rank = int(os.environ["RANK"])
@@ -86,9 +130,13 @@ def work(folder: Path) -> dict[str, Any]:
         run(folder / name, *settings)
     run(folder / "copies", *SAME_BITS["8 bits in backward"], "parallel.replicate=2")
     run(folder / "close", *CLOSE)
+    for name, settings in CUTS.items():
+        run(folder / name, *EVALUATED, *settings)
+    save_again(folder)
     run(folder / "alone then two", "max_steps=3")
     said: dict[str, Any] = {}
     said["settings"] = refusal(folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
+    said["cuts"] = [refusal(folder / "few", *settings) for settings in REFUSED_CUTS]
     said["batches"] = refusal(folder / "few", "gradient_accumulation_steps=1")
     said["offload"] = refusal(folder / "few", "memory.activation_offload=true")
     (own := folder / f"disk_{rank}").mkdir()
@@ -161,6 +209,28 @@ def test_either_goes_on_with_the_others_checkpoint(on_two, tmp_path):
         2,
         None,
     ]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_one_process_goes_on_with_what_two_cut(on_two, tmp_path, name):
+    """Losses, those held out too, and after the third step the weights and the state that two processes wrote."""
+    cut, more = on_two[0] / name, (*EVALUATED, *CUTS[name][1:])
+    run(tmp_path / "one", "max_steps=5", *more)
+    run(cut, "max_steps=5", "save_every=0", *more)
+    assert_close(numbers(cut), numbers(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("cut", COPIED)
+def test_layers_that_are_cut_are_the_files_of_one_process(on_two, tmp_path, cut):
+    path, dtype = os.environ.get(COPIED[cut], COPIED[cut]), torch.float16 if cut == "tensor" else torch.bfloat16
+    save_model(load_model(path, "cpu", dtype), tmp_path)
+    assert digests(on_two[0] / f"{cut} saved") == digests(tmp_path)
+
+
+def test_what_cannot_be_cut_is_refused_by_name(on_two):
+    for said in (one["cuts"] for one in on_two[1]):
+        for found, expected in zip(said, REFUSED_CUTS.values(), strict=True):
+            assert expected in found
 
 
 def test_a_signal_to_one_rank_saves_once_and_stops_all(on_two):
