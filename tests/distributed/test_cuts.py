@@ -33,6 +33,7 @@ BIASED = MixtureConfig(
     limit=7.0,
     up_offset=1.0,
 )
+ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 FULL = {"activation_checkpointing": "full"}
 ATTENTION_LORA = LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 
@@ -164,9 +165,67 @@ def work(cases: dict[str, Case]) -> dict[str, Any]:
     return {name: outcome(case, case.parallel) for name, case in cases.items()}
 
 
+def work_of_two() -> dict[str, Any]:
+    eight_bits = state_of_eight_bits(TENSOR)
+    return {**work(TWO), "eight bits": eight_bits, "refused": [refusal(*case) for case in REFUSED]}
+
+
+def state_of_eight_bits(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+    """Of one step, after which Adam has not yet made a rounding into a step of its own."""
+    cfg = config(Case(parallel, {"name": "adamw_8bit", "in_backward": True}), parallel)
+    model, optimizer, ranks = build(cfg, **WIDE)
+    list(train(cfg, model, optimizer, ranks, steps=1))
+    return {name: tensor for name, tensor in whole_tensors(model, optimizer).items() if ".exp_avg" in name}
+
+
+WIDE = {"head_dim": 128, "intermediate_size": 512}  # a rank's columns are whole blocks of 256
+
+
+def refusal(message: str, case: Case) -> str:
+    with pytest.raises(ValueError) as raised:
+        outcome(case, case.parallel)
+    return str(raised.value)
+
+
+REFUSED = [
+    (
+        "adamw_8bit keeps one scale for 256 neighbouring numbers, and parallel.tensor cuts",
+        Case(TENSOR, {"name": "adamw_8bit"}),
+    ),
+    ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
+    ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_projections": True})),
+    ("this model norms the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),
+    ("cuts the 1 key-value heads of this model into equal parts", Case(TENSOR, model={"num_kv_heads": 1})),
+    (
+        "cuts the 129 inner features of its feed-forward layers",
+        Case(TENSOR, model={"intermediate_size": 129}),
+    ),
+    ("o_proj has a bias, which is added", Case(TENSOR, model={"output_bias": True, "lora": LoRAConfig(rank=4)})),
+    ("has 3 query and 3 key-value heads: the query heads", Case(CONTEXT, model={"num_heads": 3, "num_kv_heads": 3})),
+    ("and the model has 5. Set one that divides it", Case(EXPERTS, model={"layer": {"mixture": ODD}})),
+]
+
+
 @pytest.fixture(scope="module")
 def on_two() -> list[Any]:
-    return on_ranks(2, work, TWO)
+    return on_ranks(2, work_of_two)
+
+
+def test_blocks_of_eight_bits_lie_in_what_is_cut(on_two):
+    alone = state_of_eight_bits(ALONE)
+    for found in (of_rank["eight bits"] for of_rank in on_two):
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            if tensor.dtype == torch.uint8:
+                assert (found[name] == tensor).float().mean() > 0.99, name
+            else:
+                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-9, msg=name)
+
+
+def test_what_does_not_divide_is_refused_by_name(on_two):
+    for found in (of_rank["refused"] for of_rank in on_two):
+        for (expected, _), said in zip(REFUSED, found, strict=True):
+            assert expected in said
 
 
 @pytest.mark.parametrize("name", TWO)
