@@ -48,7 +48,8 @@ def main(cfg: Config) -> None:
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    tokens = cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length  # of a forward pass, at most
+    parallelize(model, cfg.parallel, ranks, tokens=tokens)  # each rank reads and keeps its rows; one device: all of them
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     cross_entropy = CrossEntropy(model, cfg, ranks)  # of hidden states: logits exist a chunk of tokens at a time
     run = Run(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.settings import ParallelConfig
-from lean_ft.shapes_only import stage
+from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
 
 T = TypeVar("T")
@@ -36,10 +36,23 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     Raises ValueError where the environment tells of others and not how to reach them, or where `parallel` does not
     multiply to their number.
     """
-    size = 1 if stage() is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    watcher = stage()
+    size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
     shard = _num_shards(cfg, size)
     if size == 1:
         return ALONE
+    from torch.distributed.device_mesh import init_device_mesh
+
+    timeout = timedelta(minutes=cfg.timeout_minutes)
+    if watcher is None:
+        _meet(size, device, timeout)
+    with outside():
+        mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
+        return ManyRanks(mesh, device, timeout)
+
+
+def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
+    """Begins the process group, as the environment tells."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
@@ -47,9 +60,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
             "cannot meet. Start them by leanft run --nproc-per-node, or by torchrun."
         )
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    timeout = timedelta(minutes=cfg.timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         from torch.distributed.rendezvous import rendezvous
@@ -59,8 +70,6 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-    return ManyRanks(mesh, device, timeout)
 
 
 def _num_shards(cfg: ParallelConfig, size: int) -> int:
@@ -91,7 +100,8 @@ class ManyRanks:
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
         self._hosts: Any
         self._hosts_beside: Any
-        self._hosts, self._hosts_beside = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        backend = "gloo" if stage() is None else "fake"
+        self._hosts, self._hosts_beside = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
 
@@ -102,14 +112,22 @@ class ManyRanks:
         return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        if stage() is not None:  # they are this rank's already
+            for micro_batch, is_last in ALONE.share(micro_batches):
+                self._complete_gradients(is_last)
+                yield micro_batch, is_last
+            return
         rounds = -(-len(micro_batches) // self.size)
         for i in range(rounds):
             place, is_last = i * self.size + self.rank, i == rounds - 1
-            for model in self.cut_models:
-                # Copies of a model add up their own gradients first, and then once with one another.
-                model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+            self._complete_gradients(is_last)
             mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
             yield mine, is_last
+
+    def _complete_gradients(self, is_last: bool) -> None:
+        """Copies of a model add up their own gradients first, and then once with one another."""
+        for model in self.cut_models:
+            model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -125,6 +143,8 @@ class ManyRanks:
         return value
 
     def highest(self, *numbers: int) -> list[int]:
+        if stage() is not None:  # all are alike
+            return list(numbers)
         import torch.distributed as dist
 
         values = torch.tensor(numbers)

@@ -37,6 +37,17 @@ AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
 
 
+class Unread:
+    """How a model of shapes alone gets its weights, once it is cut and has memory: `fill` gives a parameter its values."""
+
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
+
+    def into(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.fill(name, parameter)
+
+
 @counted_as("weights")
 def load_model(
     path: str | Path | ModelConfig,
@@ -68,7 +79,9 @@ def load_model(
     model = _described(folder, dtype, router_aux_loss_coef)
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
-        model.unread = fill
+        model.unread = Unread(fill)
+        for name in [name for name, _ in model.named_modules()] if after_module is not None else ():
+            after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"
@@ -79,12 +92,13 @@ def load_model(
 
 
 @torch.no_grad()
+@counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
-    for name, parameter in model.named_parameters():
-        model.unread(name, parameter)
+    if stage() is None:
+        model.unread.into(model)
     model.unread = None
 
 

@@ -82,7 +82,7 @@ def build(cfg: Config, **settings: Any) -> tuple[Decoder, Optimizer, Ranks]:
     model = small_model(dtype=getattr(torch, cfg.model.dtype), **settings)
     ranks = join(cfg.parallel, CPU)
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)
+    parallelize(model, cfg.parallel, ranks, tokens=2 * TOKENS)
     return model, build_optimizer(model, cfg, ranks=ranks), ranks
 
 
