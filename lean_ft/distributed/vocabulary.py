@@ -193,7 +193,8 @@ class CutVocabulary:
         import torch.distributed as dist
 
         everyones = own.new_empty(self.size * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(everyones, own.contiguous(), group=self.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(everyones, own.contiguous(), group=self.group)
         return everyones
 
     def sum_back(self, everyones: Tensor) -> Tensor:
@@ -201,7 +202,8 @@ class CutVocabulary:
         import torch.distributed as dist
 
         own = everyones.new_empty(len(everyones) // self.size, *everyones.shape[1:])
-        dist.reduce_scatter_tensor(own, everyones, group=self.group)
+        sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        sum_back(own, everyones, group=self.group)
         return own
 
     def sum_copies(self, gradient: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, part_of
+from lean_ft.shards import ALONE, Part, Ranks, local, part_of
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -99,6 +99,9 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     model.to_empty(device=torch.device(device))
     if stage() is None:
         model.unread.into(model)
+    else:  # there is nothing to read; a CPU's memory is taken as it is written
+        for tensor in [*model.parameters(), *model.buffers()]:
+            local(tensor).zero_()
     model.unread = None
 
 
@@ -290,11 +293,11 @@ def _drawn(config: DecoderConfig) -> Fill:
             draw(name, whole)
             here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
-            parameter.zero_()
+            here.values.zero_()
         elif name.endswith("norm.weight"):
-            parameter.fill_(1.0 - config.norm_weight_offset)
+            here.values.fill_(1.0 - config.norm_weight_offset)
         else:
-            parameter.normal_(0.0, config.initializer_range)
+            here.values.normal_(0.0, config.initializer_range)
 
     return draw
 

@@ -124,7 +124,7 @@ class Trace(TorchDispatchMode):
         if self._counting and func.namespace != "prim":  # what asks for a device or a layout moves nothing
             is_empty = func.__name__.startswith(("empty", "new_empty"))
             self.note(result, written=not (is_empty and self._fills_pages))
-            if func.namespace == "c10d":
+            if func.namespace in ("c10d", "_c10d_functional"):
                 self.exchange(func, args)
             elif not func.is_view:
                 self.write(_written(func, args, kwargs or {}))
@@ -139,7 +139,7 @@ class Trace(TorchDispatchMode):
         Those that are not `written` yet count with what `write` is told.
         """
         for tensor in tree_iter(tensors):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._note(tensor, written)
 
     def _note(self, tensor: Tensor, written: bool) -> None:
@@ -253,10 +253,16 @@ class Trace(TorchDispatchMode):
         """Counts what this rank sends in a collective, by a ring, and its time."""
         import torch.distributed as dist
 
-        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        name = func.overloadpacket.__name__
+        if name not in _SENT:
+            return
+        if func.namespace == "c10d":
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        else:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
         ranks = dist.get_process_group_ranks(group)
         first, second = (sum(_num_bytes(t) for t in tree_iter(args[i]) if isinstance(t, Tensor)) for i in (0, 1))
-        sent = _SENT[func.overloadpacket.__name__](first, second, len(ranks))
+        sent = _SENT[name](first, second, len(ranks))
         away = len({rank // self.machines.devices_each for rank in ranks}) > 1
         seconds = sent / (self.device.network_bytes_per_second if away else self.device.peer_bytes_per_second)
         if away:
@@ -299,13 +305,18 @@ class Trace(TorchDispatchMode):
             self.label, self.where = before
 
 
-# Bytes that each of n ranks sends, by those of an operation's first and second argument.
+# Bytes that each of n ranks sends, by those of an operation's first and second argument. What is not here sends a few.
 _SENT: dict[str, Callable[[int, int, int], float]] = {
     "_allgather_base_": lambda output, own, n: own * (n - 1),
     "_reduce_scatter_base_": lambda own, whole, n: own * (n - 1),
     "allreduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
     "broadcast_": lambda whole, _, n: whole,
     "alltoall_base_": lambda output, whole, n: whole * (n - 1) / n,
+    "all_gather_into_tensor": lambda own, _, n: own * (n - 1),
+    "reduce_scatter_tensor": lambda whole, _, n: whole * (n - 1) / n,
+    "all_reduce": lambda whole, _, n: 2 * whole * (n - 1) / n,
+    "all_reduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
+    "all_to_all_single": lambda whole, _, n: whole * (n - 1) / n,
 }
 
 
