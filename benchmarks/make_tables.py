@@ -39,6 +39,7 @@ BENCHMARKS = (
     "tokenizers_gsm8k",
     "planner_accuracy",
     "planned_ladder",
+    "planned_distributed",
     "pretended_ladder",
     "convergence",
     "saving",

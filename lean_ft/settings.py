@@ -561,6 +561,11 @@ class ParallelConfig(Settings):
         description="Free a layer's gathered weights after forward and gather them again for backward; false keeps them, "
         "which takes the memory of a whole model and sends a third less.",
     )
+    vocabulary: Literal["auto", "cut", "gathered"] = Field(
+        "auto",
+        description="Whether the embedding and the output layer stay cut while they are used (no process has them whole, and "
+        "hidden states travel instead), or are gathered as layers are; auto cuts large ones where that sends less.",
+    )
     timeout_minutes: PositiveInt = Field(
         30,
         description="How long a process waits for the others, before it takes one of them for dead and ends the run.",

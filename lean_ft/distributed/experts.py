@@ -27,6 +27,7 @@ from lean_ft.distributed.parameters import cut_parameter
 from lean_ft.distributed.ranks import EXPERTS, ManyRanks
 from lean_ft.models import Decoder
 from lean_ft.models.moe import Experts, MixtureOfExperts
+from lean_ft.shapes_only import stage
 from lean_ft.shards import Cut
 
 
@@ -47,7 +48,8 @@ class ExpertRanks:
         come = torch.empty_like(sent)  # from each rank, for each expert that is here
         torch.distributed.all_to_all_single(come, sent, group=self.group)
         counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
-        send, receive = counts.tolist()
+        even = [[len(order) // size] * size] * 2  # what a plan, which routes nothing, goes by
+        send, receive = counts.tolist() if stage() is None else even
         rows = all_to_all(tokens[order // per_token], receive, send, self.group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)
         expert = expert.repeat_interleave(come, output_size=len(rows))[:, None]  # (L, 1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.settings import ParallelConfig
-from lean_ft.shapes_only import stage
+from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
 
 T = TypeVar("T")
@@ -38,10 +38,23 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     Raises ValueError where the environment tells of others and not how to reach them, or where `parallel` does not
     multiply to their number.
     """
-    size = 1 if stage() is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    watcher = stage()
+    size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
     shard = _ranks_of_a_copy(cfg, size)
     if size == 1:
         return ALONE
+    from torch.distributed.device_mesh import init_device_mesh
+
+    timeout = timedelta(minutes=cfg.timeout_minutes)
+    if watcher is None:
+        _meet(size, device, timeout)
+    with outside():
+        mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
+        return ManyRanks(mesh, device, timeout, cfg)
+
+
+def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
+    """Begins the process group, as the environment tells."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
@@ -49,9 +62,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
             "cannot meet. Start them by leanft run --nproc-per-node, or by torchrun."
         )
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    timeout = timedelta(minutes=cfg.timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         from torch.distributed.rendezvous import rendezvous
@@ -61,8 +72,6 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-    return ManyRanks(mesh, device, timeout, cfg)
 
 
 def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
@@ -103,7 +112,8 @@ class ManyRanks:
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
         self._hosts: Any
         self._hosts_beside: Any
-        self._hosts, self._hosts_beside = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        backend = "gloo" if stage() is None else "fake"
+        self._hosts, self._hosts_beside = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
         self.num_sharing = cfg.context * cfg.tensor
         """How many ranks share a micro-batch."""
@@ -139,13 +149,16 @@ class ManyRanks:
         return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        if stage() is not None:  # they are this rank's already
+            for micro_batch, is_last in ALONE.share(micro_batches):
+                self._complete_gradients(is_last)
+                yield self._own_tokens(micro_batch), is_last
+            return
         size, rank = self.size // self.num_sharing, self.rank // self.num_sharing
         rounds = -(-len(micro_batches) // size)
         for i in range(rounds):
             place, is_last = i * size + rank, i == rounds - 1
-            for model in self.cut_models:
-                # Copies of a model add up their own gradients first, and then once with one another.
-                model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+            self._complete_gradients(is_last)
             mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
             yield self._own_tokens(mine), is_last
 
@@ -165,7 +178,14 @@ class ManyRanks:
             for name in ("input_ids", "labels", "is_token")
             if getattr(batch, name) is not None
         }
-        return replace(batch, **own, num_targets=int((own["labels"] != NO_TARGET).sum()), num_tokens=num_rows * width)
+        # Where shapes alone are planned, every token is a target.
+        num_targets = int((own["labels"] != NO_TARGET).sum()) if stage() is None else num_rows * width
+        return replace(batch, **own, num_targets=num_targets, num_tokens=num_rows * width)
+
+    def _complete_gradients(self, is_last: bool) -> None:
+        """Copies of a model add up their own gradients first, and then once with one another."""
+        for model in self.cut_models:
+            model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -181,6 +201,8 @@ class ManyRanks:
         return value
 
     def highest(self, *numbers: int) -> list[int]:
+        if stage() is not None:  # all are alike
+            return list(numbers)
         import torch.distributed as dist
 
         values = torch.tensor(numbers)

@@ -119,13 +119,12 @@ class Decoder(nn.Module):
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
+        self.cut_vocabulary: Any = None  # set by distributed.vocabulary, where embedding and output layer stay cut
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
         self.generation_config: bytes | None = None
-        self.unread: Callable[[str, Tensor], None] | None = (
-            None  # fills a parameter, while the model is of shapes alone
-        )
+        self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
         self.tokens: TokenCut | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
@@ -222,7 +221,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
-        logits = F.linear(hidden, self.output_weight)
+        cut = self.cut_vocabulary
+        logits = F.linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -26,7 +26,9 @@ from lean_ft.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
-MIN_CODED_ELEMENTS = 4096  # smaller tensors (norms, biases) keep whole moments: little to save, and much to lose
+# Smaller tensors, and all vectors (norms, biases), keep whole moments: little to save, and much to lose. Over 64 ranks each
+# has some ten numbers of a vector, and those of one scale would be cut apart.
+MIN_CODED_ELEMENTS = 4096
 PAGED_WITHOUT_CUDA = (
     "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
     "memory, as with adamw_8bit."
@@ -156,7 +158,11 @@ def _rules(
     else:
         block, moments = 1, (Moment(torch.float32), Moment(torch.float32))
     small = AdamW(moments=moments, **{**adamw, "compile": False})
-    return lambda param: own if (n := whole_numel(param)) >= MIN_CODED_ELEMENTS and n % block == 0 else small
+
+    def is_coded(param: nn.Parameter) -> bool:
+        return param.ndim >= 2 and whole_numel(param) >= MIN_CODED_ELEMENTS and whole_numel(param) % block == 0
+
+    return lambda param: own if is_coded(param) else small
 
 
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:

@@ -94,7 +94,7 @@ class Optimizer:
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
         if (watcher := stage()) is not None:
             watcher.watch_optimizer(
-                ((state.name, state.param) for state in self._states), self.state_bytes, streamed=streamed is not None
+                ((state.name, state.whole) for state in self._states), self.state_bytes, streamed=streamed is not None
             )
         if in_backward:
             for state in self._states:

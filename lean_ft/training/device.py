@@ -31,7 +31,9 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
-    if stage() is not None:
+    if (watcher := stage()) is not None:
+        if watcher.num_ranks > 1:
+            _refuse_on_many(cfg, watcher.num_ranks)
         return torch.device("cpu")
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
@@ -101,7 +103,7 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
             f"processes, and {there_are}: some would have none. Set gradient_accumulation_steps={number}, or a multiple."
         )
-    if cfg.gradient_accumulation_steps % number:
+    if cfg.gradient_accumulation_steps % number and stage() is None:
         say(
             "WARNING",
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "

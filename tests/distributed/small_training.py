@@ -92,7 +92,7 @@ def build(cfg: Config, lora: LoRAConfig | None = None, **settings: Any) -> tuple
     ranks = join(cfg.parallel, CPU)
     cut(model, cfg.parallel, ranks)
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)
+    parallelize(model, cfg.parallel, ranks, tokens=2 * TOKENS)
     return model, build_optimizer(model, cfg, ranks=ranks), ranks
 
 
