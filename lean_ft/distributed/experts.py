@@ -40,17 +40,22 @@ class ExpertRanks:
 
     def forward(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor, *thin: Any) -> Tensor:
         """As `Experts.forward`: tokens (N, D), weights (N, K) of the experts chosen (N, K); returns (N, D)."""
+        import torch.distributed as dist
+
         assert not thin, "an adapter beside experts was refused before"
         size, per_token = self.group.size(), chosen.shape[1]
         own = self.num_experts // size
         by_expert, order = chosen.flatten().sort(stable=True)  # (M,)
-        sent = torch.bincount(by_expert, minlength=self.num_experts)  # (E,)
+        every = torch.arange(self.num_experts, device=order.device)
+        ends = torch.searchsorted(by_expert, every, right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows for each expert
         come = torch.empty_like(sent)  # from each rank, for each expert that is here
-        torch.distributed.all_to_all_single(come, sent, group=self.group)
+        dist.all_to_all_single(come, sent, group=self.group)
         counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
         even = [[len(order) // size] * size] * 2  # what a plan, which routes nothing, goes by
         send, receive = counts.tolist() if stage() is None else even
-        rows = all_to_all(tokens[order // per_token], receive, send, self.group.group_name)  # (L, D)
+        rows = tokens.index_select(0, order // per_token)  # (M, D)
+        rows = all_to_all(rows, receive, send, self.group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)
         expert = expert.repeat_interleave(come, output_size=len(rows))[:, None]  # (L, 1)
         results = Experts.forward(experts, rows, torch.ones_like(expert, dtype=weights.dtype), expert)
