@@ -19,7 +19,7 @@ from torch import Tensor
 from lean_ft.distributed.collectives import all_to_all, sum_over
 from lean_ft.distributed.ranks import CONTEXT, ManyRanks
 from lean_ft.models import Decoder
-from lean_ft.models.attention import Scoring, attend
+from lean_ft.models.attention import Prefixes, Scoring, attend
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class HeadExchange:
         cu_seqlens: Tensor | None,
         scoring: Scoring,
         sinks: Tensor | None,
+        prefixes: Prefixes | None = None,
     ) -> Tensor:
         """query (B, T / n, H, D), key and value (B, T / n, K, D) of this rank's tokens; returns (B, T / n, H, D)."""
         copies = max(1, self.size // key.shape[2])
@@ -60,7 +61,7 @@ class HeadExchange:
             key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)
         query, key, value = (self._to_heads(x) for x in (query, key, value))
         own_sinks = None if sinks is None else sinks.chunk(self.size)[self.place]
-        return self._to_tokens(attend(query, key, value, cu_seqlens, scoring, own_sinks))
+        return self._to_tokens(attend(query, key, value, cu_seqlens, scoring, own_sinks, prefixes))
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """(B, T / n, H, D) to (B, T, H / n, D)."""

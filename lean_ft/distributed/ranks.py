@@ -14,20 +14,19 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
 
 T = TypeVar("T")
 
-NO_TARGET = -100
 REPLICATE, SHARD = "replicate", "shard"  # the names of the mesh's dimensions
 CONTEXT, TENSOR, EXPERTS = "context", "tensor", "experts"  # and of those that a copy's ranks have besides
 
@@ -159,8 +158,11 @@ class ManyRanks:
         for i in range(rounds):
             place, is_last = i * size + rank, i == rounds - 1
             self._complete_gradients(is_last)
-            mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
-            yield self._own_tokens(mine), is_last
+            if place < len(micro_batches):
+                yield self._own_tokens(micro_batches[place]), is_last
+            else:  # one that adds zero to every gradient
+                filler: Any = micro_batches[len(micro_batches) - 1]
+                yield self._own_tokens(filler.without_targets()), is_last
 
     def _own_tokens(self, batch: Any) -> Any:
         """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it."""
@@ -179,7 +181,7 @@ class ManyRanks:
             if getattr(batch, name) is not None
         }
         # Where shapes alone are planned, every token is a target.
-        num_targets = int((own["labels"] != NO_TARGET).sum()) if stage() is None else num_rows * width
+        num_targets = int((own["labels"] != IGNORED).sum()) if stage() is None else num_rows * width
         return replace(batch, **own, num_targets=num_targets, num_tokens=num_rows * width)
 
     def _complete_gradients(self, is_last: bool) -> None:
@@ -208,6 +210,12 @@ class ManyRanks:
         values = torch.tensor(numbers)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
         return values.tolist()
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
+        return values
 
     def total(self, number: int) -> int:
         import torch.distributed as dist
@@ -270,12 +278,6 @@ class ManyRanks:
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-
-
-def _without_targets(micro_batches: Sequence[Any]) -> Any:
-    """The last of the micro-batches with nothing in it to train on: its passes add zero to every gradient."""
-    last = micro_batches[len(micro_batches) - 1]
-    return replace(last, labels=torch.full_like(last.labels, NO_TARGET), num_targets=0)
 
 
 def _told(error: Exception) -> tuple[str, str]:

@@ -91,8 +91,8 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         raise ValueError(
-            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run finetune "
-            "(full_finetune_distributed, lora_finetune_distributed), or start one process."
+            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
+            "(finetune, dpo), or start one process."
         )
     refuse_cuts(cfg)
     sharing = parallel.context * parallel.tensor  # a micro-batch
