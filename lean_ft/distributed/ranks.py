@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lean_ft.launch import find_host
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
@@ -62,10 +63,18 @@ def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        find_host(host, f"MASTER_ADDR={host}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        except dist.DistError as error:
+            raise ValueError(
+                f"rank {os.environ['RANK']} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all of them with the same two."
+            ) from None
         # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
