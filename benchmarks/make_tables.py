@@ -44,6 +44,7 @@ BENCHMARKS = (
     "convergence",
     "saving",
     "crashes",
+    "rank_crashes",
     "disk_faults",
     "fuzzing",
 )

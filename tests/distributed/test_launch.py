@@ -13,7 +13,7 @@ import torch
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.cli.run import _planned
 from lean_ft.distributed import join
-from lean_ft.launch import Launch
+from lean_ft.launch import Launch, launch
 from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
 from tests.distributed.test_finetune import SETTINGS
@@ -129,12 +129,9 @@ def test_wrong_input_is_told_once(tmp_path, arguments, message):
     assert message in err
 
 
-def test_a_meeting_place_that_does_not_exist_is_told_at_once(leanft, monkeypatch):
-    settings = ["--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", "nowhere.invalid:29500"]
-    answer = leanft("run", "finetune", "--config", "tiny/full", *settings)
-    assert answer.code == 2
-    assert "--rdzv-endpoint nowhere.invalid:29500: this machine knows no 'nowhere.invalid'" in answer.err
-    assert answer.err.count("\n") == 1
+def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):
+    with pytest.raises(ValueError, match="--rdzv-endpoint nowhere.invalid:29500: this machine knows no 'nowhere.inv"):
+        launch(Launch(2, 2, 2, "nowhere.invalid:29500"), [])
     given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
