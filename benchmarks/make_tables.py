@@ -32,6 +32,7 @@ BENCHMARKS = (
     "host_pool",
     "compare_trl",
     "compare_dpo",
+    "compare_fsdp",
     "linear_cross_entropy",
     "attention",
     "optimizer_step",
@@ -45,6 +46,7 @@ BENCHMARKS = (
     "convergence",
     "saving",
     "crashes",
+    "rank_crashes",
     "disk_faults",
     "fuzzing",
 )

@@ -21,6 +21,7 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     """
     if not isinstance(ranks, ManyRanks):
         return
+    ranks.layers_are_cut.add(model)
     if cfg.tensor > 1:
         tensor.check_divides(model, cfg.tensor)
     if cfg.context > 1:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lean_ft.distributed.ranks import ManyRanks
+from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.distributed.vocabulary import CutVocabulary, why_whole
 from lean_ft.log import say
 from lean_ft.models import Decoder, read_weights
@@ -34,6 +34,13 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
     """
     if not isinstance(ranks, ManyRanks):
         return
+    if model not in ranks.layers_are_cut:
+        for name in (CONTEXT, TENSOR, EXPERTS):
+            if getattr(cfg, name) > 1:
+                raise ValueError(
+                    f"parallel.{name}={getattr(cfg, name)} cuts layers, which this recipe does not. Set parallel.{name}=1, or, "
+                    "in a recipe of your own, call lean_ft.distributed.cut before apply_memory."
+                )
     with outside():  # where shapes alone are computed the model has no memory yet, and FSDP2 asks for real shapes
         _cut(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)

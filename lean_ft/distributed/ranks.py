@@ -14,13 +14,16 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from lean_ft.data.rows import IGNORED
+from lean_ft.launch import find_host
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
@@ -63,10 +66,18 @@ def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        find_host(host, f"MASTER_ADDR={host}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        except dist.DistError as error:
+            raise ValueError(
+                f"rank {os.environ['RANK']} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all of them with the same two."
+            ) from None
         # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
@@ -126,6 +137,7 @@ class ManyRanks:
             if number > 1:
                 self._meshes[over] = self._divided((over, number))
                 self.groups[over] = self._meshes[over].get_group(over)
+        self.layers_are_cut = WeakSet[nn.Module]()  # those that `cut` was given
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
 
     def _divided(self, *parts: tuple[str, int]) -> Any:
