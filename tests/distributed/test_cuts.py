@@ -35,7 +35,7 @@ BIASED = MixtureConfig(
 )
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 FULL = {"activation_checkpointing": "full"}
-ATTENTION_LORA = LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+ATTENTION_LORA = LoRAConfig(rank=4, dora=True, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
 NOTHING: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def parallel(**settings: Any) -> ParallelConfig:
 
 CONTEXT, TENSOR, EXPERTS = parallel(context=2), parallel(tensor=2), parallel(experts=2)
 TWO: dict[str, Case] = {
-    "context": Case(CONTEXT),
+    "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
     "context, sinks, cap and window": Case(
         CONTEXT, model={"attention_sinks": True, "attention_softcap": 20.0, "layer": {"window": 5}}
     ),
@@ -73,7 +73,6 @@ TWO: dict[str, Case] = {
     ),
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
-    "tensor": Case(TENSOR),
     "tensor, biases, head norms, sinks": Case(
         TENSOR,
         model={
@@ -93,7 +92,7 @@ TWO: dict[str, Case] = {
     "tensor, adapter": Case(TENSOR, {"in_backward": True}, FULL, model={"lora": LoRAConfig(rank=4)}),
     "tensor, mixture": Case(TENSOR, model={"layer": {"mixture": MIXTURE}}),
     "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
-    "experts": Case(EXPERTS, model={"layer": {"mixture": MIXTURE}}),
+    "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
     "experts in backward, recomputed": Case(
         EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
     ),

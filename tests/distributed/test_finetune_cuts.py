@@ -16,11 +16,24 @@ from tests.training.toy_runs import digests
 
 EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 CUTS = {
-    "context": ("parallel.context=2", "optimizer.name=sgd"),
+    "context, vocabulary": ("parallel.context=2", "optimizer.name=sgd", "parallel.vocabulary=cut"),
+    "context, 4 bits": (
+        "parallel.context=2",
+        "optimizer.name=sgd",
+        "lora.rank=4",
+        "lora.quantize=nf4",
+        "data.packing=bfd",
+    ),
     "tensor": ("parallel.tensor=2", "optimizer.name=sgd", "optimizer.momentum=0.9", "save_async=true", "save_every=2"),
     "tensor, adapter": ("parallel.tensor=2", "lora.rank=4", "data.packing=bfd", "optimizer.name=sgd"),
-    "tensor, vocabulary": ("parallel.tensor=2", "parallel.vocabulary=cut", "optimizer.name=sgd"),
-    "experts": ("parallel.experts=2", "optimizer.name=sgd", "optimizer.momentum=0.9", "model.path=MIXTURE"),
+    "tensor, vocabulary": ("parallel.tensor=2", "optimizer.name=sgd", "parallel.vocabulary=cut"),
+    "experts": (
+        "parallel.experts=2",
+        "optimizer.name=sgd",
+        "optimizer.momentum=0.9",
+        "model.path=MIXTURE",
+        "parallel.vocabulary=cut",
+    ),
 }
 COPIED = {"tensor": "tiny", "experts": "MIXTURE"}
 REFUSED = {
