@@ -9,6 +9,7 @@ from lean_ft.training.rewards import Rewards
 from lean_ft.training.rollouts import Rollouts
 from lean_ft.training.run import Run
 from lean_ft.training.sample_log import SampleLog
+from lean_ft.training.shared_prompts import shares_prompts
 
 __all__ = [
     "Rewards",
@@ -23,5 +24,6 @@ __all__ = [
     "peak_rss_bytes",
     "rss_bytes",
     "say_answers",
+    "shares_prompts",
     "start",
 ]
