@@ -32,6 +32,7 @@ BENCHMARKS = (
     "host_pool",
     "compare_trl",
     "compare_fsdp",
+    "compare_dpo",
     "linear_cross_entropy",
     "attention",
     "optimizer_step",

@@ -55,8 +55,8 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         say("vocabulary", f"gathered: {gathered}" if gathered else f"stays cut over {ranks.num_shards} processes")
     ends: list[nn.Module] = [trunk.norm]
     if gathered:
-        ends.append(trunk.embed_tokens if model.lm_head is None else model.lm_head)
-    if gathered and model.lm_head is not None:
+        ends.append(trunk.embed_tokens if model.head is None else model.head)
+    if gathered and model.head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]

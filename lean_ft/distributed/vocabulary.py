@@ -54,7 +54,7 @@ def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int
     """
     if cfg.vocabulary == "gathered":
         return "as parallel.vocabulary=gathered says"
-    embedding, head, num_ranks = model.model.embed_tokens, model.lm_head, ranks.num_shards
+    embedding, head, num_ranks = model.model.embed_tokens, model.head, ranks.num_shards
     vocab_size = model.config.vocab_size
     rows = -(-vocab_size // num_ranks)
     cannot = ""
@@ -90,7 +90,7 @@ class CutVocabulary:
         self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
         self.vocab_size = model.config.vocab_size
         self.first = ranks.shard * -(-self.vocab_size // self.size)
-        self.embedding, self.head = model.model.embed_tokens, model.lm_head
+        self.embedding, self.head = model.model.embed_tokens, model.head
         self.parameters = {
             self._cut(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
         }
@@ -105,9 +105,7 @@ class CutVocabulary:
         whole: nn.Parameter = module.weight  # type: ignore[assignment]
         own = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        part = DTensor.from_local(
-            own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        part = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
         parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
         setattr(module, "weight", parameter)  # noqa: B010
         return parameter

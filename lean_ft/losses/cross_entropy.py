@@ -70,7 +70,11 @@ class CrossEntropy:
             )
             # A vocabulary that is cut over ranks has a loss of its own.
             cut = getattr(model, "cut_vocabulary", None)
-            of_hidden = partial(linear_cross_entropy, hidden, model.output_weight) if cut is None else partial(cut.cross_entropy, hidden)
+            of_hidden = (
+                partial(linear_cross_entropy, hidden, model.output_weight)
+                if cut is None
+                else partial(cut.cross_entropy, hidden)
+            )
             loss = of_hidden(
                 batch.labels,
                 num_targets=batch.num_targets,

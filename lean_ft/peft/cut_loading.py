@@ -51,8 +51,8 @@ class UnreadBesideAdapter(Unread):
             _measure(adapter, whole(frozen, module.out_features, weight))
 
 
-def _keep(part: Part, whole: Tensor) -> None:
-    part.values.view(-1).copy_(whole.reshape(-1)[part.first : part.first + part.values.numel()])
+def _keep(part: Part, values: Tensor) -> None:
+    part.values.view(-1).copy_(values.reshape(-1)[part.first : part.first + part.values.numel()])
 
 
 def _measure(layer: AdaptedLayer, weight: Tensor) -> None:
@@ -70,6 +70,6 @@ def _draw(layer: AdaptedLayer) -> None:
         nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device=local(part).device)) for part in parts
     )
     layer.start_at_zero()
-    for part, whole in zip(parts, (layer.lora_A, layer.lora_B), strict=True):
-        _keep(part_of(part), whole.detach())
+    for part, drawn in zip(parts, (layer.lora_A, layer.lora_B), strict=True):
+        _keep(part_of(part), drawn.detach())
     layer.lora_A, layer.lora_B = parts

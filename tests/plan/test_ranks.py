@@ -142,7 +142,9 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
     for file in model_folder.glob("*token*"):
         (model_folder / "large" / file.name).write_bytes(file.read_bytes())
     peaks = {
-        how: planned(model_folder / "large", Machines(8), *settings, f"parallel.vocabulary={how}", device=card).peak_bytes
+        how: planned(
+            model_folder / "large", Machines(8), *settings, f"parallel.vocabulary={how}", device=card
+        ).peak_bytes
         for how in ("gathered", "cut")
     }
     weight = 2 * 65536 * 256
@@ -153,7 +155,9 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
 def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
     recipe, cfg = configured(model_folder, "optimizer.name=sgd")
     machines, device = Machines(2, 2), find_device("H100")
-    copies = rehearse(recipe, cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"replicate": 4})}), device, machines)
+    copies = rehearse(
+        recipe, cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"replicate": 4})}), device, machines
+    )
     found = search(recipe, cfg, device, copies.peak_bytes, machines=machines)
     layouts = {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting}
     assert layouts == {1, 2, 4}
