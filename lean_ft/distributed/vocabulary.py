@@ -114,16 +114,16 @@ class CutVocabulary:
         """The embedding's rows (..., D) of `ids` (...)."""
         flat = ids.flatten()
         (most,) = self.ranks.highest(len(flat))
-        rows, handed_on = _LookUp.apply(flat, self.embedding.weight.to_local(), self, most)  # type: ignore[misc]
+        rows, handed_on = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
         self._handed_on = handed_on if self.head is None else None
         return rows.view(*ids.shape, -1)
 
     def _output_rows(self) -> Tensor:
         """(P, D): the output layer's rows here, or the embedding's as the last look-up handed them on."""
         if self.head is not None:
-            return self.head.weight.to_local()  # type: ignore[operator]
+            return _rows(self.head)
         if self._handed_on is None or not torch.is_grad_enabled():
-            return self.embedding.weight.to_local()
+            return _rows(self.embedding)
         return self._handed_on
 
     @counted_as("loss")
@@ -217,6 +217,11 @@ class CutVocabulary:
         row = ids - self.first
         is_here = (row >= 0) & (row < num_rows)
         return row.remainder(num_rows), is_here
+
+
+def _rows(module: Any) -> Tensor:
+    """(P, D): those of the module's weight that are here, with the weight as the node that made them."""
+    return module.weight.to_local()
 
 
 def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
