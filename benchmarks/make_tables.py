@@ -40,6 +40,7 @@ BENCHMARKS = (
     "planner_accuracy",
     "planned_ladder",
     "pretended_ladder",
+    "pretended_updates",
     "convergence",
     "saving",
     "crashes",

@@ -566,7 +566,9 @@ class RecipeConfig(Settings):
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps after which to stop, if before the epochs end."
     )
-    compile: bool = Field(False, description="torch.compile each layer, the loss and the optimizer's update.")
+    compile: bool = Field(
+        False, description="torch.compile each layer, the loss and the optimizer's update (this on a GPU in any case)."
+    )
     freeze: list[str] = Field(
         default_factory=list,
         description="Parameters that keep their values: ends of names, of parameters or of what holds them "
