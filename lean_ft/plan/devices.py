@@ -16,10 +16,9 @@ CUDA_CONTEXT_BYTES = GIB // 2
 _WORKSPACES: dict[str, int] = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
 # MiB of the cards' second-level cache.
 _CACHES = {
-    **{"T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX A6000": 6, "A10G": 6, "RTX 4060 Ti": 32},
-    **{"A100 40GB": 40, "A100 80GB": 40, "L4": 48, "H100": 50, "H200": 50, "RTX 4090": 72, "RTX 5090": 96, "L40S": 96},
-    **{"B200": 126, "MI300X": 4},
-}
+    "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
+    "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
