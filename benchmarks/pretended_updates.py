@@ -85,7 +85,7 @@ def measure() -> None:
             torch._dynamo.reset()
             with tempfile.TemporaryDirectory() as folder:
                 own = [f"output_dir={folder}", "data.source=not-read", "model.path=tiny", "model.dtype=bfloat16"]
-                own += ["optimizer.in_backward=true", f"optimizer.name={name}"]
+                own += ["compile=true", "optimizer.in_backward=true", f"optimizer.name={name}"]
                 cfg = load_config(config, None, [*own, *(f"optimizer.{option}=true" for option in chosen)])
             optimizer, largest = build_optimizer(model, cfg), 0
             for state in optimizer._states:

@@ -566,9 +566,7 @@ class RecipeConfig(Settings):
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps after which to stop, if before the epochs end."
     )
-    compile: bool = Field(
-        False, description="torch.compile each layer, the loss and the optimizer's update (this on a GPU in any case)."
-    )
+    compile: bool = Field(False, description="torch.compile each layer, the loss and the optimizer's update.")
     freeze: list[str] = Field(
         default_factory=list,
         description="Parameters that keep their values: ends of names, of parameters or of what holds them "

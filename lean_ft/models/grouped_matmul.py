@@ -9,15 +9,17 @@ opaque operation, and a group without rows is nothing special: its gradient is z
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from lean_ft.triton_library import can_make_kernels
 
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
@@ -81,8 +83,12 @@ def _has_kernel(*operands: Tensor) -> bool:
     )
 
 
+@cache
 def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
-    if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32) or not can_make_kernels():
+    if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
+    if compiler is None or find_spec("triton") is None:
         return None
     from lean_ft.models import grouped_kernels
 

@@ -23,7 +23,6 @@ from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.shapes_only import counted_as, device_type, stage
 from lean_ft.shards import ALONE, Ranks
-from lean_ft.triton_library import can_make_kernels
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
@@ -69,10 +68,7 @@ def build_optimizer(
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
-    # Operation by operation, what no library has a kernel for takes some 70 launches a slice on a GPU, and writes all that
-    # lies between to its memory.
-    compile = recipe_cfg.compile or (on_gpu and (stage() is not None or can_make_kernels()))
-    rule = _rules(cfg, model, paged=paged and on_gpu, compile=compile)
+    rule = _rules(cfg, model, paged=paged and on_gpu, compile=recipe_cfg.compile)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
     return Optimizer(
         trainable,

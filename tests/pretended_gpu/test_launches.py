@@ -37,32 +37,6 @@ def test_a_gradient_takes_four_launches_beside_its_update() -> None:
     assert bool((before == 0.5).all())
 
 
-UPDATE = """
-import os, torch
-from torch import nn
-from tests.optim.tiny_training import build
-from tests.pretended_gpu.counters import counters
-model = nn.Linear(8192, 4096, bias=False).cuda().bfloat16()
-optimizer = build(model, {"name": "adamw_8bit", "update_clipping": True, "stochastic_rounding": True}, compile=False)
-for _ in range(3):
-    before = counters()["kernels"]
-    model.weight.grad = torch.empty_like(model.weight)
-    optimizer._hand_to_rules(optimizer._states)
-    launched = counters()["kernels"] - before
-print(launched, flush=True)
-os._exit(0)
-"""
-
-
-def test_an_update_that_no_library_has_a_kernel_for_is_a_few_launches_a_slice(tmp_path: Any) -> None:
-    """Two slices, in either of two passes: without compilation they were some 140 launches."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", UPDATE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) <= 16
-
-
 def test_clipping_many_gradients_takes_few_launches() -> None:
     grads = [
         torch.ones(64, 8, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32) for _ in range(30)
