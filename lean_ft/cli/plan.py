@@ -79,7 +79,7 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
     print_table(("", ">"), shown)
     if not device.is_cpu:
         reserved = gibibytes(rehearsal.reserved_bytes)
-        console.print(f"for which the allocator reserves {reserved}; the driver's own context comes on top")
+        console.print(f"the allocator reserves {reserved}; the driver's own context comes on top")
     if rehearsal.pinned_bytes:
         console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
 
