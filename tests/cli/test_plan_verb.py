@@ -36,7 +36,7 @@ def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch)
 def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
     answer = leanft("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
     assert answer.code == 0
-    reserved = re.search(r"the allocator reserves ([\d.]+ MiB); the driver's own context", answer.out)
+    reserved = re.search(r"the allocator reserves ([\d.]+ [MG]iB); the driver's own context", answer.out)
     assert "\nfits 23.50 GiB (0.50 GiB of it kept for the driver), from the fastest on:\n" in answer.out
     first = next(line for line in answer.out.splitlines() if line.startswith("  *"))
     assert reserved is not None and reserved[1] in first

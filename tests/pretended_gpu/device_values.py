@@ -299,10 +299,15 @@ def _put(result: Any, wanted: Any, op: Any) -> None:
 
 
 def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Tells the library what an operation on the current stream reads and writes, where it watches for races."""
+    """Tells the library what an operation on the current stream reads and writes, where it watches for races.
+
+    bitsandbytes' optimizers alone launch on the default stream, whatever the current one is.
+    """
     if _races is None:
         return
-    _races.pretended_begin_kernel(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), op._schema.name.encode())
+    is_elsewhere = op._schema.name.startswith("bitsandbytes::optimizer")
+    stream = torch.cuda.default_stream() if is_elsewhere else torch.cuda.current_stream()
+    _races.pretended_begin_kernel(ctypes.c_void_p(stream.cuda_stream), op._schema.name.encode())
 
     def note(value: Any, is_write: bool) -> None:
         if isinstance(value, (list, tuple)):

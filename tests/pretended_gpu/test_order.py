@@ -171,33 +171,36 @@ def test_memory_is_not_unpinned_under_a_copy() -> None:
     with without(None, LIBRARY) as places, late_streams(), watched_for_races() as races:
         unpin()
     assert races == []
-    (wait,) = [place for place in places if place.endswith("_unpin: synchronize")]
+    (wait,) = [place for place in places if place.endswith("empty_like > _unpin: synchronize")]
     with without(wait, LIBRARY), late_streams(), watched_for_races() as races:
         unpin()
-    assert len(races) == 1 and races[0].startswith("the host on stream -1 writes what")
+    assert races and all(race.startswith("the host on stream -1 writes what") for race in races)
 
 
 def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_waited_for() -> None:
     """bitsandbytes launches on the default stream; gradients of a model that is cut come on another."""
 
-    def update() -> Tensor:
+    def update() -> None:
         param = torch.nn.Parameter(torch.zeros(4096, device="cuda"))
         rule = AdamW8bit(paged=False, **RULE)
         optimizer = Optimizer([("w", param)], rule, in_backward=False)
         optimizer.set_lr(1.0)
-        with torch.cuda.stream(torch.cuda.Stream()):
+        param.grad = torch.ones(4096, device="cuda")
+        rule.update(optimizer._states, StepInfo(1.0, 1, None))  # the first brings its tables, for which the host waits
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             param.grad = torch.ones(4096, device="cuda")
-            rule.update(optimizer._states, StepInfo(1.0, 1, None))
-            moved = param.detach() + 0.0
+            rule.update(optimizer._states, StepInfo(1.0, 2, None))
+            param.detach().mul(2.0)
         torch.cuda.synchronize()
-        return moved.cpu()
 
-    with without(None, LIBRARY) as places, late_streams(), watched_for_races() as races:
-        exact = update()
-    assert races == [] and bool((exact != 0).all())
-    places = [place for place in places if "_update_by_bitsandbytes" in place]
-    assert len(places) == 2
-    for missing in places:
-        with without(missing, LIBRARY), late_streams(), watched_for_races() as races:
-            found = update()
-        assert races or not torch.equal(found, exact), missing
+    with without(None, LIBRARY) as places, watched_for_races() as races:
+        update()
+    assert races == []
+    (waits,) = [place for place in places if "_update_by_bitsandbytes" in place]  # both, which are called alike
+    with without(waits, LIBRARY), watched_for_races() as races:
+        update()
+    kernel = "bitsandbytes::optimizer_update_8bit_blockwise on stream 0"
+    assert any(race.startswith(kernel) and "what aten::fill_" in race for race in races), races
+    assert any(f"what {kernel} wrote" in race for race in races), races
