@@ -46,6 +46,9 @@ class Batch:
     """B * T: all positions that are computed."""
     is_token: Tensor | None = None
     """(B, T) bool: False on padding. None: nothing is padding."""
+    documents: np.ndarray | None = None
+    """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
+    cut or joined, or it is not of prepared data."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
@@ -154,6 +157,11 @@ class Layout:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def cuts(self) -> bool:
+        """Whether what stands in a row may be a part of a document, or several in one text."""
+        return self.joined or self.goes_on is not None
+
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> Plan:
         """Which rows come in which batch, in fixed order where there is no `generator`; `largest_first` puts one of the
         most positions at the beginning."""
@@ -226,6 +234,7 @@ class Layout:
             num_targets=sum(num_labels),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
+            documents=None if self.cuts else self.first_pair * self.sides + np.concatenate(list(contents)),
         )
         if self.sides == 1:
             return batch

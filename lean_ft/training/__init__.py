@@ -6,12 +6,14 @@ from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, r
 from lean_ft.training.reference import load_reference
 from lean_ft.training.regularization import apply_regularization
 from lean_ft.training.run import Run
+from lean_ft.training.teacher import load_teacher
 
 __all__ = [
     "Run",
     "answer_held_out",
     "apply_regularization",
     "load_reference",
+    "load_teacher",
     "peak_memory_bytes",
     "peak_rss_bytes",
     "rss_bytes",

@@ -30,11 +30,10 @@ from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs
-from lean_ft.memory import apply_memory
-from lean_ft.models import Decoder, load_model
-from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off, quantize_as_loaded
-from lean_ft.settings import LoRAConfig
+from lean_ft.models import Decoder
+from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
 from lean_ft.shapes_only import stage
+from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
@@ -59,7 +58,7 @@ def load_reference(
     if kind == "none":
         return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
     if kind in ("model", "nf4"):
-        frozen = _second_model(cfg, device, kind == "nf4")
+        frozen = load_frozen(cfg.model, device, nf4=kind == "nf4", memory=cfg.memory, compile=cfg.compile)
         return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
 
     @torch.no_grad()
@@ -99,15 +98,6 @@ def choose_kind(cfg: Any) -> tuple[str, str]:
     if cfg.lora is not None and cfg.epochs <= 1:
         return "adapter_off", ", which takes no memory, and no more time than to compute each answer beforehand"
     return "cached", ", each answer's log-probability once for all epochs, and no second model in memory"
-
-
-def _second_model(cfg: Any, device: torch.device, in_4_bits: bool) -> Decoder:
-    quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if in_4_bits else "none"}))
-    frozen = load_model(cfg.model, device, after_module=quantize).requires_grad_(False)
-    # What is recomputed or moved away is for a backward pass, and here is none.
-    for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
-    apply_memory(frozen, cfg.memory.model_copy(update=for_forward), compile=cfg.compile)
-    return frozen
 
 
 def _filled(
