@@ -444,7 +444,8 @@ class DistillConfig(Settings):
         1.0, description="What the logits of both are divided by; above 1 unlikely tokens count more."
     )
     cross_entropy_weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.0, description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest."
+        0.0,
+        description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest.",
     )
     on_policy: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0,

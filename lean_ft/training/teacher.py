@@ -107,7 +107,9 @@ def _cached(cfg: Any, device: torch.device, batches: Batches, held_out: EvalBatc
         return shapes
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     cache = TeacherCache(cfg.distill.cached, layouts, cfg.data)
-    say("teacher", f"what {about['model']} said of {cache.num_documents:,} documents, its {top_k} likeliest tokens each")
+    say(
+        "teacher", f"what {about['model']} said of {cache.num_documents:,} documents, its {top_k} likeliest tokens each"
+    )
 
     def recall(batch: Batch) -> TopLogProbs:
         log_probs, ids = (torch.from_numpy(values).to(device, non_blocking=True) for values in cache.rows_of(batch))

@@ -34,7 +34,14 @@ from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
 
 # How rows are laid out, and how many of them there are, changes nothing in a document.
-NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "batch_tokens", "subset", "split", "streaming"}
+NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {
+    "validation_fraction",
+    "packing",
+    "batch_tokens",
+    "subset",
+    "split",
+    "streaming",
+}
 
 
 @torch.no_grad()
