@@ -31,7 +31,7 @@ from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
-from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig
+from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig, models_of
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.device import resolve_device
@@ -156,7 +156,14 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     if model.mixture is not None:
         return None
     # Weights, gradients, both moments, and half of them again for what a step takes on the side.
-    return 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    for place, path in models_of(cfg).items():
+        if place != ("model", "path"):  # a teacher: of one layer's activations, and of its logits beside the student's
+            other = empty_model(path, torch.float32)
+            if other.mixture is not None:
+                return None
+            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
+    return bound
 
 
 def _activation_bytes(model: Decoder, cfg: Any) -> int:
