@@ -757,6 +757,18 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
     return abs(long / short - round(long / short)) < 1e-9
 
 
+class SamplingConfig(Settings):
+    """How the student answers, in the steps that distill.on_policy asks for."""
+
+    max_new_tokens: PositiveInt = Field(
+        256,
+        description="Tokens after which an answer is cut, if it has not ended; with its prompt it has data.max_length.",
+    )
+    temperature: NonNegativeFloat = Field(
+        1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
+    )
+
+
 class KeepTeacherConfig(Settings):
     """What `leanft score --top-k` keeps of a teacher's predictions."""
 

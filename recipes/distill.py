@@ -21,17 +21,19 @@ from lean_ft.settings import (
     OptimizerConfig,
     ParallelConfig,
     RecipeConfig,
+    SamplingConfig,
     ScheduleConfig,
     SFTDataConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, load_teacher, start
+from lean_ft.training import OnPolicy, Run, apply_regularization, load_teacher, start
 
 
 class Config(RecipeConfig):
     model: ModelConfig
     data: SFTDataConfig
     distill: DistillConfig
+    generation: SamplingConfig = SamplingConfig()
     lora: LoRAConfig | None = None  # null: all parameters train
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -50,6 +52,7 @@ def main(cfg: Config) -> None:
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    on_policy = OnPolicy(cfg, model, tokenizer)  # the student's own answers, in as many steps as it is told
     distillation = Distillation(model, cfg, ranks)  # of hidden states: two logits exist a chunk of tokens at a time
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
@@ -60,6 +63,8 @@ def main(cfg: Config) -> None:
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        if on_policy.samples(step):
+            micro_batches = on_policy.answered(step, micro_batches)  # the same prompts
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
         statistics = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):

@@ -2,6 +2,7 @@
 
 from lean_ft.training.answers import answer_held_out, say_answers
 from lean_ft.training.device import start
+from lean_ft.training.on_policy import OnPolicy
 from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, rss_bytes
 from lean_ft.training.reference import load_reference
 from lean_ft.training.regularization import apply_regularization
@@ -9,6 +10,7 @@ from lean_ft.training.run import Run
 from lean_ft.training.teacher import load_teacher
 
 __all__ = [
+    "OnPolicy",
     "Run",
     "answer_held_out",
     "apply_regularization",

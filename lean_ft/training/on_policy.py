@@ -21,7 +21,7 @@ from lean_ft.models import Decoder, generate
 from lean_ft.settings import DistillConfig, SamplingConfig, SFTDataConfig
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.answers import questions
+from lean_ft.training.answers import questions_of
 
 
 def check_on_policy(distill: DistillConfig, sampling: SamplingConfig, data: SFTDataConfig) -> None:
@@ -45,12 +45,10 @@ class OnPolicy:
     """`on_policy.samples(step)`: whether the student answers in this step; `on_policy.answered(step, micro_batches)`: the same
     prompts with its answers."""
 
-    def __init__(
-        self, distill: DistillConfig, sampling: SamplingConfig, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer, seed: int
-    ) -> None:
-        """Raises ValueError as `check_on_policy` does."""
-        check_on_policy(distill, sampling, data)
-        self._share, self._sampling, self._data, self._seed = distill.on_policy, sampling, data, seed
+    def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
+        """cfg: of a recipe that has `distill`, `generation` and `data`. Raises ValueError as `check_on_policy` does."""
+        check_on_policy(cfg.distill, cfg.generation, cfg.data)
+        self._share, self._sampling, self._data, self._seed = cfg.distill.on_policy, cfg.generation, cfg.data, cfg.seed
         self._model, self._tokenizer = model, tokenizer
 
     def samples(self, step: int) -> bool:
@@ -65,7 +63,7 @@ class OnPolicy:
         return [self._answered(batch, [self._seed, step, i]) for i, batch in enumerate(micro_batches)]
 
     def _answered(self, batch: Batch, seed: list[int]) -> Batch:
-        asked = list(questions(batch))
+        asked = list(questions_of(batch))
         prompts = [prompt for prompt, _ in asked]
         if not prompts:
             return batch
@@ -76,7 +74,7 @@ class OnPolicy:
             )
         ends = {answer[-1] for _, answer in asked if not self._tokenizer.decode([answer[-1]], skip_special_tokens=True)}
         ends |= {self._tokenizer.eos_id} if self._tokenizer.eos_id is not None else set()
-        room = [self._data.max_length - len(prompt) for prompt in prompts]
+        room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
         drawn = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1))
         answers = generate(
             self._model,

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -204,6 +205,56 @@ def test_what_was_kept_of_other_rows_or_at_another_temperature_is_refused(train:
     (tmp_path / "kept" / "ids").write_bytes(b"")
     with pytest.raises(ValueError, match="is damaged"):
         train(*kept)
+
+
+# The student's own answers --------------------------------------------------------------------------------------------------
+
+
+def test_on_policy_steps_score_what_the_student_itself_answers(train: Train, student: Path) -> None:
+    """Every step, without learning: the targets are the student's likeliest tokens, so cross-entropy and accuracy tell."""
+    settings = ("optimizer.lr=0", "max_steps=2", "generation.max_new_tokens=5", "generation.temperature=0")
+    own = train(*LIVE, *settings, "distill.on_policy=1", "distill.divergence=reverse_kl")
+    for line in own:
+        assert line["token_accuracy"] == 1
+        assert line["target_tokens"] <= 4 * 5
+        assert line["divergence"] > 0.5
+    drawn = train(*LIVE, *settings[:3], "distill.on_policy=1", output="drawn")
+    assert all(line["token_accuracy"] < 0.2 for line in drawn)
+
+
+def test_the_share_of_on_policy_steps_is_drawn_by_the_seed_and_a_resume_changes_nothing(train: Train) -> None:
+    settings = (
+        *LIVE,
+        "distill.on_policy=0.4",
+        "generation.max_new_tokens=3",
+        "max_steps=12",
+        "data.packing=padding_free",
+    )
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=5", output="parts")
+    assert numbers(train(*settings, output="parts")) == numbers(whole)
+    sampled = [line["target_tokens"] <= 4 * 3 for line in whole]
+    expected = [bool(np.random.default_rng([0, step]).random() < 0.4) for step in range(12)]
+    assert sampled == expected
+    assert 2 <= sum(sampled) <= 10
+    other = train(*settings, "seed=1", output="other")
+    assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("generation.temperature=0.5",), "generation.temperature=0.5 is of the student's own answers"),
+        (("distill.on_policy=0.5", "data.packing=bfd"), "packing=bfd fills rows with as many documents as fit"),
+        (("distill.on_policy=0.5", "data.batch_tokens=512"), "batch_tokens=512 fills rows"),
+        (("distill.on_policy=1", "data.train_on=all"), "the student has no prompt to answer"),
+        (("distill.on_policy=1.5",), "<= 1"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*LIVE, *settings)
 
 
 # Resuming, precision, planning ----------------------------------------------------------------------------------------------
