@@ -779,7 +779,7 @@ class KeepTeacherConfig(Settings):
     temperature: PositiveFloat = Field(1.0, description="That of the student's distill.temperature.")
     nf4: bool = Field(False, description="Keep the model's linear layers in 4 bits.")
     batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
-    memory: MemoryConfig = MemoryConfig()
+    memory: MemoryConfig = MemoryConfig.model_validate({})
     compile: bool = Field(False, description="torch.compile each layer.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
 

@@ -26,7 +26,9 @@ from lean_ft.training.answers import questions_of
 
 def check_on_policy(distill: DistillConfig, sampling: SamplingConfig, data: SFTDataConfig) -> None:
     """Raises ValueError for settings of the student's answers that nothing reads, or rows in which they have no place."""
-    if not distill.on_policy and (unread := sampling.model_dump().items() - SamplingConfig().model_dump().items()):
+    if not distill.on_policy and (
+        unread := sampling.model_dump().items() - SamplingConfig.model_validate({}).model_dump().items()
+    ):
         name, value = min(unread)
         raise ValueError(
             f"generation.{name}={value} is of the student's own answers, and with distill.on_policy=0 it gives none. Leave it "
