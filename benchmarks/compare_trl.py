@@ -300,7 +300,9 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, LoRA, or distillation.")] = Recipe.full,
+    recipe: Annotated[
+        Recipe, typer.Option(help="What is compared: full finetuning, LoRA, or distillation.")
+    ] = Recipe.full,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,

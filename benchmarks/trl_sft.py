@@ -85,7 +85,9 @@ def main(
     length: Annotated[int, typer.Option()],
     steps: Annotated[int, typer.Option()],
     lora_rank: Annotated[int, typer.Option(help="Rank of an adapter to train in place of the model; 0: none.")] = 0,
-    distill: Annotated[bool, typer.Option("--distill", help="Learn from the folder's model, by the GKDTrainer.")] = False,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Learn from the folder's model, by the GKDTrainer.")
+    ] = False,
 ) -> None:
     run_directory.mkdir(parents=True)
     beside = {} if torch.cuda.is_available() else {"use_cpu": True}  # without it, bf16 asks for a GPU

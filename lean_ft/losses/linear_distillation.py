@@ -36,6 +36,7 @@ from torch import Tensor
 from lean_ft.losses.chunked_softmax import (
     ENTROPY,
     IS_RIGHT,
+    LOSS,
     ChunkLogits,
     Terms,
     Work,
@@ -51,8 +52,9 @@ from lean_ft.losses.linear_cross_entropy import SumOfLosses, select_targets
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.shapes_only import counted_as
 
-CROSS_ENTROPY, DIVERGENCE = 3, 4  # what is told of each token, behind its loss, IS_RIGHT and ENTROPY
-NUM_COLUMNS = 5
+# What is told of each token, behind its loss, IS_RIGHT and ENTROPY, and what one pass tells the next.
+CROSS_ENTROPY, DIVERGENCE, KL, LOG_Z, LOG_Z_STUDENT, LOG_Z_TEACHER = range(3, 9)
+NUM_COLUMNS = 9
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -147,7 +149,10 @@ def linear_distillation(
             )
         labels, hidden, states = select_targets(labels, num_targets, hidden, teacher.hidden)
         beside = _logits_of(states, teacher.weight[:vocab_size], teacher.softcap, compile)
-        work = work_of(_compare_logits, mixture, compile)
+        passes = [
+            work_of(function, mixture, compile, is_capped=i > 0)
+            for i, function in enumerate((_normalize, _compare_logits, _write_gradient))
+        ]
     else:
         labels, hidden = select_targets(labels, num_targets, hidden)
         kept = teacher.log_probs, teacher.ids
@@ -158,7 +163,12 @@ def linear_distillation(
             )
         beside: Beside = lambda chunk: (kept[0][chunk], kept[1][chunk])  # noqa: E731
         # A compiler would keep logits from which the kept tokens are taken out, in float32.
-        work = work_of(_compare_kept, mixture, compile=False)
+        passes = [work_of(_compare_kept, mixture, compile=False)]
+
+    def work(*of_chunk: Tensor) -> None:
+        for one in passes:
+            one(*of_chunk)
+
     loss, sums = SumOfLosses.apply(
         hidden,
         weight,
@@ -255,28 +265,56 @@ def _logits_of(hidden: Tensor, weight: Tensor, softcap: float | None, compile: b
 
 # The passes over a chunk's logits, capped already. --------------------------------------------------------------------------
 
+# Three where both have logits, each compiled by itself: of one that needed a probability in two of them, a compiler would keep
+# all probabilities in float32, which takes four times the memory of the logits.
+
+
+def _normalize(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
+    """What is told of the student's logits (C, V), and the logarithms of both softmaxes' normalisers."""
+    wide = logits.to(rows.dtype)
+    told, log_total = told_of(wide, labels[:, None], Terms())
+    log_z = log_total if mixture.temperature == 1 else _log_z(wide / mixture.temperature)
+    rows[:, IS_RIGHT:CROSS_ENTROPY] = told[:, IS_RIGHT:CROSS_ENTROPY]
+    rows[:, CROSS_ENTROPY] = told[:, 0]
+    rows[:, LOG_Z:LOG_Z_STUDENT] = log_total
+    rows[:, LOG_Z_STUDENT:LOG_Z_TEACHER] = log_z
+    rows[:, LOG_Z_TEACHER:] = _log_z(teacher.to(rows.dtype) / mixture.temperature)
+
 
 def _compare_logits(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
-    """Logits of the student and of the teacher, (C, V) each."""
-    wide = logits.to(rows.dtype)
-    student = (wide / mixture.temperature).log_softmax(1)
-    compared, gradient = _compare(mixture, student, (teacher.to(rows.dtype) / mixture.temperature).log_softmax(1))
-    _write(mixture, logits, labels, rows, wide, compared, gradient)
+    """The divergence and the mixed loss."""
+    divergence, kl = _divergence(mixture, *_log_probs(mixture, logits, teacher, rows))
+    share = mixture.cross_entropy_weight
+    rows[:, DIVERGENCE : DIVERGENCE + 1] = divergence
+    rows[:, KL : KL + 1] = kl
+    rows[:, LOSS] = (1 - share) * divergence[:, 0] + share * rows[:, CROSS_ENTROPY]
+
+
+def _write_gradient(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
+    """The mixed loss's gradient over the student's logits, in their place."""
+    gradient = _gradient(mixture, *_log_probs(mixture, logits, teacher, rows), rows[:, KL : KL + 1])
+    logits.copy_(_mixed(mixture, gradient, logits.to(rows.dtype), labels, rows[:, LOG_Z : LOG_Z + 1]))
 
 
 def _compare_kept(
     mixture: Mixture, logits: Tensor, labels: Tensor, log_probs: Tensor, ids: Tensor, rows: Tensor
 ) -> None:
-    """Logits of the student, (C, V), and what was kept of the teacher."""
+    """All three of the student's logits, (C, V), and of what was kept of the teacher."""
     wide = logits.to(rows.dtype)
     values = wide / mixture.temperature
     top, rest, log_rest = _without_top(values, ids, has_rest=log_probs.shape[1] > ids.shape[1])
-    outcomes = top if rest is None else torch.cat([top, log_rest], 1)  # (C, G)
-    compared, of_outcomes = _compare(mixture, outcomes.log_softmax(1), log_probs.to(rows.dtype))
+    student = (top if rest is None else torch.cat([top, log_rest], 1)).log_softmax(1)  # (C, G)
+    divergence, kl = _divergence(mixture, student, log_probs.to(rows.dtype))
+    of_outcomes = _gradient(mixture, student, log_probs.to(rows.dtype), kl)
     # Of the rest's probability a token gets its share of the gradient.
-    gradient = torch.zeros_like(values) if rest is None else (rest - log_rest).exp_().mul_(of_outcomes[:, -1:])
+    gradient = torch.zeros_like(values) if rest is None else rest.sub_(log_rest).exp_().mul_(of_outcomes[:, -1:])
     gradient.scatter_(1, ids, of_outcomes[:, : ids.shape[1]])
-    _write(mixture, logits, labels, rows, wide, compared, gradient)
+    told, log_total = told_of(wide, labels[:, None], Terms())
+    cross_entropy, share = told[:, :1], mixture.cross_entropy_weight
+    loss = (1 - share) * divergence + share * cross_entropy
+    rows[:, :LOG_Z] = torch.cat([loss, told[:, IS_RIGHT:CROSS_ENTROPY], cross_entropy, divergence, kl], 1)
+    rows[:, LOG_Z:] = 0
+    logits.copy_(_mixed(mixture, gradient, wide, labels, log_total))
 
 
 def _keep_top(mixture: Mixture, logits: Tensor, log_probs: Tensor, ids: Tensor) -> None:
@@ -296,35 +334,51 @@ def _without_top(values: Tensor, ids: Tensor, has_rest: bool) -> tuple[Tensor, T
     return top, rest, rest.logsumexp(1, keepdim=True)
 
 
-def _compare(mixture: Mixture, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities (C, G) the divergence (C, 1), and its gradient over the student's logits (C, G)."""
-    if mixture.divergence == "forward_kl":
-        of_teacher = teacher.exp()
-        return (of_teacher * (teacher - student)).sum(1, keepdim=True), student.exp() - of_teacher
-    of_student = student.exp()
-    middle = teacher
-    if mixture.divergence == "jsd":
-        middle = torch.logaddexp(student + math.log1p(-mixture.beta), teacher + math.log(mixture.beta))
-    ahead = student - middle
-    kl = (of_student * ahead).sum(1, keepdim=True)
+def _log_z(values: Tensor) -> Tensor:
+    highest = values.amax(1, keepdim=True)
+    return (values - highest).exp().sum(1, keepdim=True).log() + highest
+
+
+def _log_probs(mixture: Mixture, logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the student and of the teacher at the temperature, (C, V)."""
+    student, other = (of.to(rows.dtype) / mixture.temperature for of in (logits, teacher))
+    return student - rows[:, LOG_Z_STUDENT : LOG_Z_STUDENT + 1], other - rows[:, LOG_Z_TEACHER : LOG_Z_TEACHER + 1]
+
+
+def _middle(mixture: Mixture, student: Tensor, teacher: Tensor) -> Tensor:
+    """What the student's log-probabilities are compared with, (C, G); not for forward_kl."""
     if mixture.divergence == "reverse_kl":
-        return kl, of_student * (ahead - kl)
+        return teacher
+    return torch.logaddexp(student + math.log1p(-mixture.beta), teacher + math.log(mixture.beta))
+
+
+def _divergence(mixture: Mixture, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log-probabilities (C, G) the divergence, and KL(s || m), which its gradient needs; (C, 1) each."""
+    if mixture.divergence == "forward_kl":
+        divergence = (teacher.exp() * (teacher - student)).sum(1, keepdim=True)
+        return divergence, torch.zeros_like(divergence)
+    middle = _middle(mixture, student, teacher)
+    kl = (student.exp() * (student - middle)).sum(1, keepdim=True)
+    if mixture.divergence == "reverse_kl":
+        return kl, kl
     other = (teacher.exp() * (teacher - middle)).sum(1, keepdim=True)
-    share = 1 - mixture.beta
-    return mixture.beta * other + share * kl, share * of_student * (ahead - kl)
+    return mixture.beta * other + (1 - mixture.beta) * kl, kl
 
 
-def _write(
-    mixture: Mixture, logits: Tensor, labels: Tensor, rows: Tensor, wide: Tensor, compared: Tensor, gradient: Tensor
-) -> None:
-    """The mixed loss and what is told to the rows, its gradient over the logits."""
+def _gradient(mixture: Mixture, student: Tensor, teacher: Tensor, kl: Tensor) -> Tensor:
+    """The divergence's over the student's logits at the temperature, (C, G)."""
+    if mixture.divergence == "forward_kl":
+        return student.exp() - teacher.exp()
+    gradient = student.exp() * (student - _middle(mixture, student, teacher) - kl)
+    return gradient if mixture.divergence == "reverse_kl" else gradient * (1 - mixture.beta)
+
+
+def _mixed(mixture: Mixture, gradient: Tensor, wide: Tensor, labels: Tensor, log_total: Tensor) -> Tensor:
+    """The divergence's gradient (C, V) with its share, the cross-entropy's, and the way through the soft cap."""
     share = mixture.cross_entropy_weight
-    told, log_total = told_of(wide, labels[:, None], Terms())
-    cross_entropy, beside = told[:, :1], told[:, IS_RIGHT : ENTROPY + 1]
-    rows.copy_(torch.cat([(1 - share) * compared + share * cross_entropy, beside, cross_entropy, compared], 1))
     gradient = gradient * ((1 - share) / mixture.temperature)
     if share:
         gradient = gradient + share * gradient_of(wide, wide, labels[:, None], log_total, Terms())
     if mixture.softcap is not None:
         gradient = gradient * (1 - (wide / mixture.softcap).square())
-    logits.copy_(gradient)
+    return gradient

@@ -212,7 +212,7 @@ def test_a_student_like_its_teacher_costs_nothing_and_learns_nothing() -> None:
             assert gradient.abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize("scale", [10.0, 300.0])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("kept", [None, 5, V])
 def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: float, divergence: Any, kept: Any) -> None:
@@ -227,11 +227,11 @@ def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: flo
     gradient = torch.autograd.grad(value, given["hidden"])[0]
     assert value.isfinite()
     assert gradient.isfinite().all()
-    if kept != 5:
+    if kept != 5 and scale < 100:
         expected = plain(exact, {"divergence": divergence}) if divergence != "jsd" else ours(exact, divergence="jsd")
         assert value.item() == pytest.approx(expected.item(), rel=1e-5)
         # Of one that is sure the gradient is next to nothing, and all of it rounding.
-        assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 2e-3
+        assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 1e-4
 
 
 # What was kept of a teacher -------------------------------------------------------------------------------------------------
