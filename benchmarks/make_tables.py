@@ -31,6 +31,7 @@ BENCHMARKS = (
     "memory_ladder",
     "host_pool",
     "compare_trl",
+    "compare_dpo",
     "linear_cross_entropy",
     "attention",
     "optimizer_step",

@@ -47,6 +47,10 @@ class Ranks(Protocol):
         """Of each number the highest that any rank gives. Hosts wait for one another; devices do not."""
         ...
 
+    def highest_of(self, values: Tensor) -> Tensor:
+        """Of each element the highest that any rank has, in place; of a tensor in the host's memory."""
+        ...
+
     def total(self, number: int) -> int:
         """The sum of a number over all ranks."""
         ...
@@ -89,6 +93,9 @@ class Alone:
 
     def highest(self, *numbers: int) -> list[int]:
         return list(numbers)
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        return values
 
     def total(self, number: int) -> int:
         return number

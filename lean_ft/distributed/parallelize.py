@@ -35,8 +35,8 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     how: dict[str, Any] = {"mesh": mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh}
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **how)
-    ends: list[nn.Module] = [trunk.norm, trunk.embed_tokens if model.lm_head is None else model.lm_head]
-    if model.lm_head is not None:
+    ends: list[nn.Module] = [trunk.norm, trunk.embed_tokens if model.head is None else model.head]
+    if model.head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]

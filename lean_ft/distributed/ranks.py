@@ -13,7 +13,6 @@ import copy
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,7 +25,6 @@ from lean_ft.shards import ALONE, Ranks
 
 T = TypeVar("T")
 
-NO_TARGET = -100
 REPLICATE, SHARD = "replicate", "shard"  # the names of the mesh's dimensions
 
 
@@ -108,8 +106,11 @@ class ManyRanks:
             for model in self.cut_models:
                 # Copies of a model add up their own gradients first, and then once with one another.
                 model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
-            yield mine, is_last
+            if place < len(micro_batches):
+                yield micro_batches[place], is_last
+            else:  # one that adds zero to every gradient
+                filler: Any = micro_batches[len(micro_batches) - 1]
+                yield filler.without_targets(), is_last
 
     def sum(self, values: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -130,6 +131,12 @@ class ManyRanks:
         values = torch.tensor(numbers)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
         return values.tolist()
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
+        return values
 
     def total(self, number: int) -> int:
         import torch.distributed as dist
@@ -192,12 +199,6 @@ class ManyRanks:
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-
-
-def _without_targets(micro_batches: Sequence[Any]) -> Any:
-    """The last of the micro-batches with nothing in it to train on: its passes add zero to every gradient."""
-    last = micro_batches[len(micro_batches) - 1]
-    return replace(last, labels=torch.full_like(last.labels, NO_TARGET), num_targets=0)
 
 
 def _told(error: Exception) -> tuple[str, str]:

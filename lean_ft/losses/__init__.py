@@ -8,24 +8,33 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entr
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
+from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
 
 __all__ = [
     "IGNORED_LABEL",
     "LOSSES",
+    "UNPAIRED_LOSSES",
     "AnswerLogProbs",
     "Answers",
     "CrossEntropy",
     "Distillation",
+    "RunningMean",
     "Teacher",
     "TeacherStates",
     "TokenStatistics",
     "TopLogProbs",
+    "UnpairedStatistics",
     "add_rewards",
+    "add_scores",
     "linear_cross_entropy",
     "linear_distillation",
     "linear_log_probs",
     "loss_chunk_tokens",
     "preference_loss",
+    "reward_loss",
+    "scores_of",
     "top_log_probs",
+    "unpaired_loss",
 ]

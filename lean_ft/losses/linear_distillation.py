@@ -36,7 +36,6 @@ from torch import Tensor
 from lean_ft.losses.chunked_softmax import (
     ENTROPY,
     IS_RIGHT,
-    LOSS,
     ChunkLogits,
     Terms,
     Work,
@@ -274,20 +273,20 @@ def _normalize(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor
     wide = logits.to(rows.dtype)
     told, log_total = told_of(wide, labels[:, None], Terms())
     log_z = log_total if mixture.temperature == 1 else _log_z(wide / mixture.temperature)
-    rows[:, IS_RIGHT:CROSS_ENTROPY] = told[:, IS_RIGHT:CROSS_ENTROPY]
-    rows[:, CROSS_ENTROPY] = told[:, 0]
-    rows[:, LOG_Z:LOG_Z_STUDENT] = log_total
-    rows[:, LOG_Z_STUDENT:LOG_Z_TEACHER] = log_z
-    rows[:, LOG_Z_TEACHER:] = _log_z(teacher.to(rows.dtype) / mixture.temperature)
+    of_teacher = _log_z(teacher.to(rows.dtype) / mixture.temperature)
+    later = torch.zeros_like(log_z)
+    rows.copy_(
+        torch.cat([later, told[:, IS_RIGHT:CROSS_ENTROPY], told[:, :1], later, later, log_total, log_z, of_teacher], 1)
+    )
 
 
 def _compare_logits(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
     """The divergence and the mixed loss."""
     divergence, kl = _divergence(mixture, *_log_probs(mixture, logits, teacher, rows))
     share = mixture.cross_entropy_weight
-    rows[:, DIVERGENCE : DIVERGENCE + 1] = divergence
-    rows[:, KL : KL + 1] = kl
-    rows[:, LOSS] = (1 - share) * divergence[:, 0] + share * rows[:, CROSS_ENTROPY]
+    known = rows.split(1, 1)
+    loss = (1 - share) * divergence + share * known[CROSS_ENTROPY]
+    rows.copy_(torch.cat([loss, *known[IS_RIGHT:DIVERGENCE], divergence, kl, *known[LOG_Z:]], 1))
 
 
 def _write_gradient(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
@@ -312,8 +311,8 @@ def _compare_kept(
     told, log_total = told_of(wide, labels[:, None], Terms())
     cross_entropy, share = told[:, :1], mixture.cross_entropy_weight
     loss = (1 - share) * divergence + share * cross_entropy
-    rows[:, :LOG_Z] = torch.cat([loss, told[:, IS_RIGHT:CROSS_ENTROPY], cross_entropy, divergence, kl], 1)
-    rows[:, LOG_Z:] = 0
+    later = torch.zeros_like(loss)
+    rows.copy_(torch.cat([loss, told[:, IS_RIGHT:CROSS_ENTROPY], cross_entropy, divergence, kl, *(later,) * 3], 1))
     logits.copy_(_mixed(mixture, gradient, wide, labels, log_total))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.attention import Attention
+from lean_ft.models.attention import Attention, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import MLP, RMSNorm
@@ -55,6 +55,7 @@ class Block(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
 
@@ -62,7 +63,7 @@ class Block(nn.Module):
         that is set aside, so that compilation and checkpointing treat them right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache)
+        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache, prefixes)
         hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         added, router_logits = self.mlp(self._normed(into_mlp, hidden)), None
         if isinstance(added, tuple):
@@ -101,11 +102,15 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head: nn.Linear | None = None
-        if not config.tied_embeddings:
+        self.score: nn.Linear | None = None
+        if config.scores:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
+        self.score_is_new = False  # a reward model's output layer: not in its folder, which is a language model's
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
@@ -121,11 +126,17 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @property
+    def head(self) -> nn.Linear | None:
+        """The output layer; None where it is the embedding."""
+        return self.lm_head if self.score is None else self.score
+
+    @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer; the embedding's own, or what stands for it, where they are tied."""
+        """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
+        where they are tied."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return self.model.embed_tokens.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -137,6 +148,8 @@ class Decoder(nn.Module):
         lengths: Tensor | None = None,
         return_router_loss: bool = False,
         is_token: Tensor | None = None,
+        prefixes: Tensor | None = None,
+        num_prefix_tokens: int = 0,
     ) -> Any:
         """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
 
@@ -145,12 +158,17 @@ class Decoder(nn.Module):
         packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
         on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
 
+        prefixes (documents, 2) int32 lets a document of cu_seqlens go on from positions, from and to, of one before it in its
+        row: it sees them, and its positions count on from theirs. `num_prefix_tokens` is how many those of all documents
+        are together. Where a rotary scaling depends on the length of the text, all texts of a prefix have to be of the
+        lengths that `RopeConfig.same_frequencies` takes for one.
+
         With `return_router_loss` returns beside that what a mixture's uneven load adds to a mean loss, a float32 scalar:
         `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it. It is None where the coefficient is 0
         or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
-        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, and
-        where the cache is full.
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
+        prefixes without cu_seqlens, and where the cache is full.
         """
         num_rows, num_tokens = input_ids.shape
         if cache is not None:
@@ -165,9 +183,18 @@ class Decoder(nn.Module):
             _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
                 indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-                positions = (indices - cu_seqlens[_document_of(indices, cu_seqlens)]).view(num_rows, num_tokens)
+                document = _document_of(indices, cu_seqlens)
+                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+                if prefixes is not None:
+                    positions = positions + prefixes.diff(dim=1)[document].view_as(positions)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
+
+        seen = None
+        if prefixes is not None:
+            if cu_seqlens is None:
+                raise ValueError("prefixes go with cu_seqlens: they are what its documents go on from.")
+            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, input_ids.numel())
 
         hidden = self._embed(input_ids)
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
@@ -177,7 +204,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i])
+            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i], seen)
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
                 if balances:

@@ -87,8 +87,8 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
     """Raises ValueError for what is for one process alone."""
     if cfg.group(ParallelConfig) is None:
         raise ValueError(
-            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run finetune "
-            "(full_finetune_distributed, lora_finetune_distributed), or start one process."
+            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
+            "(finetune, dpo), or start one process."
         )
     if cfg.gradient_accumulation_steps < size:
         raise ValueError(

@@ -23,15 +23,18 @@ def load_frozen(
 ) -> Decoder:
     """Returns a model without gradients, whose linear layers `nf4` keeps in 4 bits.
 
-    Of the memory settings it takes what holds for forward passes. It is cut over the ranks like the one that trains; in 4
-    bits each has it whole. Raises as `load_model` and `quantize_as_loaded` do.
+    Of the memory settings it takes what holds for forward passes. It is cut over the ranks like the one that trains; layers in 4
+    bits each has whole. Raises as `load_model` and `quantize_as_loaded` do.
     """
-    is_cut = ranks.size > 1 and parallel is not None and not nf4
+    is_cut_first = ranks.size > 1 and not nf4
     quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if nf4 else "none"}))
-    frozen = load_model(model, "meta" if is_cut else device, dtype, after_module=quantize).requires_grad_(False).eval()
+    frozen = (
+        load_model(model, "meta" if is_cut_first else device, dtype, after_module=quantize).requires_grad_(False).eval()
+    )
     # What is recomputed or moved away is for a backward pass, and here is none.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
     apply_memory(frozen, memory.model_copy(update=for_forward), compile=compile)
-    if is_cut and parallel is not None:
-        parallelize(frozen, parallel, ranks)
+    if parallel is not None:
+        # A layer that stays whole is for a backward pass, too.
+        parallelize(frozen, parallel.model_copy(update={"reshard_after_forward": True}), ranks)
     return frozen

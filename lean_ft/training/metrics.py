@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
+from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
 from lean_ft.whole_files import sync
 
@@ -66,6 +67,7 @@ class Metrics:
         self._pending: list[_Pending] = []
         self._started: Any = None
         self.growth = ResidentGrowth()
+        self.loggers: Loggers | None = None  # where lines go as well
 
     def begin_step(self) -> None:
         self._started = self._clock.mark()
@@ -142,6 +144,8 @@ class Metrics:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        if self.loggers is not None:
+            self.loggers.write(rows)
 
     def sync_to_disk(self) -> None:
         """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""

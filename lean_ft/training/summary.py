@@ -139,7 +139,11 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))
-        say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        if isinstance(run.model, Decoder) and run.model.config.scores:
+            say("next", shlex.join(["leanft", "score", str(run.checkpoint), "rows.jsonl"]))
+        else:
+            say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        say("", shlex.join(["leanft", "plot", str(run.directory)]) + "   # its curves")
 
 
 def command_to_continue(resume: str) -> str:

@@ -231,7 +231,7 @@ def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: flo
         expected = plain(exact, {"divergence": divergence}) if divergence != "jsd" else ours(exact, divergence="jsd")
         assert value.item() == pytest.approx(expected.item(), rel=1e-5)
         # Of one that is sure the gradient is next to nothing, and all of it rounding.
-        assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 1e-4
+        assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 1e-3
 
 
 # What was kept of a teacher -------------------------------------------------------------------------------------------------
