@@ -6,6 +6,11 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
+from lean_ft.settings import DataConfig, Settings
+
+
+class _Rows(Settings):
+    data: DataConfig
 
 
 def score(
@@ -14,15 +19,14 @@ def score(
         typer.Argument(metavar="MODEL", help="A reward model: a run, a checkpoint, a folder.", show_default=False),
     ],
     file: Annotated[str, typer.Argument(metavar="FILE", help="Rows, as data.source takes them.", show_default=False)],
-    destination: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[DEST]", help="A new JSONL file; the terminal where left out. With --top-k a new folder."
-        ),
-    ] = None,
-    overrides: Annotated[
+    arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]", help="With --top-k: data.max_length=512, memory.loss_chunk_tokens=256."),
+        typer.Argument(
+            metavar="[DEST] [KEY=VALUE]",
+            help="A new JSONL file, the terminal where left out, or with --top-k a new folder; and settings of the rows: "
+            "data.columns.completion=answer",
+            show_default=False,
+        ),
     ] = None,
     per_token: Annotated[
         bool, typer.Option("--per-token", help="Tell the score at each token of an answer, too.")
@@ -51,19 +55,25 @@ def score(
     With --top-k, MODEL is a teacher: what it predicts at each target of the rows is kept in the folder DEST. KEY=VALUE are the
     settings `data.*` of the run that is to learn from it.
     """
+    from lean_ft.scoring import open_reward_model, score_lines
+    from lean_ft.settings_text import load_config
+    from lean_ft.whole_files import write_whole
+
+    overrides = [argument for argument in arguments or [] if "=" in argument]
+    destinations = [Path(argument).expanduser() for argument in arguments or [] if "=" not in argument]
+    if len(destinations) > 1:
+        raise ValueError(f"expected one DEST and settings key=value, came {', '.join(map(str, destinations))}.")
+    destination = destinations[0] if destinations else None
     if top_k is not None:
         if per_token or force:
             raise ValueError("--per-token and --force are of a reward model's scores; leave them out with --top-k.")
-        _keep(model, file, destination, overrides or [], top_k, temperature, device, dtype)
+        _keep(model, file, destination, overrides, top_k, temperature, device, dtype)
         return
-    if overrides:
-        raise ValueError(f"{overrides[0]}: settings go with --top-k; a reward model scores rows as they are.")
-    from lean_ft.scoring import open_reward_model, score_lines
-    from lean_ft.whole_files import write_whole
-
+    data = load_config(_Rows, None, [f"data.source={file}", *overrides]).data
     if destination is not None and destination.exists() and not force:
         raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
-    lines = score_lines(*open_reward_model(model, device, dtype), file, per_token)
+    opened = open_reward_model(model, device, dtype, data.chat_template)
+    lines = score_lines(*opened, data, per_token)
     if destination is None:
         for line in lines:
             typer.echo(line)
@@ -87,7 +97,7 @@ def _keep(
     from lean_ft.settings_text import load_config
     from lean_ft.training.teacher_cache import keep_teacher
 
-    if destination is None or "=" in str(destination):
+    if destination is None:
         raise ValueError("--top-k writes a folder: give DEST, behind FILE.")
     own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
     own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})

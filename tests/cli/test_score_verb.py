@@ -30,7 +30,7 @@ def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("scored.jsonl", "data.max_length=8"), "settings go with --top-k"),
+        (("a", "b", "--top-k", "8"), "expected one DEST"),
         (("--top-k", "8"), "give DEST, behind FILE"),
         (("data.max_length=8", "--top-k", "8"), "give DEST, behind FILE"),
         (("DIR/kept", "--top-k", "0"), "expected whole number > 0"),
