@@ -53,7 +53,7 @@ def work(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    on_ranks(2, work, folder)
+    on_ranks(2, work, folder, timeout=600)
     return folder
 
 
