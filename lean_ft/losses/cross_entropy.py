@@ -6,6 +6,7 @@ in float16 whatever the weights are kept in.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +63,14 @@ class CrossEntropy:
                 return_router_loss=True,
                 is_token=batch.is_token,
             )
-            loss = linear_cross_entropy(
-                hidden,
-                model.output_weight,
+            # A vocabulary that is cut over ranks has a loss of its own.
+            cut = getattr(model, "cut_vocabulary", None)
+            of_hidden = (
+                partial(linear_cross_entropy, hidden, model.output_weight)
+                if cut is None
+                else partial(cut.cross_entropy, hidden)
+            )
+            loss = of_hidden(
                 batch.labels,
                 num_targets=batch.num_targets,
                 label_smoothing=terms.label_smoothing,
