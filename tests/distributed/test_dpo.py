@@ -36,7 +36,13 @@ SAME_BITS = {
     "4 bits": ("reference.kind=nf4", "model.dtype=bfloat16", "optimizer.name=adamw_8bit", "loss.wpo=true"),
 }
 # Of 32 pairs there are 8 batches: three a step are more than go round, and the third step has two.
-CLOSE = ("gradient_accumulation_steps=3", "max_steps=4", "epochs=2", "optimizer.name=sgd", "data.validation_fraction=0.2")
+CLOSE = (
+    "gradient_accumulation_steps=3",
+    "max_steps=4",
+    "epochs=2",
+    "optimizer.name=sgd",
+    "data.validation_fraction=0.2",
+)
 
 
 def run(folder: Path, *settings: str) -> None:
