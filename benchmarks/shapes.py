@@ -223,6 +223,15 @@ SHAPES: dict[str, Shape] = {
         head_dim=128,
         tie_word_embeddings=False,
     ),
+    "llama3_1_70b": _llama(
+        rope_factor=8.0,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
     "qwen2_5_0_5b": _qwen2_5(
         max_positions=32_768,
         hidden_size=896,

@@ -23,7 +23,7 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, part_of
+from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -35,6 +35,17 @@ _FINGERPRINT_PAGES = 8192
 
 AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
+
+
+class Unread:
+    """How a model of shapes alone gets its weights, once it is cut and has memory: `fill` gives a parameter its values."""
+
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
+
+    def into(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.fill(name, parameter)
 
 
 @counted_as("weights")
@@ -72,7 +83,10 @@ def load_model(
     model = _described(folder, dtype, router_aux_loss_coef, scores)
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
-        model.unread = fill
+        model.unread = Unread(fill)
+        if after_module is not None:
+            for name in [name for name, _ in model.named_modules()]:
+                after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"
@@ -83,12 +97,17 @@ def load_model(
 
 
 @torch.no_grad()
+@counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
-    for name, parameter in model.named_parameters():
-        model.unread(name, parameter)
+    remember_cuts(model.named_parameters(), model.cuts)
+    if stage() is None:
+        model.unread.into(model)
+    else:  # there is nothing to read; a CPU's memory is taken as it is written
+        for tensor in [*model.parameters(), *model.buffers()]:
+            local(tensor).zero_()
     model.unread = None
 
 
@@ -247,6 +266,10 @@ def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tens
         for place, tensor in parameters_on_disk(hf_config, name, here.values):
             yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
         return
+    if here.run is not None:  # a matrix of a layer, which every family stores as it is
+        ((place, _),) = parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta"))
+        yield place, here
+        return
     flat, end = here.values.view(-1), here.first + here.values.numel()
     # Where the parts of the whole lie in it, views without memory tell.
     for place, piece in parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta")):
@@ -287,13 +310,13 @@ def _drawn(config: DecoderConfig) -> Fill:
         if here.values.shape != here.shape:  # the same numbers as one rank draws, of which it keeps its rows
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
-            here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
+            here.values.copy_(here.within(whole))
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
-            parameter.zero_()
+            here.values.zero_()
         elif name.endswith("norm.weight"):
-            parameter.fill_(1.0 - config.norm_weight_offset)
+            here.values.fill_(1.0 - config.norm_weight_offset)
         else:
-            parameter.normal_(0.0, config.initializer_range)
+            here.values.normal_(0.0, config.initializer_range)
 
     return draw
 

@@ -13,6 +13,7 @@ from torch import nn
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import AfterModule
 from lean_ft.models.moe import Experts
+from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.nf4 import NF4Linear, check_available
@@ -34,16 +35,16 @@ def load_with_adapter(
 ) -> Decoder:
     """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
 
-    One that is going to be cut over many `ranks` is of shapes alone until then; with an adapter it is whole on each.
-    Quantised layers replace the others while it loads, so that it never stands in memory whole. What is frozen needs no
-    float32 copy: with `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does,
-    whose output layer trains beside an adapter. Raises as `load_model` and `apply_lora` do.
+    One that is going to be cut over many `ranks` is of shapes alone until then (`cut_loading`). Quantised layers replace
+    the others while it loads, so that it never stands in memory whole. What is frozen needs no float32 copy: with
+    `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does, whose output layer
+    trains beside an adapter. Raises as `load_model` and `apply_lora` do.
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
     model = load_model(
         model_cfg.path,
-        device,
+        device if ranks.size == 1 else "meta",
         dtype=getattr(torch, model_cfg.dtype),
         random_init=model_cfg.random_init,
         router_aux_loss_coef=model_cfg.router_aux_loss_coef,
@@ -51,6 +52,8 @@ def load_with_adapter(
         scores=scores,
     )
     apply_lora(model, lora)
+    if model.unread is not None:
+        model.unread = UnreadBesideAdapter(model.unread.fill)
     return model
 
 

@@ -8,7 +8,7 @@ backward and update, but not evaluations or checkpoints.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,13 @@ class Metrics:
         scalars = {name: _copy(value) for name, value in measured.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
+
+    def take_highest_peaks(self, highest: Callable[..., list[int]]) -> None:
+        """Puts the most that any rank took in the lines of the steps noted since the last flush, which all ranks have."""
+        if self._pending:
+            peaks = highest(*(pending.row["peak_memory_bytes"] for pending in self._pending))
+            for pending, peak in zip(self._pending, peaks, strict=True):
+                pending.row["peak_memory_bytes"] = peak
 
     def flush(self) -> list[Row]:
         """Write the steps noted since the last flush and return their lines."""

@@ -471,6 +471,7 @@ class Run:
             self._save(wait=ending)
 
     def _flush(self) -> None:
+        self._metrics.take_highest_peaks(self.ranks.highest)
         rows = self._metrics.flush()
         for row in rows:
             self._totals.add(row)
