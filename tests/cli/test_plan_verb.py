@@ -52,7 +52,7 @@ def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path
 
 
 def test_many_gpus_are_planned_with_what_they_send(leanft):
-    tiny = ("--config", "tiny/full", "data.max_length=64", "--device", "H100")
+    tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft(
         "plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2", "--budget", "1GiB"
     )
