@@ -614,8 +614,23 @@ class ParallelConfig(Settings):
     )
     shard: PositiveInt | None = Field(
         None,
-        description="Processes that a copy of the model, its gradients and the optimizer's state are cut over (FSDP); null "
-        "takes all that replicate leaves.",
+        description="Processes with other data that a copy of the model, its gradients and the optimizer's state are cut over "
+        "(FSDP); null takes all that the others leave.",
+    )
+    context: PositiveInt = Field(
+        1,
+        description="Processes that share the tokens of each row, and exchange heads for tokens around attention: for rows "
+        "too long for one device.",
+    )
+    tensor: PositiveInt = Field(
+        1,
+        description="Processes that share the heads and inner features of each layer, and its tokens between layers: for "
+        "neighbouring GPUs with fast links.",
+    )
+    experts: PositiveInt = Field(
+        1,
+        description="Of the processes that share a copy, as many neighbours each keep other experts of a mixture, to which "
+        "tokens are sent; 1 gathers all experts of a layer instead.",
     )
     reshard_after_forward: bool = Field(
         True,

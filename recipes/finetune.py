@@ -9,7 +9,7 @@ This is full_finetune_single_device with adapters and ranks. A checkpoint of an 
 """
 
 from lean_ft.data import sft_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -47,6 +47,7 @@ def main(cfg: Config) -> None:
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     tokens = cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length  # of a forward pass, at most
     parallelize(

@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from lean_ft.distributed.ranks import REPLICATE, SHARD, ManyRanks
+from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.distributed.vocabulary import CutVocabulary, why_whole
 from lean_ft.log import say
 from lean_ft.models import Decoder, read_weights
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
-from lean_ft.shards import Ranks
+from lean_ft.shards import Cut, Ranks, remember_cuts
 
 
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: int | None = None) -> None:
@@ -34,9 +34,17 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
     """
     if not isinstance(ranks, ManyRanks):
         return
+    if model not in ranks.layers_are_cut:
+        for name in (CONTEXT, TENSOR, EXPERTS):
+            if getattr(cfg, name) > 1:
+                raise ValueError(
+                    f"parallel.{name}={getattr(cfg, name)} cuts layers, which this recipe does not. Set parallel.{name}=1, or, "
+                    "in a recipe of your own, call lean_ft.distributed.cut before apply_memory."
+                )
     with outside():  # where shapes alone are computed the model has no memory yet, and FSDP2 asks for real shapes
         _cut(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)
+    remember_cuts(model.named_parameters(), model.cuts)
     if model.unread is not None:
         read_weights(model, ranks.device)
 
@@ -44,11 +52,12 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
 def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    trunk, mesh = model.model, ranks.mesh
-    how: dict[str, Any] = {"mesh": mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh}
+    trunk = model.model
+    how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
+    placement = _placement(model, ranks)
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **how)
-    gathered = why_whole(model, cfg, ranks, tokens)
+        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
+    gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:
         how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
     if stage() is None:
@@ -66,3 +75,25 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other that multiplies
+
+
+def _placement(model: Decoder, ranks: ManyRanks) -> Any:
+    """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    if not model.cuts:
+        return None
+    meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
+    infos = {
+        over: FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for over, mesh in meshes.items()
+    }
+
+    def place(parameter: nn.Parameter) -> Any:
+        cut: Cut | None = getattr(parameter, "cut", None)
+        return None if cut is None else ShardPlacementResult(Shard(0), infos[cut.over])
+
+    return place

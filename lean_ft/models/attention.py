@@ -16,6 +16,7 @@ Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +76,9 @@ class Prefixes(NamedTuple):
         return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Prefixes | None], Tensor]
+
+
 class Attention(nn.Module):
     """Projects to queries, keys and values, turns them by position, attends, and projects back."""
 
@@ -97,6 +101,7 @@ class Attention(nn.Module):
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
 
     def forward(
         self,
@@ -123,11 +128,24 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
-        elif cu_seqlens is not None:
-            attended = attend_documents(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
         else:
-            attended = attend_rows(query, key, value, self.scoring, self.sinks)
+            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
         return self.o_proj(attended.flatten(-2))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    prefixes: Prefixes | None = None,
+) -> Tensor:
+    """Attends causally within each document, or within each row where there are no boundaries `cu_seqlens`."""
+    if cu_seqlens is None:
+        return attend_rows(query, key, value, scoring, sinks)
+    return attend_documents(query, key, value, cu_seqlens, scoring, sinks, prefixes)
 
 
 def attend_rows(

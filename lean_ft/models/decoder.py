@@ -8,7 +8,7 @@ Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
+from lean_ft.shards import Cut
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
 _INTO_ATTENTION, _AFTER_ATTENTION, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -89,6 +90,18 @@ class Trunk(nn.Module):
         self.norm = _norm(config)
 
 
+class TokenCut(Protocol):
+    """Of a row's T tokens the ones that are here, where several ranks share a row (`lean_ft.distributed`)."""
+
+    def of_attention(self, values: Tensor) -> Tensor:
+        """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share a row, through which gradients go."""
+        ...
+
+
 class Decoder(nn.Module):
     """A decoder-only language model.
 
@@ -117,6 +130,8 @@ class Decoder(nn.Module):
         self.part_of = ""
         self.generation_config: bytes | None = None
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
+        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
+        self.tokens: TokenCut | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
@@ -166,10 +181,15 @@ class Decoder(nn.Module):
         `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it. It is None where the coefficient is 0
         or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
+        Where ranks share a row, input_ids and is_token are of the tokens that are here, as is the result; positions, which
+        cannot be left out then, and cu_seqlens are of all.
+
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
         prefixes without cu_seqlens, and where the cache is full.
         """
-        num_rows, num_tokens = input_ids.shape
+        if self.tokens is not None and (positions is None or cache is not None):
+            raise ValueError("of a row that ranks share, all positions have to be given, and there is no cache.")
+        num_rows, num_tokens = (input_ids if self.tokens is None or positions is None else positions).shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
@@ -199,6 +219,9 @@ class Decoder(nn.Module):
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
+        if self.tokens is not None:
+            positions = self.tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else self.tokens.of_attention(text_lengths)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
@@ -219,7 +242,8 @@ class Decoder(nn.Module):
         if not all_router_logits:
             return result, None
         assert self.mixture is not None
-        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token)
+        over_row = (lambda values: values) if self.tokens is None else self.tokens.sum
+        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
         return result, self.router_aux_loss_coef * balance
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -234,8 +258,10 @@ class Decoder(nn.Module):
         is not that of the row."""
         if cache is not None:
             return cache.next_lengths[:, None]
-        if cu_seqlens is None or not any(rope.depends_on_length for rope in self.rotary):
+        if not any(rope.depends_on_length for rope in self.rotary):
             return None
+        if cu_seqlens is None:
+            return None if self.tokens is None else positions.amax(-1, keepdim=True).expand_as(positions) + 1
         flat = positions.flatten()
         document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
         last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)

@@ -23,7 +23,7 @@ from lean_ft.models.safetensors_file import StoredTensor, read_header, write_fil
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, local, part_of
+from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -56,7 +56,7 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
-    scores: bool = False,
+    scores: bool | None = False,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
     every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
@@ -67,7 +67,8 @@ def load_model(
     for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
     module has its weights; it may put a smaller one in its place, before the next takes memory. On the device `meta` the
     model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. With `scores` it is a
-    reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own.
+    reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own;
+    None takes either kind as it is.
     Raises ValueError where the folder, its config.json or its weights are not what is expected, which without `scores` a
     reward model is not; nothing is allocated before that is known.
     """
@@ -101,6 +102,7 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
+    remember_cuts(model.named_parameters(), model.cuts)
     if stage() is None:
         model.unread.into(model)
     else:  # there is nothing to read; a CPU's memory is taken as it is written
@@ -264,6 +266,10 @@ def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tens
         for place, tensor in parameters_on_disk(hf_config, name, here.values):
             yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
         return
+    if here.run is not None:  # a matrix of a layer, which every family stores as it is
+        ((place, _),) = parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta"))
+        yield place, here
+        return
     flat, end = here.values.view(-1), here.first + here.values.numel()
     # Where the parts of the whole lie in it, views without memory tell.
     for place, piece in parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta")):
@@ -304,7 +310,7 @@ def _drawn(config: DecoderConfig) -> Fill:
         if here.values.shape != here.shape:  # the same numbers as one rank draws, of which it keeps its rows
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
-            here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
+            here.values.copy_(here.within(whole))
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
         elif name.endswith("norm.weight"):

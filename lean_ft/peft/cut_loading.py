@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lean_ft.models.hf_format import Unread
 from lean_ft.peft.layers import AdaptedLayer, row_norms
 from lean_ft.peft.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole
-from lean_ft.shards import Part, local, part_of
+from lean_ft.shards import Part, local, part_of, whole_shape
 
 BASE = ".base_layer"
 
@@ -51,8 +51,8 @@ class UnreadBesideAdapter(Unread):
             _measure(adapter, whole(frozen, module.out_features, weight))
 
 
-def _keep(part: Part, values: Tensor) -> None:
-    part.values.view(-1).copy_(values.reshape(-1)[part.first : part.first + part.values.numel()])
+def _keep(part: Part, whole: Tensor) -> None:
+    part.values.copy_(part.within(whole.contiguous()))
 
 
 def _measure(layer: AdaptedLayer, weight: Tensor) -> None:
@@ -67,7 +67,7 @@ def _draw(layer: AdaptedLayer) -> None:
     """Draws the pair whole, as a layer on one process does, and keeps what is here."""
     parts = layer.lora_A, layer.lora_B
     layer.lora_A, layer.lora_B = (
-        nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device=local(part).device)) for part in parts
+        nn.Parameter(torch.empty(whole_shape(part), dtype=part.dtype, device=local(part).device)) for part in parts
     )
     layer.start_at_zero()
     for part, drawn in zip(parts, (layer.lora_A, layer.lora_B), strict=True):

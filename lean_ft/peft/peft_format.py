@@ -93,8 +93,7 @@ def adapter_parts(model: nn.Module) -> dict[str, Part]:
 
 def adapter_bytes(model: nn.Module) -> int:
     """Room that the tensors of `save_adapter` take on the disk."""
-    adapters = [tensor for layer in adapted_layers(model).values() for tensor in _tensors(layer).values()]
-    return sum(tensor.nbytes for tensor in (*adapters, *_score(model).values()))
+    return sum(part.whole_bytes for part in adapter_parts(model).values())
 
 
 def base_fingerprint(model: nn.Module) -> str | None:
@@ -213,9 +212,11 @@ def _endings(layer: nn.Module) -> tuple[str, str]:
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     """The layer's adapter as it is stored: tensors by the ends of their names."""
-    tensors = {ending: factor.detach() for ending, factor in zip(_endings(layer), layer.factors(), strict=True)}
+    tensors = dict(
+        zip(_endings(layer), layer.factors(), strict=True)
+    )  # the parameters themselves, which know their cut
     if layer.lora_magnitude_vector is not None:
-        tensors[_MAGNITUDE] = layer.lora_magnitude_vector.detach()
+        tensors[_MAGNITUDE] = layer.lora_magnitude_vector
     return tensors
 
 

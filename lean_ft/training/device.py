@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lean_ft.before_torch import keep_compiled_products, prepare_torch
+from lean_ft.distributed import refuse_cuts
 from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
@@ -87,17 +88,22 @@ def _device_of_rank(device: torch.device) -> torch.device:
 
 def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
     """Raises ValueError for what is for one process alone."""
-    if cfg.group(ParallelConfig) is None:
+    parallel = cfg.group(ParallelConfig)
+    if parallel is None:
         raise ValueError(
             f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
             "(finetune, dpo), or start one process."
         )
-    if cfg.gradient_accumulation_steps < size:
+    refuse_cuts(cfg)
+    sharing = parallel.context * parallel.tensor  # a micro-batch
+    number = max(1, size // sharing)
+    if cfg.gradient_accumulation_steps < number:
+        there_are = f"there are {size}" if sharing == 1 else f"{size} are {number} times {sharing} that share one"
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
-            f"processes, and there are {size}: some would have none. Set gradient_accumulation_steps={size}, or a multiple."
+            f"processes, and {there_are}: some would have none. Set gradient_accumulation_steps={number}, or a multiple."
         )
-    if cfg.gradient_accumulation_steps % size and stage() is None:
+    if cfg.gradient_accumulation_steps % number and stage() is None:
         say(
             "WARNING",
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "

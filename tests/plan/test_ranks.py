@@ -43,6 +43,8 @@ TRACED = {
         "memory.activation_checkpointing=full",
     ),
     "all gradients at once": ("optimizer.name=sgd", "memory.loss_chunk_tokens=64"),
+    "layers cut by heads": ("parallel.tensor=2", "optimizer.in_backward=true", "memory.activation_checkpointing=full"),
+    "rows cut by tokens": ("parallel.context=2", "optimizer.name=sgd"),
     "copies, whose layers stay whole": ("parallel.replicate=2", "optimizer.in_backward=true"),
     "vocabulary cut": (
         "parallel.vocabulary=cut",
