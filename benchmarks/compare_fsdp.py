@@ -26,7 +26,15 @@ from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_tex
 PROCESSES = 2
 LAYOUTS = {"FSDP": ({}, ()), "DDP": ({"parallel.replicate": PROCESSES}, ("--copies",))}
 OURS: dict[str, Any] = {"optimizer.name": "adamw", "optimizer.in_backward": True}
-COLUMNS = ["layout", "ours: peak", "PyTorch: peak", "ours / theirs", "ours: tokens/s", "PyTorch: tokens/s", "ours / theirs"]
+COLUMNS = [
+    "layout",
+    "ours: peak",
+    "PyTorch: peak",
+    "ours / theirs",
+    "ours: tokens/s",
+    "PyTorch: tokens/s",
+    "ours / theirs",
+]
 
 
 def ours_command(layout: str, model: Path, text: Path, run: Path, *, batch_size: int, length: int, steps: int) -> list:
@@ -46,7 +54,16 @@ def ours_command(layout: str, model: Path, text: Path, run: Path, *, batch_size:
         **OURS,
         **LAYOUTS[layout][0],
     }
-    return [sys.executable, "-m", "lean_ft", "run", "--nproc-per-node", str(PROCESSES), "finetune", *overrides(settings)]
+    return [
+        sys.executable,
+        "-m",
+        "lean_ft",
+        "run",
+        "--nproc-per-node",
+        str(PROCESSES),
+        "finetune",
+        *overrides(settings),
+    ]
 
 
 def torch_command(layout: str, model: Path, run: Path, *, batch_size: int, length: int, steps: int) -> list:

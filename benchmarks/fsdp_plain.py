@@ -62,7 +62,12 @@ def main(
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if rank == 0:
             tokens = size * ids.numel()
-            row = {"step": step, "loss": float(loss.detach()), "tokens": tokens, "target_tokens": tokens - size * batch_size}
+            row = {
+                "step": step,
+                "loss": float(loss.detach()),
+                "tokens": tokens,
+                "target_tokens": tokens - size * batch_size,
+            }
             row |= {"step_seconds": seconds, "peak_memory_bytes": int(peak)}
             with (run_directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -284,7 +284,9 @@ def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any, machines
     module = load_recipe(find_recipe(recipe))
     cfg = load_config(module.Config, None, overrides(settings))
     rehearsal = rehearse(module, cfg, device, machines or ONE_DEVICE)
-    sent = {} if machines is None else {"sent_bytes": rehearsal.sent_bytes, "sent_away_bytes": rehearsal.sent_away_bytes}
+    sent = (
+        {} if machines is None else {"sent_bytes": rehearsal.sent_bytes, "sent_away_bytes": rehearsal.sent_away_bytes}
+    )
     return {
         **sent,
         "step_seconds": rehearsal.step_seconds,

@@ -84,7 +84,9 @@ class Campaign:
         whole = place / "whole"
         began = time.perf_counter()
         if any(codes := self._ends(self._start(whole))):
-            raise RuntimeError(f"{label}: the undisturbed run ended with {codes}:\n{(place / 'log').read_text()[-3000:]}")
+            raise RuntimeError(
+                f"{label}: the undisturbed run ended with {codes}:\n{(place / 'log').read_text()[-3000:]}"
+            )
         self.seconds = time.perf_counter() - began
         self.last = whole / f"step_{STEPS:08d}"
         self.digests, self.metrics = digests(self.last), metrics(whole)

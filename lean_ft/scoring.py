@@ -6,6 +6,7 @@ rightmost token that is not it. So a reward model has a pad token of its own, wh
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,12 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
     model.hf_config["pad_token_id"] = pad_id
 
 
-def open_reward_model(path: str | Path, device: str = "auto", dtype: str | None = None) -> tuple[Decoder, Tokenizer]:
+def open_reward_model(
+    path: str | Path, device: str = "auto", dtype: str | None = None, chat_template: Path | None = None
+) -> tuple[Decoder, Tokenizer]:
     """Returns the reward model that `path` names with its tokenizer: a folder, a run (its newest whole checkpoint), a
-    checkpoint of one or of an adapter beside one, or a repository of the hub. dtype: None takes that of its files.
+    checkpoint of one or of an adapter beside one, or a repository of the hub. dtype: None takes that of its files;
+    chat_template: a file of one to write chats with, in place of its own.
 
     Raises ValueError where it is not there, not whole, or no reward model.
     """
@@ -74,7 +78,7 @@ def open_reward_model(path: str | Path, device: str = "auto", dtype: str | None 
             f"{adapter} is no reward model: it has no output layer that gives a score. Train one: leanft run reward "
             f"model.path={path}."
         )
-    return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder)
+    return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
 
 
 @torch.no_grad()
@@ -102,24 +106,28 @@ def score(
     return [found[i] for i in range(len(sequences))]
 
 
-def score_rows(model: Decoder, tokenizer: Tokenizer, source: str, per_token: bool = False) -> Iterator[dict[str, Any]]:
-    """The rows of a file, or what else `data.source` names, each with its `score`; a pair with `chosen_score` and
-    `rejected_score`. With `per_token` also `token_scores` (of a pair two), those of the answer's tokens.
+def score_rows(
+    model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file, or what else `data.source` names or the settings `data` say, each with its `score`; a pair with
+    `chosen_score` and `rejected_score`. With `per_token` also `token_scores` (of a pair two), those of the answer's tokens.
 
     Sequences are not cut. Raises ValueError for a row that cannot be read, with its place.
     """
-    config: DataConfig = SFTDataConfig.model_validate({"source": source})
+    settings = {"source": data} if isinstance(data, str) else data.model_dump()
+    config: DataConfig = SFTDataConfig.model_validate(settings)
+    source = config.source
     formats = formats_of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), source).values()
     if any(format.name == "preference" for format in formats):
-        config = PreferenceDataConfig.model_validate({"source": source})
+        config = PreferenceDataConfig.model_validate(settings)
     render, rows = renderer_of(config, tokenizer, source), read_rows(source, None, config)
     sides = [f"{side}_" if side else "" for side in config.sides]
-    while some := [row for _, row in zip(range(ROWS_AT_A_TIME), rows, strict=False)]:
-        documents = render.whole(some)
-        scores = iter(score(model, [ids.tolist() for of_row in documents for ids, _ in of_row]))
-        for row, of_row in zip(some, documents, strict=True):
+    while some := list(islice(rows, ROWS_AT_A_TIME)):
+        readable = render.whole(some)
+        scores = iter(score(model, [ids.tolist() for _, documents in readable for ids, _ in documents]))
+        for row, documents in readable:
             told: dict[str, Any] = {}
-            for side, (_, mask) in zip(sides, of_row, strict=True):
+            for side, (_, mask) in zip(sides, documents, strict=True):
                 values = next(scores)
                 told[f"{side}score"] = values[-1]
                 if per_token:
@@ -127,7 +135,7 @@ def score_rows(model: Decoder, tokenizer: Tokenizer, source: str, per_token: boo
             yield {**row.fields, **told}
 
 
-def score_lines(model: Decoder, tokenizer: Tokenizer, source: str, per_token: bool = False) -> Iterator[str]:
+def score_lines(model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False) -> Iterator[str]:
     """`score_rows` as JSON, a line each."""
-    for row in score_rows(model, tokenizer, source, per_token):
+    for row in score_rows(model, tokenizer, data, per_token):
         yield json.dumps(row, ensure_ascii=False, default=str)

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # The others: batches.
-_HOMES = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
+_HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
 _HOMES["DataReport"] = "report"
 
 

@@ -181,11 +181,11 @@ class Renderer:
         assert len(values) == len(documents)
         return documents, values, report
 
-    def whole(self, rows: Sequence[Row]) -> list[list[Document]]:
-        """Of each row its sequences to the end of the last answer, none of them cut. Raises ValueError, with its place, for a
-        row that cannot be read."""
+    def whole(self, rows: Sequence[Row]) -> list[tuple[Row, list[Document]]]:
+        """The rows with their sequences to the end of the last answer, none of them cut. Raises ValueError, with its place, for
+        a row that cannot be read, unless `on_bad_row` skips it."""
         found = self._tokenized(rows, self.empty_report())
-        return [[until_the_answer_ends(document) for document in documents] for _, documents in found]
+        return [(row, [until_the_answer_ends(document) for document in documents]) for row, documents in found]
 
     def empty_report(self) -> DataReport:
         unit = "pairs" if len(self.config.sides) == 2 else "answers" if self.config.tells == "label" else "sequences"

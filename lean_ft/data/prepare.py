@@ -272,7 +272,7 @@ def layout_of(
 ) -> Layout:
     """The rows of `documents`, as `pack_documents` found them or, where nothing is packed, one for each row of data."""
     sides = len(config.sides)
-    arrays = {"starts": documents.starts, "lengths": documents.lengths}
+    arrays: dict[str, Any] = {"starts": documents.starts, "lengths": documents.lengths}
     arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
     layout = Layout(
         documents.tokens,

@@ -56,7 +56,7 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
-    scores: bool = False,
+    scores: bool | None = False,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
     every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
@@ -67,7 +67,8 @@ def load_model(
     for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
     module has its weights; it may put a smaller one in its place, before the next takes memory. On the device `meta` the
     model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. With `scores` it is a
-    reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own.
+    reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own;
+    None takes either kind as it is.
     Raises ValueError where the folder, its config.json or its weights are not what is expected, which without `scores` a
     reward model is not; nothing is allocated before that is known.
     """
@@ -83,8 +84,9 @@ def load_model(
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
         model.unread = Unread(fill)
-        for name in [name for name, _ in model.named_modules()] if after_module is not None else ():
-            after_module(model, name)
+        if after_module is not None:
+            for name in [name for name, _ in model.named_modules()]:
+                after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"

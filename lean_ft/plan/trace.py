@@ -259,7 +259,7 @@ class Trace(TorchDispatchMode):
         if func.namespace == "c10d":
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         else:
-            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore[reportPrivateImportUsage]
         ranks = dist.get_process_group_ranks(group)
         first, second = (sum(_num_bytes(t) for t in tree_iter(args[i]) if isinstance(t, Tensor)) for i in (0, 1))
         sent = _SENT[name](first, second, len(ranks))

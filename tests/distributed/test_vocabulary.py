@@ -97,7 +97,7 @@ def uneven_batches(parallel: ParallelConfig) -> tuple[float, float, dict[str, to
     for batch, is_last in ranks.share(batches):
         optimizer.scale(cross_entropy(model, batch, statistics) / 100, last=is_last).backward()
     means = statistics.means(100)
-    for _name, param in model.named_parameters():
+    for param in model.parameters():
         with torch.no_grad():
             param.copy_(param.grad)
     return float(means["loss"]), float(means["entropy"]), whole_tensors(model, optimizer)

@@ -17,6 +17,7 @@ from lean_ft import load_model
 from lean_ft.catalog import find_recipe, load_recipe, recipes
 from lean_ft.cli.main import app
 from lean_ft.data import preference_batches
+from lean_ft.export import export_folder, export_gguf
 from lean_ft.models import save_model
 from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
@@ -171,6 +172,13 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
 
+    export_folder(folder, tmp_path / "merged", "float32", merge=True)
+    export_folder(tmp_path / "merged", tmp_path / "exported")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert scores_of_transformers(merged, tmp_path / "exported") == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match="is a reward model"):
+        export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
+
 
 @pytest.mark.parametrize(
     "settings", [(), ("lora.rank=4", "lora.dropout=0.1", "data.packing=bfd"), ("loss.per_token=true",)], ids=str
@@ -235,6 +243,9 @@ def test_scores_of_a_file_are_lines_of_json(train: Train, tmp_path: Path) -> Non
         assert CliRunner().invoke(app, command).exit_code == 0
     scored = [json.loads((tmp_path / f"scored{i}.jsonl").read_text()) for i in range(2)]
     assert scored == [row | {"score": scored[0]["score"]} for row in rows]
+    (tmp_path / "renamed.jsonl").write_text('{"prompt": "q", "answer": "yes"}')
+    renamed = ["score", str(tmp_path / "run"), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
+    assert json.loads(CliRunner().invoke(app, renamed).stdout)["score"] == pytest.approx(scored[0]["score"], abs=1e-6)
     assert scored[0]["score"] != 0
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ValueError) and "there already" in str(result.exception)
