@@ -5,6 +5,7 @@
     python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small: of long runs, too
     python benchmarks/compare_trl.py --lengths 1024 --only ours
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
+    python benchmarks/compare_trl.py --objective dpo                   # its DPOTrainer: compare_dpo.py tells of that
 
 Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
 checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing. TRL: its defaults, which
@@ -42,6 +43,13 @@ class Recipe(StrEnum):
 
     full = "full"
     lora = "lora"
+
+
+class Objective(StrEnum):
+    """Which of TRL's trainers it is compared with."""
+
+    sft = "sft"
+    dpo = "dpo"
 
 
 class Sides(NamedTuple):
@@ -258,7 +266,8 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
     recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, or LoRA.")] = Recipe.full,
-    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    objective: Annotated[Objective, typer.Option(help="TRL's SFTTrainer, or its DPOTrainer.")] = Objective.sft,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step: 8; pairs for dpo: 4.")] = None,
     lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
@@ -266,7 +275,7 @@ def main(
     settle_steps: Annotated[
         int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
     ] = 200,
-    only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
+    only: Annotated[str, typer.Option(help="`ours` or `trl`: that side alone; for dpo one of its comparisons.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
     budget_seconds: Annotated[
@@ -274,7 +283,25 @@ def main(
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
 ) -> None:
-    """Compares lean_ft with TRL's SFTTrainer on speed and peak memory."""
+    """Compares lean_ft with TRL's SFTTrainer or DPOTrainer on speed and peak memory."""
+    if objective is Objective.dpo:
+        from compare_dpo import compare
+
+        compare(
+            shape=shape,
+            batch_size=batch_size or 4,
+            length=int(lengths),
+            rounds=rounds,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            settle_steps=settle_steps,
+            only=only,
+            device=device,
+            budget=Budget(timeout_seconds, budget_seconds),
+            results_dir=results_dir,
+        )
+        return
+    batch_size = batch_size or 8
     if only not in ("", *SIDES):
         raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
     sides = [only] if only else list(SIDES)

@@ -274,15 +274,22 @@ def overrides(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
-def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any) -> Row:
-    """What the planner says of a recipe with `settings` on one of its devices, as plain values."""
+def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any, machines: Any = None) -> Row:
+    """What the planner says of a recipe with `settings` on one of its devices, or on each of `machines`, as plain values."""
     from lean_ft.catalog import find_recipe, load_recipe
+    from lean_ft.plan.devices import ONE_DEVICE
     from lean_ft.plan.rehearsal import rehearse
     from lean_ft.settings_text import load_config
 
     module = load_recipe(find_recipe(recipe))
-    rehearsal = rehearse(module, load_config(module.Config, None, overrides(settings)), device)
+    cfg = load_config(module.Config, None, overrides(settings))
+    rehearsal = rehearse(module, cfg, device, machines or ONE_DEVICE)
+    sent = (
+        {} if machines is None else {"sent_bytes": rehearsal.sent_bytes, "sent_away_bytes": rehearsal.sent_away_bytes}
+    )
     return {
+        **sent,
+        "step_seconds": rehearsal.step_seconds,
         "peak_bytes": rehearsal.peak_bytes,
         "where": rehearsal.peak.where,
         "bytes_by_label": rehearsal.peak.bytes_by_label,

@@ -223,6 +223,15 @@ SHAPES: dict[str, Shape] = {
         head_dim=128,
         tie_word_embeddings=False,
     ),
+    "llama3_1_70b": _llama(
+        rope_factor=8.0,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
     "qwen2_5_0_5b": _qwen2_5(
         max_positions=32_768,
         hidden_size=896,
@@ -380,6 +389,26 @@ def write_text_rows(path: Path, num_rows: int, tokens_per_row: int, seed: int = 
     words = _Words(seed)
     # A token never spans two words; one word more makes up for whatever a tokenizer may add or drop at the ends.
     return _write(path, [words.text(tokens_per_row + 1) for _ in range(num_rows)])
+
+
+def write_pair_rows(path: Path, num_rows: int, prompt_tokens: int, answer_tokens: int, seed: int = 0) -> Path:
+    """Writes JSONL rows of a prompt of `prompt_tokens` and two answers of at least `answer_tokens` tokens each, by the
+    embedded tokenizer, and returns the path."""
+    from tokenizers import Tokenizer
+
+    words, rows = _Words(seed), []
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    for _ in range(num_rows):
+        prompt = "a"
+        while (length := len(tokenizer.encode(prompt).ids)) < prompt_tokens:
+            # A word takes up to six tokens, and a single vowel one.
+            prompt += " " + (words.text(1) if length < prompt_tokens - 8 else "a")
+        assert length == prompt_tokens, (prompt_tokens, prompt)
+        answers = {side: " " + words.text(answer_tokens + 1) for side in ("chosen", "rejected")}
+        rows.append({"prompt": prompt, **answers})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def write_documents(path: Path, total_tokens: int, max_tokens: int, seed: int = 0) -> Path:

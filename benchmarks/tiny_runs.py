@@ -65,7 +65,7 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def config(inputs: Path, output_dir: Path, settings: list[str]) -> Any:
+def config(inputs: Path, output_dir: Path, settings: list[str], recipe: Any = recipe) -> Any:
     """The settings of a run of 16 steps, 4 an epoch."""
     arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
     arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]

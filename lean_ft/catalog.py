@@ -31,6 +31,8 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "full_finetune_distributed": ("finetune", None),
     "lora_finetune_distributed": ("finetune", "lora"),
     "lora_dpo_single_device": ("dpo", "lora"),
+    "full_dpo_distributed": ("dpo", None),
+    "lora_dpo_distributed": ("dpo", "lora"),
 }
 
 Found = TypeVar("Found")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _PACKAGES = ("torch", "bitsandbytes", "torchao", "safetensors", "tokenizers", "transformers", "pydantic", "numpy")
+_EXTRAS = ("matplotlib", "datasets", "gguf", "zstandard", "tensorboard", "wandb", "mlflow-skinny")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _VARIABLES = (
     *CUDA_ALLOCATOR_VARIABLES,
@@ -39,6 +40,7 @@ def describe_environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {"lean_ft": lean_ft.__version__, "python": platform.python_version()}
     facts |= {name: _version(name) for name in _PACKAGES}
+    facts["extras"] = ", ".join(f"{name} {_version(name)}" for name in _EXTRAS)
     facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["compiler"] = _compiler()
     facts["cpu"] = _cpu_name()

@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -65,6 +66,8 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     alone = plan.max_nodes == 1
+    if not alone:
+        find_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
     os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // plan.processes_a_node)))
     # Why it starts again the agent says itself; of an end this process does.
@@ -100,6 +103,18 @@ def launch(plan: Launch, arguments: list[str]) -> None:
         ) from None
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+def find_host(host: str, given_as: str) -> None:
+    """Raises ValueError where this machine knows no machine of that name; torch would go on asking for it until its time
+    is up, with a warning a second."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except OSError as error:
+        raise ValueError(
+            f"{given_as}: this machine knows no {host!r} ({error.strerror}). Give the name or the address of a machine that "
+            "all can reach."
+        ) from None
 
 
 def _num_cores() -> int:

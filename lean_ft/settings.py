@@ -4,6 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
@@ -26,7 +27,16 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]
 
 FormatName = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "input_output", "text", "tokens", "preference"
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "input_output",
+    "text",
+    "tokens",
+    "preference",
+    "unpaired",
 ]
 
 MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
@@ -100,6 +110,8 @@ class DataConfig(Settings):
 
     sides: ClassVar[tuple[str, ...]] = ("",)
     """The sequences that a row of data becomes, by their names; they stay together in one batch."""
+    tells: ClassVar[Literal["", "label", "margin"]] = ""
+    """What a row tells of them beside their text."""
 
     source: Sources = Field(
         description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
@@ -225,10 +237,8 @@ class SFTDataConfig(DataConfig):
     )
 
 
-class PreferenceDataConfig(DataConfig):
-    """Pairs of a chosen and a rejected answer to learn from."""
-
-    sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+class AnswerDataConfig(DataConfig):
+    """Answers to learn from as a whole, each behind its prompt."""
 
     max_prompt_length: PositiveInt | None = Field(
         None, description="Tokens of a prompt, of which the last ones are kept; null keeps all."
@@ -247,13 +257,38 @@ class PreferenceDataConfig(DataConfig):
         return self.max_length
 
     @model_validator(mode="after")
-    def _keeps_pairs_whole(self) -> "PreferenceDataConfig":
+    def _keeps_answers_whole(self) -> "AnswerDataConfig":
         if self.packing in ("bfd_split", "wrapped"):
             raise ValueError(
                 f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
                 "packing=padding_free or packing=none."
             )
         return self
+
+
+class PreferenceDataConfig(AnswerDataConfig):
+    """Pairs of a chosen and a rejected answer to learn from."""
+
+    sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+
+    shared_prompt: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute the prompt of a pair once for both answers, which stand behind it in one row and do not see each "
+        "other: P + C + R positions in place of 2P + C + R, and the same numbers to rounding. `auto` does where the model "
+        "allows it: all do but those whose rotary scaling changes with the length of the text within max_length.",
+    )
+
+
+class UnpairedDataConfig(AnswerDataConfig):
+    """Single answers, each with a label that says whether it is desirable; of a pair both answers, each by itself."""
+
+    tells: ClassVar[Literal["", "label", "margin"]] = "label"
+
+
+class RewardDataConfig(PreferenceDataConfig):
+    """Pairs of a chosen and a rejected answer, which may tell by how much the one is better: their `margin`."""
+
+    tells: ClassVar[Literal["", "label", "margin"]] = "margin"
 
 
 class OptimizerConfig(Settings):
@@ -403,6 +438,47 @@ class PreferenceLossConfig(Settings):
         return self
 
 
+class UnpairedLossConfig(Settings):
+    """The loss of single answers that are desirable or not; docs/preferences.md has the formulas."""
+
+    name: Literal["kto", "apo_zero_unpaired", "bco"] = Field(
+        "kto",
+        description="Which loss. What an answer gained on the reference is compared with: `kto` what the prompts of its "
+        "micro-batch gain with other answers, `apo_zero_unpaired` 0, `bco` the mean of all answers before its step.",
+    )
+    beta: PositiveFloat = Field(0.1, description="How near the model stays to the reference; more is nearer.")
+    desirable_weight: NonNegativeFloat = Field(
+        1.0,
+        description="What a desirable answer counts. Where the two kinds are not of one number, the authors of KTO set the "
+        "weights so that weight times number of the desirable is 1 to 1.33 times that of the others.",
+    )
+    undesirable_weight: NonNegativeFloat = Field(1.0, description="What an undesirable answer counts.")
+
+    needs_reference: ClassVar[bool] = True
+    ld_alpha: ClassVar[float] = 1.0  # all tokens of an answer count alike
+    wpo: ClassVar[bool] = False
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether it looks at prompts with answers of others."""
+        return self.name == "kto"
+
+
+class RewardLossConfig(Settings):
+    """The loss of a pair of scores."""
+
+    centering: NonNegativeFloat = Field(
+        0.01,
+        description="Weight of the squared sum of a pair's two scores, which keeps scores around 0: only their difference "
+        "is learned otherwise.",
+    )
+    per_token: bool = Field(
+        False,
+        description="Give every token of an answer a reward, whose mean is the answer's, in place of one score at its end: "
+        "leanft score --per-token reads them. Models for sequence classification read the last one alone.",
+    )
+
+
 class ReferenceConfig(Settings):
     """The frozen model that a preference is measured against: the one that training begins with."""
 
@@ -538,17 +614,64 @@ class ParallelConfig(Settings):
     )
     shard: PositiveInt | None = Field(
         None,
-        description="Processes that a copy of the model, its gradients and the optimizer's state are cut over (FSDP); null "
-        "takes all that replicate leaves.",
+        description="Processes with other data that a copy of the model, its gradients and the optimizer's state are cut over "
+        "(FSDP); null takes all that the others leave.",
+    )
+    context: PositiveInt = Field(
+        1,
+        description="Processes that share the tokens of each row, and exchange heads for tokens around attention: for rows "
+        "too long for one device.",
+    )
+    tensor: PositiveInt = Field(
+        1,
+        description="Processes that share the heads and inner features of each layer, and its tokens between layers: for "
+        "neighbouring GPUs with fast links.",
+    )
+    experts: PositiveInt = Field(
+        1,
+        description="Of the processes that share a copy, as many neighbours each keep other experts of a mixture, to which "
+        "tokens are sent; 1 gathers all experts of a layer instead.",
     )
     reshard_after_forward: bool = Field(
         True,
         description="Free a layer's gathered weights after forward and gather them again for backward; false keeps them, "
         "which takes the memory of a whole model and sends a third less.",
     )
+    vocabulary: Literal["auto", "cut", "gathered"] = Field(
+        "auto",
+        description="Whether the embedding and the output layer stay cut while they are used (no process has them whole, and "
+        "hidden states travel instead), or are gathered as layers are; auto cuts large ones where that sends less.",
+    )
     timeout_minutes: PositiveInt = Field(
         30,
         description="How long a process waits for the others, before it takes one of them for dead and ends the run.",
+    )
+
+
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
+
+
+def _have_their_packages(names: list[str]) -> list[str]:
+    for name in names:
+        if name in LOGGER_PACKAGES and importlib.util.find_spec(LOGGER_PACKAGES[name]) is None:
+            raise ValueError(f"{name} is not installed here: pip install 'lean-ft[{name}]', or leave it out.")
+    return names
+
+
+class LogConfig(Settings):
+    """Where a run's numbers go beside metrics.jsonl, which every run writes."""
+
+    to: Annotated[
+        list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow"]], AfterValidator(_have_their_packages)
+    ] = Field(
+        default=["jsonl"],
+        description="`csv` writes metrics.csv, `tensorboard` event files, both into output_dir; `wandb` and `mlflow` are "
+        "services, or with log.offline folders in output_dir. A resumed run goes on in the same record.",
+    )
+    project: str = Field(default="lean_ft", description="What wandb calls a project, and mlflow an experiment.")
+    name: str | None = Field(default=None, description="The run's name there; null: the last part of output_dir.")
+    offline: bool = Field(
+        default=False, description="wandb and mlflow write into output_dir, and nothing goes to a network."
     )
 
 
@@ -634,6 +757,7 @@ class RecipeConfig(Settings):
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
+    log: LogConfig = LogConfig()
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
     plan: Literal["auto"] | bool = Field(

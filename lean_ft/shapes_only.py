@@ -27,6 +27,8 @@ class Stage(Protocol):
     """Of the device that is planned for: `cuda` or `cpu`. Tensors are on the CPU all the same."""
     memory_bytes: int | None
     """Of that device."""
+    num_ranks: int
+    """Such devices that train together, of which this is the first."""
 
     def counted_as(self, label: str, where: str) -> AbstractContextManager[None]:
         """What is made inside carries the label; where: how far the step is, in words."""

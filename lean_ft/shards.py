@@ -7,7 +7,7 @@ nothing of torch.distributed is imported.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +32,8 @@ class Ranks(Protocol):
         ...
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        """This rank's of a step's micro-batches, each with whether it is the last; as many on every rank."""
+        """This rank's of a step's micro-batches, each with whether it is the last; as many on every rank. Where ranks share
+        the tokens of one, its own tokens of it."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
@@ -45,6 +46,10 @@ class Ranks(Protocol):
 
     def highest(self, *numbers: int) -> list[int]:
         """Of each number the highest that any rank gives. Hosts wait for one another; devices do not."""
+        ...
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        """Of each element the highest that any rank has, in place; of a tensor in the host's memory."""
         ...
 
     def total(self, number: int) -> int:
@@ -90,6 +95,9 @@ class Alone:
     def highest(self, *numbers: int) -> list[int]:
         return list(numbers)
 
+    def highest_of(self, values: Tensor) -> Tensor:
+        return values
+
     def total(self, number: int) -> int:
         return number
 
@@ -115,14 +123,48 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut into equal parts before the rows of each are cut over ranks, and which part is here."""
+
+    over: str  # the setting of `parallel` that cuts it
+    dim: int
+    num_parts: int
+    part: int
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what a part of `shape` is of."""
+        return *shape[: self.dim], shape[self.dim] * self.num_parts, *shape[self.dim + 1 :]
+
+
+def remember_cuts(parameters: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut]) -> None:
+    """Notes on each parameter that is cut how it is, where `whole_shape` and `part_of` find it."""
+    for name, parameter in parameters:
+        if name in cuts:
+            parameter.cut = cuts[name]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter as one process has it."""
+    cut: Cut | None = getattr(tensor, "cut", None)
+    return tuple(tensor.shape) if cut is None else cut.whole(tensor.shape)
+
+
+def whole_numel(tensor: Tensor) -> int:
+    """The elements of a parameter as one process has it."""
+    return math.prod(whole_shape(tensor))
+
+
+@dataclass(frozen=True)
 class Part:
-    """What of a tensor is here: the elements from `first` on of the whole, flattened."""
+    """What of a tensor is here: the elements from `first` on of the whole, flattened; or runs of them, at equal distances."""
 
     values: Tensor  # contiguous
     shape: tuple[int, ...]  # of the whole
     first: int = 0
     is_kept_by_others: bool = False
     """Whether another rank, which comes before, has the same values and writes them where they are saved."""
+    run: int | None = None  # how many elements stand together, as of a matrix that is cut by columns; None: all
+    stride: int = 0  # from the beginning of one run to that of the next
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,18 +174,40 @@ class Part:
     def whole_bytes(self) -> int:
         return math.prod(self.shape) * self.values.element_size()
 
+    def within(self, whole: Tensor) -> Tensor:
+        """The elements that are here in `whole`, a view of a contiguous tensor."""
+        flat, number = whole.view(-1), self.values.numel()
+        if self.run is None or not number:
+            return flat[self.first : self.first + number].view(self.values.shape)
+        view = flat[self.first :].as_strided((number // self.run, self.run), (self.stride, 1))
+        return view if view.shape == self.values.shape else view.view(self.values.shape)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where in the whole each run begins, and how long it is."""
+        number = self.values.numel()
+        if self.run is None:
+            yield self.first, number
+            return
+        for i in range(number // self.run):
+            yield self.first + i * self.stride, self.run
+
 
 def part_of(tensor: Tensor) -> Part:
     """The part of a parameter that is here; all of one that is not cut."""
     values, shape = local(tensor).detach(), tuple(tensor.shape)
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return Part(values, shape)
+    mesh, cut = getattr(tensor, "device_mesh", None), getattr(tensor, "cut", None)
     row, is_copy = 0, False
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        assert mesh is not None
         place = mesh.get_local_rank(dim)
         if placement.is_shard():
             row = min(place * -(-shape[0] // mesh.size(dim)), shape[0])
         else:
             is_copy |= place > 0
-    return Part(values, shape, row * math.prod(shape[1:]), is_copy)
+    if cut is None:
+        return Part(values, shape, row * math.prod(shape[1:]), is_copy)
+    whole = cut.whole(shape)
+    if cut.dim == 0:
+        return Part(values, whole, (cut.part * shape[0] + row) * math.prod(shape[1:]), is_copy)
+    assert cut.dim == 1 and len(shape) == 2
+    return Part(values, whole, row * whole[1] + cut.part * shape[1], is_copy, run=shape[1], stride=whole[1])

@@ -52,6 +52,7 @@ ELSEWHERE = {
         "loss.alpha": "cpo_alpha",
         "loss.sft_weight": "rpo_alpha",
         "loss.wpo": "use_weighting",
+        "loss.centering": "center_rewards_coefficient",
         "reference.kind": "ref_model precompute_ref_log_probs reference_free cache_reference_logprobs",
         # and losses
         "sigmoid": "dpo",

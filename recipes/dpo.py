@@ -2,6 +2,7 @@
 
 leanft run dpo --config tiny/dpo
 leanft run dpo --config tiny/dpo loss.name=simpo output_dir=runs/simpo   # docs/preferences.md has the losses
+leanft run --nproc-per-node 2 dpo --config tiny/dpo gradient_accumulation_steps=2   # FSDP, DDP: `parallel.*`
 leanft cp  dpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/dpo
 
 This is finetune with another loss: a sum over pairs of what two models say of whole answers.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
+from lean_ft.distributed import join, parallelize
 from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, add_rewards, preference_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -23,6 +25,7 @@ from lean_ft.settings import (
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PreferenceDataConfig,
     PreferenceLossConfig,
     RecipeConfig,
@@ -30,7 +33,7 @@ from lean_ft.settings import (
     ScheduleConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, load_reference, start
+from lean_ft.training import Run, apply_regularization, load_reference, shares_prompts, start
 
 
 class Config(RecipeConfig):
@@ -38,6 +41,7 @@ class Config(RecipeConfig):
     data: PreferenceDataConfig
     lora: LoRAConfig | None = None  # null: all parameters train
     reference: ReferenceConfig = ReferenceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
     schedule: ScheduleConfig = ScheduleConfig()
     loss: PreferenceLossConfig = PreferenceLossConfig()
@@ -46,15 +50,21 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
-    batches, held_out = preference_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    batches, held_out = preference_batches(
+        cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=shares_prompts(cfg)
+    )
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
-    reference = load_reference(cfg, model, log_probs, batches, held_out)  # the model as it is now
-    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
-    run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
+    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
+    )
 
     def losses_of(batch: PairBatch, tokens: TokenStatistics, pairs: TokenStatistics) -> tuple[Tensor, Answers]:
         """The loss of each pair, (P,), and what it was made of; batch: on the device."""
@@ -67,11 +77,12 @@ def main(cfg: Config) -> None:
 
     @torch.no_grad()
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
-        tokens, pairs, num_targets, num_pairs = TokenStatistics(), TokenStatistics(), 0, 0
+        tokens, pairs, num_targets, num_pairs = TokenStatistics(ranks), TokenStatistics(ranks), 0, 0
         for batch in held_out:
             losses, _ = losses_of(batch.to(device), tokens, pairs)
             pairs.add(loss=losses.sum())
             num_targets, num_pairs = num_targets + batch.num_targets, num_pairs + batch.num_pairs
+        num_targets, num_pairs = ranks.total(num_targets), ranks.total(num_pairs)
         return tokens.means(num_targets, "eval_") | pairs.means(num_pairs, "eval_")
 
     for step in run.steps():
@@ -82,8 +93,8 @@ def main(cfg: Config) -> None:
         num_pairs = sum(batch.num_pairs for batch in micro_batches)
         num_targets = sum(batch.num_targets for batch in micro_batches)
         num_chosen = sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches)  # tokens
-        tokens, pairs = TokenStatistics(), TokenStatistics()
-        for i, batch in enumerate(micro_batches, start=1):
+        tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.
             losses, answers = losses_of(batch.to(device), tokens, pairs)
             loss = losses.sum() / num_pairs
@@ -93,7 +104,7 @@ def main(cfg: Config) -> None:
                 loss = loss + answers.router_loss * (batch.num_pairs / num_pairs)
             pairs.add(loss=loss * num_pairs, nll=answers.chosen_loss * (num_pairs / num_chosen))
             # A step with a loss that is not finite is skipped, and its batch kept.
-            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+            optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()

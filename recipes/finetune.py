@@ -9,7 +9,7 @@ This is full_finetune_single_device with adapters and ranks. A checkpoint of an 
 """
 
 from lean_ft.data import sft_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -47,8 +47,12 @@ def main(cfg: Config) -> None:
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    tokens = cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length  # of a forward pass, at most
+    parallelize(
+        model, cfg.parallel, ranks, tokens=tokens
+    )  # each rank reads and keeps its rows; one device: all of them
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     cross_entropy = CrossEntropy(model, cfg, ranks)  # of hidden states: logits exist a chunk of tokens at a time
     run = Run(

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, run, slurm, validate
+from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, run, score, slurm, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 from lean_ft.launch import leave_word
@@ -23,8 +23,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
 )
-VERBS = (run.run, ls.ls, cp.cp, cat.cat, validate.validate, plan.plan, download.download, export.export, slurm.slurm)
-for verb in (*VERBS, env.env):
+VERBS = (
+    run.run,
+    ls.ls,
+    cp.cp,
+    cat.cat,
+    validate.validate,
+    plan.plan,
+    plot.plot,
+    score.score,
+    download.download,
+    export.export,
+    slurm.slurm,
+    env.env,
+)
+for verb in VERBS:
     app.command(verb.__name__)(verb)
 app.add_typer(data.app, name="data")
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
+from lean_ft.settings import ParallelConfig
 from lean_ft.units import duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lean_ft.plan.rehearsal import Rehearsal
     from lean_ft.plan.search import Search
 
+_ASSUMED = "A100 80GB"  # of --gpus, where there is none here and none was named
 _SHOWN = 5  # settings listed from those that fit
 
 
@@ -31,31 +33,45 @@ def plan(
         str | None,
         typer.Option(metavar='"RTX 4090"', help="The card to plan for; its memory is the budget, unless one is given."),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Plan for so many GPUs of one machine, or of each of --nodes."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(metavar="M", min=1, help="Machines, each with --gpus of them.")] = 1,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step's memory over time.")] = None,
     debug: Debug = False,
 ) -> None:
     """Say what a run's peak memory will be, and where it lies.
 
     One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
-    model's config.json. The batch is the longest that the settings allow.
+    model's config.json. The batch is the longest that the settings allow. With --gpus the step is that of many, as
+    `leanft run --nproc-per-node N --nnodes M` takes it: one process plans for all of them.
     """
+    if gpus is None and nodes > 1:
+        raise ValueError(f"--nodes {nodes} needs --gpus N, the GPUs that each of the machines has.")
     module, cfg = load_run(recipe, config, overrides, writes=False)
 
     # Here, because it brings torch, which the other verbs must not wait for.
-    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, choose_device
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
     from lean_ft.plan.rehearsal import rehearse
     from lean_ft.plan.search import search
 
-    device = choose_device(device_name, cfg.device)
+    device, machines = choose_device(device_name, cfg.device), Machines(gpus or 1, nodes)
+    if gpus is not None and device.is_cpu and cfg.device != "cpu":
+        device = DEVICES[_ASSUMED]
+    if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
+        raise ValueError(
+            f"--gpus {machines.num_devices}: this recipe is for one process, as it has no settings `parallel`. Plan finetune."
+        )
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
     context_bytes = 0 if device.is_cpu else CUDA_CONTEXT_BYTES
     started, found = time.perf_counter(), None
     with progress() as tell:
         tell("rehearsing a step on shapes")
-        own = rehearse(module, cfg, device)
+        own = rehearse(module, cfg, device, machines)
         if budget_bytes is not None:
             peak = f"peak {gibibytes(own.peak_bytes)} as it is; rehearsing "
-            found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own=own)
+            found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
@@ -68,12 +84,16 @@ def plan(
 
 
 def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -> None:
-    console = stdout()
+    console, machines = stdout(), rehearsal.machines
+    is_alone = machines.num_devices == 1
+    places = f" in {machines.count} machines" if machines.count > 1 else ""
+    devices = device.name if is_alone else f"{machines.num_devices} x {device.name}{places}"
     console.print(
-        f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {device.name} "
+        f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {devices} "
         f"in {duration(seconds)}"
     )
-    console.print(Text(f"peak {gibibytes(rehearsal.peak_bytes)}, {rehearsal.peak.where}", style="bold"))
+    each = "" if is_alone else " on each"
+    console.print(Text(f"peak {gibibytes(rehearsal.peak_bytes)}{each}, {rehearsal.peak.where}", style="bold"))
     labels = sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1])
     shown = [("  " + label, gibibytes(count)) for label, count in labels if count >= 2**20]
     print_table(("", ">"), shown)
@@ -82,6 +102,13 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print(f"the allocator reserves {reserved}; the driver's own context comes on top")
     if rehearsal.pinned_bytes:
         console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
+    if not is_alone:
+        away = f" and {gibibytes(rehearsal.sent_away_bytes)} to other machines" if machines.count > 1 else ""
+        console.print(
+            f"each sends {gibibytes(rehearsal.sent_bytes)} to others of its machine{away} a step, which takes "
+            f"{duration(rehearsal.exchange_seconds)} beside the computation; the step {duration(rehearsal.step_seconds)}"
+        )
+        console.print("Times are estimates at the rates of the card and its links. NCCL's own buffers are not counted.")
 
 
 def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, longest_batch
-    from lean_ft.data.prepare import preference_batches, sft_batches
+    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, UnpairedBatch, longest_batch
+    from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
     from lean_ft.data.report import DataReport
 
 __all__ = [
@@ -14,12 +14,16 @@ __all__ = [
     "DataReport",
     "EvalBatches",
     "PairBatch",
+    "UnpairedBatch",
     "longest_batch",
     "preference_batches",
     "sft_batches",
+    "unpaired_batches",
 ]
 
-_HOMES = {"DataReport": "report", "preference_batches": "prepare", "sft_batches": "prepare"}  # the others: batches
+# The others: batches.
+_HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
+_HOMES["DataReport"] = "report"
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,10 @@ A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget
 padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
 is drawn anew in each epoch, but where batches begin in the sorted widths is not, so all epochs have the same number.
 
+Where the two documents of a pair share their prompt, it is computed once: the chosen one stands whole, and the rejected one
+behind it in the same row begins where they part. `Layout.shared` says how many tokens that leaves out, `Layout.taken` how many
+positions a piece takes.
+
 Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of, R rows in all.
 """
 
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
-from lean_ft.settings import DataConfig
+from lean_ft.settings import DataConfig, PreferenceDataConfig
 
 PADDED_TO_MULTIPLE_OF = 8
 KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
@@ -56,6 +60,10 @@ class Batch:
 
         return replace(self, **{name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
 
+    def without_targets(self) -> "Batch":
+        """The same positions with nothing to learn: for a pass that is made because other ranks make one."""
+        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch(Batch):
@@ -65,15 +73,49 @@ class PairBatch(Batch):
     label: Tensor  # (N,) int64
     answer_tokens: Tensor  # (P, 2) int64: labels of the chosen and the rejected answer
     pairs: Tensor  # (P,) int64: which pairs of the prepared data they are, those held out behind those trained on
+    last: Tensor  # (2 P,) int64: which flattened position each sequence ends with
+    margins: Tensor  # (P,) float32: by how much the chosen answer is better, where the rows tell it; 0 elsewhere
+    prefixes: Tensor | None = None
+    """(documents, 2) int32, where prompts are shared: the flattened positions, from and to, that each document of cu_seqlens
+    goes on from. What is shared predicts a first token of each answer, of which `labels` has the chosen one's alone."""
+    num_prefix_tokens: int = 0
+    """Of all prefixes together."""
 
     @property
     def num_pairs(self) -> int:
         return len(self.pairs)
 
+    def without_targets(self) -> "PairBatch":
+        names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
+        nothing = {name: getattr(self, name)[:0] for name in names}
+        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
 
-def longest_batch(config: DataConfig, batch_size: int) -> Batch:
-    """The batch that takes most, without contents: every row `max_length` tokens, and every token a target."""
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedBatch(PairBatch):
+    """A batch of P answers, each by itself: a pair of one side, so that `answer_tokens` is (P, 1)."""
+
+    is_desirable: Tensor  # (P,) bool
+    mismatched: "UnpairedBatch | None" = None
+    """Each prompt with the answer of the sequence before it, the first with the last's; None here. Their `pairs` are numbers
+    of their own, behind those of all answers, in every epoch others."""
+
+    def to(self, device: torch.device | str) -> "UnpairedBatch":
+        mismatched = None if self.mismatched is None else self.mismatched.to(device)
+        return replace(super().to(device), mismatched=mismatched)  # pyright: ignore[reportReturnType]
+
+    def without_targets(self) -> "UnpairedBatch":
+        return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
+
+
+def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
+    """The batch that takes most, without contents: every row `max_length` tokens, and every token a target.
+
+    Where prompts are shared, each row is of a pair: a sequence of `max_length` and as long an answer as there may be.
+    """
     sides = len(config.sides)
+    if share_prompts:
+        return _longest_sharing(config, batch_size)
     num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
     num_rows *= sides
     shape, num_tokens = (num_rows, config.max_length), num_rows * config.max_length
@@ -85,14 +127,45 @@ def longest_batch(config: DataConfig, batch_size: int) -> Batch:
         num_targets=num_tokens,
         num_tokens=num_tokens,
     )
-    if sides == 1:
+    if sides == 1 and config.tells != "label":
         return batch
-    return PairBatch(
+    pairs = PairBatch(
         **vars(batch),
         index=torch.zeros(num_tokens, dtype=torch.int64),
         label=torch.zeros(num_tokens, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows // 2, 2, dtype=torch.int64),
-        pairs=torch.zeros(num_rows // 2, dtype=torch.int64),
+        answer_tokens=torch.zeros(num_rows // sides, sides, dtype=torch.int64),
+        pairs=torch.zeros(num_rows // sides, dtype=torch.int64),
+        last=torch.zeros(num_rows, dtype=torch.int64),
+        margins=torch.zeros(num_rows // sides),
+    )
+    if sides == 2:
+        return pairs
+    unpaired = UnpairedBatch(**vars(pairs), is_desirable=torch.zeros(num_rows, dtype=torch.bool))
+    return replace(unpaired, mismatched=unpaired)
+
+
+def _longest_sharing(config: DataConfig, batch_size: int) -> PairBatch:
+    answer = config.max_length
+    if isinstance(config, PreferenceDataConfig) and config.max_completion_length is not None:
+        answer = min(answer, config.max_completion_length)
+    width = 2 * config.max_length if config.packs_rows else config.max_length + answer
+    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // width
+    num_targets = num_rows * (width if config.packs_rows else 2 * answer)
+    input_ids, labels, positions = (torch.zeros(num_rows, width, dtype=torch.int64) for _ in range(3))
+    return PairBatch(
+        input_ids=input_ids,
+        labels=labels,
+        positions=positions,
+        cu_seqlens=torch.zeros(3 * num_rows + 1, dtype=torch.int32),
+        num_targets=num_targets,
+        num_tokens=num_rows * width,
+        index=torch.zeros(num_targets, dtype=torch.int64),
+        label=torch.zeros(num_targets, dtype=torch.int64),
+        answer_tokens=torch.zeros(num_rows, 2, dtype=torch.int64),
+        pairs=torch.zeros(num_rows, dtype=torch.int64),
+        last=torch.zeros(2 * num_rows, dtype=torch.int64),
+        margins=torch.zeros(num_rows),
+        prefixes=torch.zeros(3 * num_rows, 2, dtype=torch.int32),
     )
 
 
@@ -150,44 +223,63 @@ class Layout:
     """Documents that a row of data became; of two the batches tell which label is of which."""
     first_pair: int = 0
     """The number of the first row of data: those held out are counted on from those trained on."""
+    values: np.ndarray | None = None  # (P,) float32: what the row of a document tells of it, where batches tell it
+    first_mismatched: int | None = None
+    """The number of the first prompt with an answer of another row, where batches have such: as many for each epoch."""
+    shared: np.ndarray | None = (
+        None  # (P,) tokens that a piece begins with as the one before, and that stand there alone
+    )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def taken(self) -> np.ndarray:
+        """(P,) positions that each piece takes."""
+        return self.lengths if self.shared is None else self.lengths - self.shared
+
+    @property
+    def widths(self) -> np.ndarray:
+        """(R,) positions of each row's widest row of a batch: of padded ones a document has its own, unless it shares."""
+        reduce = np.maximum if self.kind == "padded" and self.shared is None else np.add
+        return reduce.reduceat(self.taken[self.order], self.offsets[:-1])
+
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> Plan:
         """Which rows come in which batch, in fixed order where there is no `generator`; `largest_first` puts one of the
         most positions at the beginning."""
-        lengths = self.lengths[self.order]
-        longest = np.maximum.reduceat(lengths, self.offsets[:-1])  # (R,)
+        lengths = self.widths
         if self.batch_tokens is not None:
-            documents = np.diff(self.offsets)
-            widths = np.minimum(_rounded_up(longest), self.row_tokens) * documents
+            documents = np.diff(self.offsets) if self.shared is None else 1
+            widths = np.minimum(_rounded_up(lengths), self.row_tokens) * documents
             plan = plan_by_tokens(widths, self.batch_tokens, generator)
-            sizes = np.maximum.reduceat((longest * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
+            sizes = np.maximum.reduceat((lengths * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
         else:
             # The longest row makes its batch the largest, whatever the number of rows: for any batch_size the same rows
             # make a step.
-            rows = row_order(longest, generator, longest_first=largest_first and self.kind == "padded")
+            rows = row_order(lengths, generator, longest_first=largest_first and self.kind == "padded")
             offsets = np.append(np.arange(0, len(rows), self.batch_size), len(rows))
             plan = Plan(rows, offsets, np.arange(len(offsets) - 1))
             if self.kind != "flat":
                 return plan
-            sizes = np.add.reduceat(np.add.reduceat(lengths, self.offsets[:-1])[rows], offsets[:-1])
+            sizes = np.add.reduceat(lengths[rows], offsets[:-1])
         return plan.with_first(int(sizes.argmax())) if largest_first else plan
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        packed = self.kind != "padded"
+        packed = self.kind != "padded" or self.shared is not None
         if self.kind == "flat":
             contents = [np.concatenate(contents)]
-            num_columns = int(_rounded_up(self.lengths[contents[0]].sum()))
+            num_columns = int(_rounded_up(self.taken[contents[0]].sum()))
             num_boundaries = self.batch_size * self.most_in_a_row + 2  # and one stretch of padding, and the end
         elif self.kind == "packed":
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
             num_columns = self.row_tokens
             num_boundaries = self.batch_size * self.most_in_a_row + 1
+        elif packed:
+            num_columns = min(int(_rounded_up(self.widths[rows].max())), self.row_tokens)
+            num_boundaries = len(contents) * (self.sides + 1) + 1  # each with its padding
         else:
             contents = np.concatenate(contents)[:, None]
             num_columns = min(int(_rounded_up(self.lengths[contents].max())), self.row_tokens)
@@ -197,18 +289,26 @@ class Layout:
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(num_columns), (len(contents), 1))
         is_token = np.zeros(shape, dtype=bool)
-        boundaries, num_labels = [0], list[int]()
+        boundaries, prefixes, num_labels, last = [0], [(0, 0)] * num_boundaries, list[int](), list[int]()
+        index, label = list[np.ndarray](), list[np.ndarray]()
         for row, pieces in enumerate(contents):
-            column = 0
-            for ids, targets in self._texts(pieces):
-                end = column + len(ids)
-                input_ids[row, column:end] = ids
-                labels[row, column:end] = targets
-                num_labels.append(int((targets != IGNORED).sum()))
+            column = before = 0
+            for ids, targets, shared in self._texts(pieces):
+                end = column + len(ids) - shared
+                input_ids[row, column:end] = ids[shared:]
+                labels[row, column:end] = targets[shared:]
+                is_target, first = targets != IGNORED, row * num_columns
+                num_labels.append(int(is_target.sum()))
+                if self.values is not None:  # where the text's tokens stand, and so what predicts its labels
+                    places = np.concatenate([np.arange(before, before + shared), np.arange(column, end)]) + first
+                    index.append(places[is_target])
+                    label.append(targets[is_target])
+                    last.append(first + end - 1)
                 if packed:
-                    positions[row, column:end] = np.arange(len(ids))
-                    boundaries.append(row * num_columns + end)
-                column = end
+                    positions[row, column:end] = np.arange(shared, len(ids))
+                    prefixes[len(boundaries) - 1] = (first + before, first + before + shared)
+                    boundaries.append(first + end)
+                before, column = column, end
             is_token[row, :column] = True
             if packed and column < num_columns:
                 positions[row, column:] = np.arange(num_columns - column)
@@ -227,17 +327,55 @@ class Layout:
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
         )
-        if self.sides == 1:
+        if self.values is None:
             return batch
-        index = np.flatnonzero(labels != IGNORED)
-        chosen = np.concatenate(list(contents))[::2]
-        return PairBatch(
+        documents = np.concatenate(list(contents))
+        values = torch.from_numpy(self.values[documents[:: self.sides]])
+        sharing: dict[str, Any] = {}
+        if self.shared is not None:
+            bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
+            sharing = {"prefixes": bounds, "num_prefix_tokens": int(bounds.diff(dim=1).sum())}
+        pairs = PairBatch(
             **vars(batch),
-            index=torch.from_numpy(index),
-            label=torch.from_numpy(labels.ravel()[index]),
-            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, 2),
-            pairs=torch.from_numpy(self.first_pair + chosen // 2),
+            index=torch.from_numpy(np.concatenate(index)),
+            label=torch.from_numpy(np.concatenate(label)),
+            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, self.sides),
+            pairs=torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides),
+            last=torch.tensor(last, dtype=torch.int64),
+            margins=values,
+            **sharing,
         )
+        if self.sides == 2:
+            return pairs
+        return UnpairedBatch(**vars(pairs), is_desirable=values > 0, mismatched=self._mismatched(documents, epoch))
+
+    def _mismatched(self, documents: np.ndarray, epoch: int) -> "UnpairedBatch | None":
+        """Each of the documents with the answer of the one before it; in one row where theirs are packed."""
+        if self.first_mismatched is None:
+            return None
+        spans = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in documents]
+        begins = [span.start + int(self.trained[span].argmax()) for span in spans]  # of answers
+        pieces = []
+        for i, span in enumerate(spans):
+            room = self.row_tokens - (begins[i] - span.start)
+            pieces += [slice(span.start, begins[i]), slice(begins[i - 1], min(spans[i - 1].stop, begins[i - 1] + room))]
+        lengths = np.array([piece.stop - piece.start for piece in pieces]).reshape(-1, 2).sum(1)
+        alone = replace(
+            self,
+            tokens=np.concatenate([self.tokens[piece] for piece in pieces]),
+            trained=np.concatenate([self.trained[piece] for piece in pieces]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            order=np.arange(len(lengths)),
+            offsets=np.arange(len(lengths) + 1),
+            kind="padded" if self.kind == "padded" else "flat",
+            batch_size=self.batch_size * self.most_in_a_row,
+            most_in_a_row=1,
+            first_mismatched=None,
+        )
+        batch = alone.batch(np.arange(len(lengths)))
+        assert isinstance(batch, UnpairedBatch)
+        return replace(batch, pairs=torch.from_numpy(self.first_mismatched + epoch * len(self.starts) + documents))
 
     def content(self) -> str:
         """A hash of the documents, in their own order and whatever rows they stand in."""
@@ -248,8 +386,9 @@ class Layout:
             digest.update(np.ascontiguousarray(self.trained[span]).data)
         return digest.hexdigest()
 
-    def _texts(self, pieces: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids and shifted labels of what a row holds: of each of its pieces, or of all of them joined."""
+    def _texts(self, pieces: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Ids and shifted labels of what a row holds: of each of its pieces, or of all of them joined; and how many of the
+        ids are those of the piece before, and stand there."""
         spans = [slice(self.starts[piece], self.starts[piece] + self.lengths[piece]) for piece in pieces]
         some = [(self.tokens[span], self.trained[span]) for span in spans]
         if self.joined and some:
@@ -259,7 +398,7 @@ class Layout:
             targets[:-1] = np.where(trained[1:], ids[1:], IGNORED)
             if self.goes_on is not None and self.goes_on[pieces[i]] and self.trained[spans[i].stop]:
                 targets[-1] = self.tokens[spans[i].stop]
-            yield ids, targets
+            yield ids, targets, 0 if self.shared is None else int(self.shared[pieces[i]])
 
 
 def row_order(lengths: np.ndarray, generator: np.random.Generator | None, *, longest_first: bool) -> np.ndarray:
@@ -322,6 +461,15 @@ class Batches:
         """Positions that the longest sequence takes in a batch that is padded."""
         return int(_rounded_up(self._layout.lengths[self._layout.order].max()))
 
+    @property
+    def longest_answer(self) -> int | None:
+        """Tokens of the longest answer, where prompts are shared; None where they are not."""
+        shared = self._layout.shared
+        if shared is None:
+            return None
+        prompts = shared[1::2].repeat(2)
+        return int((self._layout.lengths - prompts)[self._layout.order].max())
+
     def take(self, n: int) -> list[Batch]:
         """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
         if n < 1:
@@ -332,12 +480,14 @@ class Batches:
             self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        return [self._layout.batch(self._plan[i]) for i in range(first, self._num_taken)]
+        return [self._layout.batch(self._plan[i], self.epoch) for i in range(first, self._num_taken)]
 
     def first(self, n: int) -> Iterator[Batch]:
-        """The `n` batches that a run begins with, or all of the first epoch if those are fewer; takes none."""
-        plan = self._draw(0)
-        return (self._layout.batch(plan[i]) for i in range(min(n, len(plan))))
+        """The `n` batches that a run begins with; takes none."""
+        for epoch in range(-(-n // self.batches_per_epoch)):
+            plan = self._draw(epoch)
+            for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
+                yield self._layout.batch(plan[i], epoch)
 
     @property
     def layout(self) -> Layout:

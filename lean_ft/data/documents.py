@@ -16,16 +16,23 @@ from typing import Protocol
 import numpy as np
 
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
-from lean_ft.data.preference import PairReader
+from lean_ft.data.preference import PairReader, UnpairedReader, until_the_answer_ends
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes, usable_cores
-from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig, Sources
+from lean_ft.settings import (
+    DataConfig,
+    PreferenceDataConfig,
+    RewardDataConfig,
+    SFTDataConfig,
+    Sources,
+    UnpairedDataConfig,
+)
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
 ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive
-ARRAYS = ("tokens", "trained", "lengths", "num_targets")  # what `Documents.of` is made of
+ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # what `Documents.of` is made of
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 # Another process reads the files again.
@@ -41,20 +48,30 @@ class Documents:
     starts: np.ndarray  # (N,) int64
     lengths: np.ndarray  # (N,) int64
     num_targets: np.ndarray  # (N,) int64: labels; a document's first token is none, since nothing predicts it
+    values: np.ndarray  # (N,) float32: what its row `tells` of it, as the settings name that; zeros where nothing
 
     @classmethod
-    def of(cls, tokens: np.ndarray, trained: np.ndarray, lengths: np.ndarray, num_targets: np.ndarray) -> "Documents":
+    def of(
+        cls,
+        tokens: np.ndarray,
+        trained: np.ndarray,
+        lengths: np.ndarray,
+        num_targets: np.ndarray,
+        values: np.ndarray | None = None,
+    ) -> "Documents":
         """Documents that lie end to end."""
-        return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets)
+        values = np.zeros(len(lengths), dtype=np.float32) if values is None else values
+        return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets, values)
 
     @classmethod
-    def join(cls, documents: list[Document]) -> "Documents":
+    def join(cls, documents: list[Document], values: Sequence[float] | None = None) -> "Documents":
         """Single documents, copied into one."""
         return cls.of(
             np.concatenate([ids for ids, _ in documents] or [np.empty(0, dtype=np.int32)]),
             np.concatenate([mask for _, mask in documents] or [np.empty(0, dtype=bool)]),
             np.array([len(ids) for ids, _ in documents], dtype=np.int64),
             np.array([mask[1:].sum() for _, mask in documents], dtype=np.int64),
+            None if values is None else np.array(values, dtype=np.float32),
         )
 
     def __len__(self) -> int:
@@ -75,10 +92,16 @@ class Documents:
             starts=self.starts[indices],
             lengths=self.lengths[indices],
             num_targets=self.num_targets[indices],
+            values=self.values[indices],
         )
 
 
-READERS = {SFTDataConfig: RowReader, PreferenceDataConfig: PairReader}
+READERS = {
+    SFTDataConfig: RowReader,
+    PreferenceDataConfig: PairReader,
+    RewardDataConfig: PairReader,
+    UnpairedDataConfig: UnpairedReader,
+}
 
 
 class Reader(Protocol):
@@ -90,7 +113,12 @@ class Reader(Protocol):
         ...
 
     def passages(self, row: Row) -> list[Passage | Document]:
-        """The sequences of `row`, one for each of the settings' `sides`. Raises ValueError with the row's place."""
+        """The sequences of `row`, one for each of the settings' `sides`, or several times as many. Raises ValueError with
+        the row's place."""
+        ...
+
+    def values(self, row: Row) -> list[float]:
+        """What the row tells of each of them. Raises ValueError with its place."""
         ...
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
@@ -128,24 +156,39 @@ class Renderer:
     tokenizer: Tokenizer
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
-        """The documents of the rows that can be trained on, in order, and the counts of these rows alone.
+        """`with_values` without the values."""
+        documents, _, report = self.with_values(rows)
+        return documents, report
+
+    def with_values(self, rows: Sequence[Row]) -> tuple[list[Document], list[float], DataReport]:
+        """The documents of the rows that can be trained on, in order, what their rows tell of each, and the counts of these
+        rows alone.
 
         Raises ValueError, with its place, for a row that cannot be read unless `on_bad_row` skips it, and for one that
         is too long under `overflow=raise`. Whoever adds up reports asks them to `check_bad_rows`.
         """
         report = self.empty_report()
         report.rows = len(rows)
-        documents = []
+        documents, values, num_sides = list[Document](), list[float](), len(self.config.sides)
         for row, tokenized in self._tokenized(rows, report):
             kept = self.reader.fit(tokenized, row.place, report)
-            if kept:
-                documents += kept
-                report.keep(sum(len(ids) for ids, _ in kept), sum(int(mask[1:].sum()) for _, mask in kept), row.source)
+            documents += kept
+            values += self.reader.values(row) if kept else []
+            for together in (kept[i : i + num_sides] for i in range(0, len(kept), num_sides)):
+                targets = sum(int(mask[1:].sum()) for _, mask in together)
+                report.keep(sum(len(ids) for ids, _ in together), targets, row.source)
         report.check_bad_rows(self.config.max_bad_rows)
-        return documents, report
+        assert len(values) == len(documents)
+        return documents, values, report
+
+    def whole(self, rows: Sequence[Row]) -> list[tuple[Row, list[Document]]]:
+        """The rows with their sequences to the end of the last answer, none of them cut. Raises ValueError, with its place, for
+        a row that cannot be read, unless `on_bad_row` skips it."""
+        found = self._tokenized(rows, self.empty_report())
+        return [(row, [until_the_answer_ends(document) for document in documents]) for row, documents in found]
 
     def empty_report(self) -> DataReport:
-        unit = "pairs" if len(self.config.sides) == 2 else "sequences"
+        unit = "pairs" if len(self.config.sides) == 2 else "answers" if self.config.tells == "label" else "sequences"
         return DataReport(self.reader.format, detected=self.config.format == "auto", unit=unit)
 
     def _tokenized(self, rows: Sequence[Row], report: DataReport) -> list[tuple[Row, list[Document]]]:
@@ -153,6 +196,7 @@ class Renderer:
         read: list[tuple[Row, list[Passage | Document]]] = []
         for row in rows:
             try:
+                self.reader.values(row)  # what cannot be read of them is a bad row as well
                 read.append((row, passages := self.reader.passages(row)))
                 for passage in passages:
                     if isinstance(passage, Passage):
@@ -187,8 +231,8 @@ class Renderer:
 
 def render_rows(render: Renderer, rows: list[Row]) -> tuple[Documents, DataReport]:
     """Some rows to their documents and counts; what each process does."""
-    documents, report = render(rows)
-    return Documents.join(documents), report
+    documents, values, report = render.with_values(rows)
+    return Documents.join(documents, values), report
 
 
 class Parts:

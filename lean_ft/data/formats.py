@@ -4,7 +4,8 @@
 |-------------------|------------------------------------------|-----------------------------------------------------|
 | messages          | messages; tools                          | the chat as it is                                   |
 | sharegpt          | conversations; system, tools             | the same, its roles renamed                         |
-| preference        | chosen, rejected; prompt, tools          | a pair of answers: `lean_ft.data.preference`        |
+| preference        | chosen, rejected; prompt, tools, margin  | a pair of answers: `lean_ft.data.preference`        |
+| unpaired          | prompt, completion, label; tools         | an answer that is good or bad: the same             |
 | prompt_completion | prompt, completion; tools                | a user's and an assistant's message, or messages    |
 | alpaca            | instruction, output; input               | the same; instruction and input are one message     |
 | input_output      | input, output; tools                     | as prompt_completion                                |
@@ -12,7 +13,7 @@
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
 Behind the semicolon stand the fields that a row may lack. Of several formats that fit, the first of the table is
-taken.
+taken; unpaired by those alone who learn from labels.
 
 Without a chat template, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
 tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
@@ -48,7 +49,8 @@ class _Fields(NamedTuple):
 FORMATS = {
     "messages": _Fields(("messages",), ("tools",)),
     "sharegpt": _Fields(("conversations",), ("system", "tools")),
-    "preference": _Fields(("chosen", "rejected"), ("prompt", "tools")),
+    "preference": _Fields(("chosen", "rejected"), ("prompt", "tools", "margin")),
+    "unpaired": _Fields(("prompt", "completion", "label"), ("tools",)),
     "prompt_completion": _Fields(("prompt", "completion"), ("tools",)),
     "alpaca": _Fields(("instruction", "output"), ("input",)),
     "input_output": _Fields(("input", "output"), ("tools",)),
@@ -98,7 +100,8 @@ def formats_of(config: DataConfig, first_rows: Sequence[Row], source: Sources | 
         rows = [row for row in first_rows if row.source == number]
         if rows:
             _check_columns_are_there(one.columns, rows)
-            name = _detect(rows, one.columns, config.on_bad_row) if one.format == "auto" else one.format
+            known = [name for name in FORMATS if name != "unpaired" or config.tells == "label"]
+            name = _detect(rows, one.columns, config.on_bad_row, known) if one.format == "auto" else one.format
             formats[number] = RowFormat(name, one.columns)
     return formats
 
@@ -141,7 +144,7 @@ def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row]) -> No
             )
 
 
-def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str) -> str:
+def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known: Sequence[str]) -> str:
     readable = [row for row in rows if row.problem is None]
     if not readable:
         raise ValueError(f"{rows[0].place}: {rows[0].problem}. None of the first rows can be read.")
@@ -149,7 +152,7 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str) -> st
     def fits(name: str, row: Row) -> bool:
         return all(columns.get(field, field) in row.fields for field in FORMATS[name].required)
 
-    best = max(FORMATS, key=lambda name: sum(fits(name, row) for row in readable))  # the first of several
+    best = max(known, key=lambda name: sum(fits(name, row) for row in readable))  # the first of several
     num_fitting = sum(fits(best, row) for row in readable)
     # A row of another shape is bad; whether it may be left out is for `on_bad_row` to say.
     if num_fitting == len(readable) or (on_bad_row == "skip" and num_fitting):
@@ -157,14 +160,14 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str) -> st
     if num_fitting:
         kinds: dict[str, list[str]] = {}
         for row in readable:
-            name = next((name for name in (best, *FORMATS) if fits(name, row)), f"none ({names_of(row.fields)})")
+            name = next((name for name in (best, *known) if fits(name, row)), f"none ({names_of(row.fields)})")
             kinds.setdefault(name, []).append(row.place)
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
             f"the first {len(readable)} rows are not of one format:{listed}\nPut the rows of each format into a file of "
             f"its own and list the files in data.source, or leave others out with data.on_bad_row=skip. {RENAME}"
         )
-    expected = "; ".join(f"{name}: {', '.join(fields.required)}" for name, fields in FORMATS.items())
+    expected = "; ".join(f"{name}: {', '.join(FORMATS[name].required)}" for name in known)
     raise ValueError(
         f"{readable[0].place}: the format cannot be told from the fields {names_of(readable[0].fields)}. Expected those of "
         f"one format ({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
@@ -199,6 +202,11 @@ class RowReader:
         """
         formats = formats_of(config, first_rows, source)
         check_rendering(config, tokenizer, formats.values())
+        if any(format.name == "unpaired" for format in formats.values()):
+            raise ValueError(
+                "data.format=unpaired has answers that are good or bad, and this recipe learns from good ones. Set "
+                "data.format=prompt_completion to learn from all of them, or run kto."
+            )
         if any(format.name == "preference" for format in formats.values()):
             raise ValueError(
                 f"{first_rows[0].place}: the rows are preference pairs (chosen, rejected), and this recipe learns from "
@@ -220,6 +228,9 @@ class RowReader:
         with reading(row):
             format = self.formats[row.source]
             return self._read(format.name, format.fields_of(row))
+
+    def values(self, row: Row) -> list[float]:
+        return [0.0]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """The document within `data.max_length`, or none if it is dropped; `report` counts what was lost.

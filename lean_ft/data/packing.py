@@ -47,14 +47,16 @@ class Pieces:
     goes_on: np.ndarray  # (P,) bool: the document has tokens behind the piece
 
 
-def pack_documents(documents: Documents, config: DataConfig) -> dict[str, np.ndarray]:
+def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray | None = None) -> dict[str, np.ndarray]:
     """The packing's `order` and `offsets`, and the `starts` and `lengths` of the pieces that it made, if it cut documents.
 
-    What a row of data became is packed as one, into rows that have room for `max_length` tokens of each of its `sides`.
+    What a row of data became is packed as one, into rows that have room for `max_length` tokens of each of its `sides`;
+    `shared` (N,) tokens of each document take no room, where prompts are shared.
     """
     sides = len(config.sides)
     if config.packing == "bfd":
-        rows, offsets = pack(documents.lengths.reshape(-1, sides).sum(axis=1), config.max_length * sides)
+        taken = documents.lengths if shared is None else documents.lengths - shared
+        rows, offsets = pack(taken.reshape(-1, sides).sum(axis=1), config.max_length * sides)
         return {"order": (rows[:, None] * sides + np.arange(sides)).ravel(), "offsets": offsets * sides}
     assert sides == 1
     if config.packing == "wrapped":

@@ -8,21 +8,25 @@ Cutting goes in this order: the end of the sequence is appended (to a chat by it
 prompt is cut to its last `max_prompt_length` tokens; each answer to its first `max_completion_length`; then the pair to
 `max_length`, as `overflow` says. A pair of which a side has no token left is dropped and counted, as is one whose sides
 are the same. A pair becomes two documents, the prompt with the chosen answer and the prompt with the rejected one, of
-which the answers are trained.
+which the answers are trained. Single answers with a label are read and cut as the sides of a pair are.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
 from lean_ft.data.formats import RowFormat, as_chat, check_rendering, formats_of, join, plain, reading, with_system
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row
-from lean_ft.settings import PreferenceDataConfig, Sources
+from lean_ft.data.rows import Document, Row, kind
+from lean_ft.settings import AnswerDataConfig, Sources
 from lean_ft.tokenizers import Passage, Tokenizer
+
+NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
 
 
 @dataclass(frozen=True)
@@ -58,27 +62,35 @@ class Pair:
 class PairReader:
     """Turns rows into the two texts of a pair."""
 
-    config: PreferenceDataConfig
+    config: AnswerDataConfig
     formats: dict[int, RowFormat]
     """Of every source."""
     tokenizer: Tokenizer
-    format = "preference"
+
+    takes: ClassVar[tuple[str, ...]] = ("preference",)
+    expected: ClassVar[str] = (
+        "learns from pairs; expected the fields `chosen` and `rejected`, with a `prompt` or with one in both"
+    )
+
+    @property
+    def format(self) -> str:
+        return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
     @classmethod
     def of(
         cls,
-        config: PreferenceDataConfig,
+        config: AnswerDataConfig,
         first_rows: Sequence[Row],
         tokenizer: Tokenizer,
         source: Sources | None = None,
-    ) -> "PairReader":
-        """A reader for the rows of `source`, told by its first ones. Raises ValueError where they are no pairs."""
+    ) -> Self:
+        """A reader for the rows of `source`, told by its first ones. Raises ValueError where they are of other formats than
+        it takes."""
         formats = formats_of(config, first_rows, source)
         check_rendering(config, tokenizer, formats.values())
-        if other := next((format.name for format in formats.values() if format.name != "preference"), None):
+        if other := next((format.name for format in formats.values() if format.name not in cls.takes), None):
             raise ValueError(
-                f"{first_rows[0].place}: the rows are {other}, and this recipe learns from pairs; expected the fields "
-                "`chosen` and `rejected`, with a `prompt` or with one in both. Rename with data.columns."
+                f"{first_rows[0].place}: the rows are {other}, and this recipe {cls.expected}. Rename with data.columns."
             )
         return cls(config, formats, tokenizer)
 
@@ -90,9 +102,20 @@ class PairReader:
                 raise ValueError("a side holds no answer of the assistant that is trained.")
             return [*sides]
 
+    def values(self, row: Row) -> list[float]:
+        """The margin of the pair, for each of its sequences, where the settings have it read; 0 where it has none."""
+        if self.config.tells != "margin":
+            return [0.0, 0.0]
+        with reading(row):
+            margin = self.formats[row.source].fields_of(row).get("margin", 0.0)
+            number = float(margin) if re.fullmatch(NUMBER, str(margin)) else math.nan  # CSV has text alone
+            if not math.isfinite(number):
+                raise ValueError(f"`margin` is {kind(margin)} ({margin!r:.40}); expected a number, or none.")
+            return [number] * 2
+
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """The chosen and the rejected sequence within their lengths, or none if the pair is dropped."""
-        chosen, rejected = map(_until_the_answer_ends, documents)
+        chosen, rejected = map(until_the_answer_ends, documents)
         pair = fit_pair(Pair.of(chosen, rejected), self.config, place, report)
         return [] if pair is None else pair.documents()
 
@@ -139,17 +162,84 @@ class PairReader:
         return passages
 
 
-def fit_pair(pair: Pair, config: PreferenceDataConfig, place: str, report: DataReport) -> Pair | None:
+@dataclass(frozen=True)
+class UnpairedReader(PairReader):
+    """Turns rows of a prompt, an answer and a label into a text, and pairs into the texts of a good and a bad answer."""
+
+    takes: ClassVar[tuple[str, ...]] = ("unpaired", "preference")
+    expected: ClassVar[str] = (
+        "learns from answers that are good or bad; expected the fields `prompt`, `completion` and `label`, or pairs of "
+        "`chosen` and `rejected`"
+    )
+
+    def passages(self, row: Row) -> list[Passage | Document]:
+        if self.formats[row.source].name == "preference":
+            return super().passages(row)
+        with reading(row):
+            fields = self.formats[row.source].fields_of(row)
+            answer, _ = self._passages(fields | {"chosen": fields["completion"], "rejected": fields["completion"]})
+            if not answer.trained:
+                raise ValueError("`completion` holds no answer of the assistant that is trained.")
+            return [answer]
+
+    def values(self, row: Row) -> list[float]:
+        """1 for what is desirable, 0 for what is not."""
+        with reading(row):
+            fields = self.formats[row.source].fields_of(row)
+            if self.formats[row.source].name == "preference":
+                return [1.0, 0.0]
+            label = fields["label"]
+            label = label.strip().lower() if isinstance(label, str) else label
+            if not isinstance(label, bool | int | float | str) or label not in LABELS:
+                raise ValueError(
+                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true for a desirable answer or false for "
+                    "an undesirable one (1 or 0)."
+                )
+            return [float(LABELS[label])]
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        """The sequences within their lengths, or none if the row is dropped."""
+        if len(documents) == 2:
+            return super().fit(documents, place, report)
+        ids, mask = until_the_answer_ends(documents[0])
+        begin = int(mask.argmax())
+        cut = _fit_answers(ids[:begin], [(ids[begin:], mask[begin:])], self.config, place, report)
+        if cut is None:
+            return []
+        prompt, [(answer, trained)] = cut
+        report.count_lost(len(ids) - len(prompt) - len(answer))
+        return [(np.concatenate([prompt, answer]), np.concatenate([np.zeros(len(prompt), dtype=bool), trained]))]
+
+
+LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
+def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataReport) -> Pair | None:
     """The pair within the lengths of `config`, or None if it is dropped; `report` counts what was lost.
 
     Of the pair, `truncation_side=right` cuts each sequence behind max_length, as long as a prompt allows; `left` cuts
     the beginning of the prompt until the longer answer fits, and the end of an answer only where no prompt is left.
     Raises ValueError, with `place`, for one that is longer than max_length under `overflow=raise`.
     """
-    prompt, answers = pair.prompt, [pair.chosen, pair.rejected]
     if np.array_equal(pair.chosen[0], pair.rejected[0]):
         report.drop("chosen equals rejected")
         return None
+    cut = _fit_answers(pair.prompt, [pair.chosen, pair.rejected], config, place, report)
+    if cut is None:
+        return None
+    prompt, (chosen, rejected) = cut
+    kept = Pair(prompt, chosen, rejected)
+    if np.array_equal(kept.chosen[0], kept.rejected[0]):
+        report.drop("chosen equals rejected within the lengths")
+        return None
+    report.count_lost(pair.num_tokens - kept.num_tokens)
+    return kept
+
+
+def _fit_answers(
+    prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
+) -> tuple[np.ndarray, list[Document]] | None:
+    """A prompt and its answers within the lengths; None, counted, where one of them has no token left."""
     if config.max_prompt_length is not None:
         prompt = prompt[max(0, len(prompt) - config.max_prompt_length) :]
     if config.max_completion_length is not None:
@@ -162,16 +252,9 @@ def fit_pair(pair: Pair, config: PreferenceDataConfig, place: str, report: DataR
     answers = [_first(answer, config.max_length - len(prompt)) for answer in answers]
     # Without a prompt nothing predicts an answer's first token.
     if not all(mask[0 if len(prompt) else 1 :].any() for _, mask in answers):
-        report.drop("no answer left on a side")
+        report.drop("no answer left on a side" if len(answers) > 1 else "no answer left")
         return None
-    kept = Pair(prompt, answers[0], answers[1])
-    if np.array_equal(kept.chosen[0], kept.rejected[0]):
-        report.drop("chosen equals rejected within the lengths")
-        return None
-    if lost := pair.num_tokens - kept.num_tokens:
-        report.truncated += 1
-        report.lost_tokens += lost
-    return kept
+    return prompt, answers
 
 
 def _first(answer: Document, count: int) -> Document:
@@ -182,7 +265,7 @@ def _plain(prompt: str, answer: str) -> Passage:
     return Passage(prompt + answer, [(len(prompt), len(prompt + answer))], add_bos=True, add_eos=True)
 
 
-def _until_the_answer_ends(document: Document) -> Document:
+def until_the_answer_ends(document: Document) -> Document:
     """Without what a template writes behind the answer, such as a line break."""
     ids, mask = document
     end = len(mask) - int(mask[::-1].argmax())

@@ -25,16 +25,26 @@ from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
 from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents
+from lean_ft.data.preference import Pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import list_sources, source_files
 from lean_ft.paths import resolve_data_path
-from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig, Sources
+from lean_ft.settings import (
+    DataConfig,
+    PreferenceDataConfig,
+    SFTDataConfig,
+    Sources,
+    UnpairedDataConfig,
+)
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
 # How rows are prepared and kept changes nothing in them, and where they come from counts by its content.
-NOT_IN_FINGERPRINT = {"source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"}
+NOT_IN_FINGERPRINT = {
+    *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
+    "shared_prompt",  # what is made of it counts
+}
 NOT_WHERE_NULL = ("system", "separator")  # so that checkpoints of before these settings still fit
 # What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens"}
@@ -59,8 +69,13 @@ class Prepared:
         report = replace(report, kept=len(rows), tokens=tokens, target_tokens=targets)
         return replace(self, documents=documents, report=report, key=self.key and f"{self.key} {part}")
 
-    def packing_key(self, config: DataConfig) -> str:
-        return f"packing-{hash_of(self.key, config.packing, config.max_length)}"
+    def packing_key(self, config: DataConfig, share_prompts: bool) -> str:
+        sharing = [share_prompts] if share_prompts else []
+        return f"packing-{hash_of(self.key, config.packing, config.max_length, *sharing)}"
+
+    @property
+    def sharing_key(self) -> str:
+        return f"shared-{hash_of(self.key)}"
 
 
 def sft_batches(
@@ -76,22 +91,36 @@ def sft_batches(
 
 
 def preference_batches(
-    config: PreferenceDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+    config: PreferenceDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
 ) -> tuple[Batches, EvalBatches | None]:
     """Training and evaluation batches of `batch_size` pairs, as `sft_batches` makes them of single answers.
 
     The documents that have labels are a chosen answer with its prompt, the rejected one with the same, and so on in turn:
-    rows 2i and 2i + 1 where nothing is packed. Labels are those of the answers.
+    rows 2i and 2i + 1 where nothing is packed. Labels are those of the answers. With `share_prompts` a pair is one row or
+    a part of one, in which the rejected answer stands behind the chosen, and goes on from the prompt (`PairBatch.prefixes`).
+    Raises ValueError where `config` asks for that by itself and the recipe does not.
     """
+    if config.shared_prompt is True and not share_prompts:
+        raise ValueError(
+            "data.shared_prompt=true, and this recipe computes every prompt for each answer. Leave it out; or in the recipe, "
+            "give preference_batches share_prompts=shares_prompts(cfg), and the model what the batch has of prefixes."
+        )
+    return prepare_batches(config, tokenizer, batch_size, seed, share_prompts)
+
+
+def unpaired_batches(
+    config: UnpairedDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+) -> tuple[Batches, EvalBatches | None]:
+    """Training and evaluation batches of `batch_size` answers that are desirable or not: `UnpairedBatch`."""
     return prepare_batches(config, tokenizer, batch_size, seed)
 
 
 def prepare_batches(
-    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
+    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
 ) -> tuple[Batches, EvalBatches | None]:
-    """What the two above do, for the settings of any objective."""
+    """What those above do, for the settings of any objective."""
     if (watcher := stage()) is not None:
-        return watcher.batches(lambda: longest_batch(config, batch_size)), None
+        return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
     if config.chat_template is not None and tokenizer.own_template is None:
         raise ValueError(
             "data.chat_template is set, and this recipe loads its tokenizer without it. In the recipe: "
@@ -118,25 +147,38 @@ def prepare_batches(
             raise ValueError(f"the weights in data.source ({weights}) leave no row to train on. Raise them.")
     trained = whole.select(rows, whole.report, part) if weighted or len(rows) < whole.report.kept else whole
 
-    layout = lay_out(trained, config, batch_size, tokenizer.pad_id, folder)
-    held_out_layout = lay_out(held_out, config, batch_size, tokenizer.pad_id, folder) if held_out else None
+    rows_as = (config, batch_size, tokenizer.pad_id, folder, share_prompts)
+    layout = lay_out(trained, *rows_as)
+    held_out_layout = lay_out(held_out, *rows_as) if held_out else None
     for one, rows_of_it in ((trained, layout), (held_out, held_out_layout)):
         if one is not None and rows_of_it is not None:
             check_context(rows_of_it, one.report, config, tokenizer.context_length)
-    used = {key for one in (whole, trained, held_out) if one and one.key for key in (one.key, one.packing_key(config))}
+    used = {
+        key
+        for one in (whole, trained, held_out)
+        if one and one.key
+        for key in (one.key, one.packing_key(config, share_prompts), one.sharing_key)
+    }
     limit_size(folder, config.cache_gib * 2**30, keep=used)
 
     # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
     settings = {name: value for name, value in settings.items() if value is not None or name not in NOT_WHERE_NULL}
-    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by)
+    sharing = [share_prompts] if share_prompts else []
+    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *sharing)
     layout = replace(layout, most_in_a_row=most)
+    # Numbers: rows trained on, then those held out; where they have labels the latter's mismatched answers, then the
+    # former's, of epoch after epoch.
+    num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
+    if config.tells == "label":
+        layout = replace(layout, first_mismatched=num_trained + 2 * num_held_out)
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
     if held_out is None or held_out_layout is None:
         return batches, None
-    first_pair = len(trained.documents) // len(config.sides)
-    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=first_pair)
+    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=num_trained)
+    if config.tells == "label":
+        held_out_layout = replace(held_out_layout, first_mismatched=num_trained + num_held_out)
     return batches, EvalBatches(held_out_layout, held_out.report)
 
 
@@ -176,13 +218,20 @@ def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
 # Rows of batches ------------------------------------------------------------------------------------------------------------
 
 
-def lay_out(prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int, folder: Path) -> Layout:
-    """The rows of what was prepared, with their packing from the cache if it is there; tells its report how full they are."""
-    documents, packed = prepared.documents, dict[str, np.ndarray]()
+def lay_out(
+    prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int, folder: Path, share_prompts: bool
+) -> Layout:
+    """The rows of what was prepared, with their packing and what pairs share from the cache if it is there; tells its report
+    how full they are."""
+    documents, packed, shared = prepared.documents, dict[str, np.ndarray](), None
+    if share_prompts:
+        key = prepared.sharing_key if prepared.key else None
+        found, _ = load_entry(folder, key, lambda writer: writer.append({"shared": shared_prompts(documents)}))
+        shared = found["shared"]
     if config.packs_rows:
-        key = prepared.packing_key(config) if prepared.key else None
-        packed, _ = load_entry(folder, key, lambda writer: writer.append(pack_documents(documents, config)))
-    layout = layout_of(documents, packed, config, batch_size, pad_id)
+        key = prepared.packing_key(config, share_prompts) if prepared.key else None
+        packed, _ = load_entry(folder, key, lambda writer: writer.append(pack_documents(documents, config, shared)))
+    layout = layout_of(documents, packed, config, batch_size, pad_id, shared)
     if packed:
         tell_packing(prepared.report, layout, documents, config)
     return layout
@@ -204,29 +253,44 @@ def check_context(layout: Layout, report: DataReport, config: DataConfig, contex
         )
 
 
+def shared_prompts(documents: Documents) -> np.ndarray:
+    """How many tokens each of N documents, pair after pair, begins with as the one before it, (N,): those of the prompt for
+    a rejected answer, and 0 for a chosen one."""
+    shared = np.zeros(len(documents), dtype=np.int64)
+    for i in range(0, len(documents), 2):
+        shared[i + 1] = len(Pair.of(documents[i], documents[i + 1]).prompt)
+    return shared
+
+
 def layout_of(
-    documents: Documents, packed: dict[str, np.ndarray], config: DataConfig, batch_size: int, pad_id: int
+    documents: Documents,
+    packed: dict[str, np.ndarray],
+    config: DataConfig,
+    batch_size: int,
+    pad_id: int,
+    shared: np.ndarray | None = None,
 ) -> Layout:
     """The rows of `documents`, as `pack_documents` found them or, where nothing is packed, one for each row of data."""
     sides = len(config.sides)
-    arrays = {"starts": documents.starts, "lengths": documents.lengths}
+    arrays: dict[str, Any] = {"starts": documents.starts, "lengths": documents.lengths}
     arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
     layout = Layout(
         documents.tokens,
         documents.trained,
         **arrays,
         kind="packed" if packed else "padded" if config.packing == "none" else "flat",
-        row_tokens=config.max_length * (sides if packed else 1),
+        row_tokens=config.max_length * (sides if packed or shared is not None else 1),
         batch_size=batch_size,
         pad_id=pad_id,
         batch_tokens=config.batch_tokens,
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
-        first_pair=0,
+        values=documents.values if sides > 1 or config.tells else None,
+        shared=shared,
     )
     if layout.kind == "packed" and not layout.joined:
-        tokens = np.add.reduceat(layout.lengths[layout.order], layout.offsets[:-1])
+        tokens = np.add.reduceat(layout.taken[layout.order], layout.offsets[:-1])
         most = int((np.diff(layout.offsets) + (tokens < layout.row_tokens)).max())
         return replace(layout, most_in_a_row=most)
     return layout
@@ -235,7 +299,8 @@ def layout_of(
 def tell_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
     """Tells `report` how full packed rows are, and what of them is trained."""
     report.packing, report.packed_rows = config.packing, len(layout)
-    report.packing_efficiency = report.tokens / (len(layout) * layout.row_tokens)
+    computed_once = 0 if layout.shared is None else int(layout.shared.sum())
+    report.packing_efficiency = (report.tokens - computed_once) / (len(layout) * layout.row_tokens)
     if layout.joined:
         # A document's first token is predicted by what stands before it, and a row's first token by nothing.
         row_starts = layout.starts[layout.order[layout.offsets[:-1]]]
@@ -256,7 +321,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         digest = hashlib.blake2b(digest_size=16)
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
-        objective = [config.sides, settings]
+        objective = [config.sides, config.tells, settings]
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
 
     def write(writer: EntryWriter) -> None:

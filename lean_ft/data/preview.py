@@ -23,6 +23,8 @@ from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
+LABELLED = {1.0: "desirable", 0.0: "undesirable"}
+REJECTED = (", rejected", ", undesirable")  # how the place of an answer ends that is learned from as a bad one
 ENOUGH_TO_PACK = 4  # times as many tokens as the rows shown hold: packing has something to choose from
 
 
@@ -83,11 +85,12 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
     render = renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
     for row in read_rows(config.source, None, config):
-        found, counts = render([row])
+        found, values, counts = render.with_values([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
-        places += [f"{row.place}, {side}" if side else row.place for side in config.sides] if found else []
+        sides = [LABELLED[value] for value in values] if config.tells == "label" else config.sides if found else []
+        places += [f"{row.place}, {side}" if side else row.place for side in sides]
         notes += _fate(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
             break
@@ -130,7 +133,7 @@ def _rows(
             if (used == 0) if layout.joined else not begins_before:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
-            is_rejected = config.sides[number % len(config.sides)] == "rejected"
+            is_rejected = places[number].endswith(REJECTED)
             document = ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before, is_rejected)
             shown.append(document)
             used += length

@@ -99,6 +99,11 @@ class DataReport:
         count = self.bad_rows + sum(self.dropped.values())
         return f"{count:,} of {self.rows:,} rows were left out: {', '.join(reasons)}" if count else None
 
+    def count_lost(self, tokens: int) -> None:
+        """Counts what was cut off a row, if anything was."""
+        self.truncated += tokens > 0
+        self.lost_tokens += tokens
+
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 

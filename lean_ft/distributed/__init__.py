@@ -1,6 +1,7 @@
-"""Several processes that train one model: who they are, and how parameters are cut over them."""
+"""Several processes that train one model: who they are, and how the model and its work are cut over them."""
 
+from lean_ft.distributed.cutting import cut, refuse_cuts
 from lean_ft.distributed.parallelize import parallelize
 from lean_ft.distributed.ranks import join
 
-__all__ = ["join", "parallelize"]
+__all__ = ["cut", "join", "parallelize", "refuse_cuts"]

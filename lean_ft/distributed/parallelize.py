@@ -6,7 +6,7 @@ whole step. So the optimizer, in backward too, sees rows of summed gradients, an
 
 The output layer is used by the loss, outside of any forward pass. It forms a unit with the last norm, which stays whole from
 that norm's forward to its backward pass, and so its gradient, the largest there is, goes first. Where it is the embedding,
-that is in the unit too.
+that is in the unit too. Or both stay cut, and are no unit (`lean_ft.distributed.vocabulary`).
 
 Source: PyTorch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277). Left out: its own mixed precision and offload, for
 which the settings `model.dtype` and `memory` stand.
@@ -16,27 +16,56 @@ from typing import Any
 
 from torch import nn
 
-from lean_ft.distributed.ranks import REPLICATE, SHARD, ManyRanks
+from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
+from lean_ft.distributed.vocabulary import CutVocabulary, why_whole
+from lean_ft.log import say
 from lean_ft.models import Decoder, read_weights
 from lean_ft.settings import ParallelConfig
-from lean_ft.shards import Ranks
+from lean_ft.shapes_only import outside, stage
+from lean_ft.shards import Cut, Ranks, remember_cuts
 
 
-def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
+def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: int | None = None) -> None:
     """Cuts the model over the ranks, and reads its weights where it has none yet; on one device does nothing.
 
     Call it after `apply_memory`, which goes by whole layers, and before whatever holds the parameters or hooks into them.
+    `tokens` are the most that a forward pass has, from a recipe whose loss is `CrossEntropy`, which alone can do with a
+    vocabulary that stays cut. Raises ValueError where `cfg` asks for one that cannot be.
     """
     if not isinstance(ranks, ManyRanks):
         return
+    if model not in ranks.layers_are_cut:
+        for name in (CONTEXT, TENSOR, EXPERTS):
+            if getattr(cfg, name) > 1:
+                raise ValueError(
+                    f"parallel.{name}={getattr(cfg, name)} cuts layers, which this recipe does not. Set parallel.{name}=1, or, "
+                    "in a recipe of your own, call lean_ft.distributed.cut before apply_memory."
+                )
+    with outside():  # where shapes alone are computed the model has no memory yet, and FSDP2 asks for real shapes
+        _cut(model, cfg, ranks, tokens)
+    ranks.cut_models.append(model)
+    remember_cuts(model.named_parameters(), model.cuts)
+    if model.unread is not None:
+        read_weights(model, ranks.device)
+
+
+def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    trunk, mesh = model.model, ranks.mesh
-    how: dict[str, Any] = {"mesh": mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh}
+    trunk = model.model
+    how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
+    placement = _placement(model, ranks)
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **how)
-    ends: list[nn.Module] = [trunk.norm, trunk.embed_tokens if model.lm_head is None else model.lm_head]
-    if model.lm_head is not None:
+        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
+    gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
+    if not gathered:
+        how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
+    if stage() is None:
+        say("vocabulary", f"gathered: {gathered}" if gathered else f"stays cut over {ranks.num_shards} processes")
+    ends: list[nn.Module] = [trunk.norm]
+    if gathered:
+        ends.append(trunk.embed_tokens if model.head is None else model.head)
+    if gathered and model.head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -46,6 +75,25 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other that multiplies
-    ranks.cut_models.append(model)
-    if model.unread is not None:
-        read_weights(model, ranks.device)
+
+
+def _placement(model: Decoder, ranks: ManyRanks) -> Any:
+    """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    if not model.cuts:
+        return None
+    meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
+    infos = {
+        over: FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for over, mesh in meshes.items()
+    }
+
+    def place(parameter: nn.Parameter) -> Any:
+        cut: Cut | None = getattr(parameter, "cut", None)
+        return None if cut is None else ShardPlacementResult(Shard(0), infos[cut.over])
+
+    return place

@@ -10,24 +10,28 @@ ranks if need be, and it goes on from its newest checkpoint.
 """
 
 import copy
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from lean_ft.data.rows import IGNORED
+from lean_ft.launch import find_host
 from lean_ft.settings import ParallelConfig
-from lean_ft.shapes_only import stage
+from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
 
 T = TypeVar("T")
 
-NO_TARGET = -100
 REPLICATE, SHARD = "replicate", "shard"  # the names of the mesh's dimensions
+CONTEXT, TENSOR, EXPERTS = "context", "tensor", "experts"  # and of those that a copy's ranks have besides
 
 
 def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
@@ -36,10 +40,23 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     Raises ValueError where the environment tells of others and not how to reach them, or where `parallel` does not
     multiply to their number.
     """
-    size = 1 if stage() is not None else int(os.environ.get("WORLD_SIZE", "1"))
-    shard = _num_shards(cfg, size)
+    watcher = stage()
+    size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
+    shard = _ranks_of_a_copy(cfg, size)
     if size == 1:
         return ALONE
+    from torch.distributed.device_mesh import init_device_mesh
+
+    timeout = timedelta(minutes=cfg.timeout_minutes)
+    if watcher is None:
+        _meet(size, device, timeout)
+    with outside():
+        mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
+        return ManyRanks(mesh, device, timeout, cfg)
+
+
+def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
+    """Begins the process group, as the environment tells."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
@@ -47,43 +64,57 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
             "cannot meet. Start them by leanft run --nproc-per-node, or by torchrun."
         )
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    timeout = timedelta(minutes=cfg.timeout_minutes)
     if not dist.is_initialized():
+        host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        find_host(host, f"MASTER_ADDR={host}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        except dist.DistError as error:
+            raise ValueError(
+                f"rank {os.environ['RANK']} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all of them with the same two."
+            ) from None
         # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-    return ManyRanks(mesh, device, timeout)
 
 
-def _num_shards(cfg: ParallelConfig, size: int) -> int:
-    """Over how many ranks a copy of the model is cut."""
-    asked = cfg.replicate * (cfg.shard or 1)
-    if size % cfg.replicate or (cfg.shard is not None and asked != size):
-        product = f"parallel.replicate={cfg.replicate}" + ("" if cfg.shard is None else f" x shard={cfg.shard}")
-        processes = "1 process" if size == 1 else f"{size} processes"
+def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
+    """Over how many ranks a copy of the model is cut, in one way or another."""
+    names = [name for name in (CONTEXT, TENSOR) if getattr(cfg, name) > 1]
+    names = ["replicate"] * (cfg.replicate > 1 or not names) + ["shard"] * (cfg.shard is not None) + names
+    asked = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
+    product = "parallel." + " x ".join(f"{name}={getattr(cfg, name)}" for name in names)
+    processes = "1 process" if size == 1 else f"{size} processes"
+    if size % asked or (cfg.shard is not None and asked != size):
         start = f"start {asked} (leanft run --nproc-per-node {asked})" if asked > 1 else "leave both out"
         raise ValueError(
             f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and there "
             f"{'is' if size == 1 else 'are'} {processes}. Set them so that they multiply to {size}, or {start}."
         )
-    return size // cfg.replicate
+    of_copy = size // cfg.replicate
+    if of_copy % cfg.experts:
+        raise ValueError(
+            f"parallel.experts={cfg.experts} is taken from the {of_copy} processes that share a copy of the model, of {processes} "
+            "in all, and does not divide them. Set one that does."
+        )
+    return of_copy
 
 
 class ManyRanks:
     """The ranks of a run, as `lean_ft.shards.Ranks` says.
 
-    `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them.
+    `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them. Neighbours among the
+    ranks of a copy share a micro-batch's tokens (`parallel.context` x `parallel.tensor`, of which the latter are nearest) or
+    a layer's experts; `groups` has those of this rank by the setting's name, and all that share its tokens as `tokens`.
     """
 
-    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
         import torch.distributed as dist
 
         self.mesh, self.device = mesh, device
@@ -91,9 +122,36 @@ class ManyRanks:
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
         self._hosts: Any
         self._hosts_beside: Any
-        self._hosts, self._hosts_beside = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        backend = "gloo" if stage() is None else "fake"
+        self._hosts, self._hosts_beside = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
+        self.num_sharing = cfg.context * cfg.tensor
+        """How many ranks share a micro-batch."""
+        self.groups: dict[str, Any] = {}
+        self._meshes: dict[str, Any] = {}
+        if cfg.context > 1:
+            self.groups[CONTEXT] = self._divided((CONTEXT, cfg.context), (TENSOR, cfg.tensor)).get_group(CONTEXT)
+        if self.num_sharing > 1:
+            self.groups["tokens"] = self._divided(("tokens", self.num_sharing)).get_group("tokens")
+        for over, number in ((TENSOR, cfg.tensor), (EXPERTS, cfg.experts)):
+            if number > 1:
+                self._meshes[over] = self._divided((over, number))
+                self.groups[over] = self._meshes[over].get_group(over)
+        self.layers_are_cut = WeakSet[nn.Module]()  # those that `cut` was given
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
+
+    def _divided(self, *parts: tuple[str, int]) -> Any:
+        """The mesh with its second dimension divided further, by neighbours."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names, numbers = zip(*parts, strict=True)
+        shape = (self.mesh.size(0), self.num_shards // math.prod(numbers), *numbers)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD, *names))
+
+    def mesh_of(self, over: str | None) -> Any:
+        """Where rows of a parameter are cut that is cut by this setting already, or by none: with copies of two dimensions."""
+        mesh = self.mesh if over is None else self._meshes[over]
+        return mesh[SHARD] if mesh.size(0) == 1 else mesh[REPLICATE, SHARD]
 
     @property
     def beside(self) -> "ManyRanks":
@@ -102,14 +160,46 @@ class ManyRanks:
         return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        rounds = -(-len(micro_batches) // self.size)
+        if stage() is not None:  # they are this rank's already
+            for micro_batch, is_last in ALONE.share(micro_batches):
+                self._complete_gradients(is_last)
+                yield self._own_tokens(micro_batch), is_last
+            return
+        size, rank = self.size // self.num_sharing, self.rank // self.num_sharing
+        rounds = -(-len(micro_batches) // size)
         for i in range(rounds):
-            place, is_last = i * self.size + self.rank, i == rounds - 1
-            for model in self.cut_models:
-                # Copies of a model add up their own gradients first, and then once with one another.
-                model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            mine = micro_batches[place] if place < len(micro_batches) else _without_targets(micro_batches)
-            yield mine, is_last
+            place, is_last = i * size + rank, i == rounds - 1
+            self._complete_gradients(is_last)
+            if place < len(micro_batches):
+                yield self._own_tokens(micro_batches[place]), is_last
+            else:  # one that adds zero to every gradient
+                filler: Any = micro_batches[len(micro_batches) - 1]
+                yield self._own_tokens(filler.without_targets()), is_last
+
+    def _own_tokens(self, batch: Any) -> Any:
+        """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it."""
+        if self.num_sharing == 1:
+            return batch
+        num_rows, num_tokens = batch.input_ids.shape
+        if num_tokens % self.num_sharing:
+            raise ValueError(
+                f"{self.num_sharing} processes share each row (parallel.context x tensor), and the rows of this batch have "
+                f"{num_tokens} tokens, which they do not divide. Set data.packing=bfd with a data.max_length that they divide."
+            )
+        place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
+        own = {
+            name: getattr(batch, name)[:, place * width : (place + 1) * width].contiguous()
+            for name in ("input_ids", "labels", "is_token")
+            if getattr(batch, name) is not None
+        }
+        # Where shapes alone are planned, every token is a target.
+        num_targets = int((own["labels"] != IGNORED).sum()) if stage() is None else num_rows * width
+        return replace(batch, **own, num_targets=num_targets, num_tokens=num_rows * width)
+
+    def _complete_gradients(self, is_last: bool) -> None:
+        """Copies of a model add up their own gradients first, and then once with one another."""
+        for model in self.cut_models:
+            model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -125,11 +215,21 @@ class ManyRanks:
         return value
 
     def highest(self, *numbers: int) -> list[int]:
+        if stage() is not None:  # all are alike
+            return list(numbers)
         import torch.distributed as dist
 
         values = torch.tensor(numbers)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
         return values.tolist()
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        if stage() is not None:
+            return values
+        import torch.distributed as dist
+
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
+        return values
 
     def total(self, number: int) -> int:
         import torch.distributed as dist
@@ -192,12 +292,6 @@ class ManyRanks:
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-
-
-def _without_targets(micro_batches: Sequence[Any]) -> Any:
-    """The last of the micro-batches with nothing in it to train on: its passes add zero to every gradient."""
-    last = micro_batches[len(micro_batches) - 1]
-    return replace(last, labels=torch.full_like(last.labels, NO_TARGET), num_targets=0)
 
 
 def _told(error: Exception) -> tuple[str, str]:

@@ -100,6 +100,11 @@ def export_gguf(
         raise ValueError(f"{destination} is not the name of a GGUF file; expected one that ends in .gguf.")
     check_destination(destination, folder, force)
     model, tokenizer, merged = read_source(folder, merge, base)
+    if model.config.scores:
+        raise ValueError(
+            f"{folder} is a reward model, and a GGUF file here is of a language model: llama.cpp would find no logits. Export "
+            "it as a folder."
+        )
     architecture, interleaved = _architecture(model, folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, and a GGUF file holds one.")

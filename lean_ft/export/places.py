@@ -41,8 +41,10 @@ def read_source(
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype)
+        if model.config.scores and tokenizer is not None:  # transformers finds a text's end by it
+            model.hf_config["pad_token_id"] = tokenizer.pad_id
     else:
-        model, merged = load_model(folder, dtype=dtype), None
+        model, merged = load_model(folder, dtype=dtype, scores=None), None
     _check_finite(model, folder)
     return model, tokenizer, merged
 

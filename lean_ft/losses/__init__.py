@@ -6,18 +6,27 @@ from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
+from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
 
 __all__ = [
     "IGNORED_LABEL",
     "LOSSES",
+    "UNPAIRED_LOSSES",
     "AnswerLogProbs",
     "Answers",
     "CrossEntropy",
+    "RunningMean",
     "TokenStatistics",
+    "UnpairedStatistics",
     "add_rewards",
+    "add_scores",
     "linear_cross_entropy",
     "linear_log_probs",
     "loss_chunk_tokens",
     "preference_loss",
+    "reward_loss",
+    "scores_of",
+    "unpaired_loss",
 ]

@@ -6,6 +6,8 @@ LD-DPO counts the tokens behind the length of the shorter answer by `loss.ld_alp
 it is in these sums, and so in the reference's. WPO weighs a pair by exp of the mean of log p - log(sum of p^2 over all tokens),
 once for each of its answers (Zhou et al. 2024, arXiv:2406.11827, eq. 2 and its sampled alignment).
 
+Answers that stand by themselves are pairs of one side (`UnpairedBatch`): then what is (P, 2) here is (P, 1).
+
 Shapes: P pairs, N tokens of their answers.
 """
 
@@ -14,17 +16,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.output_layer import output_layer_settings
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import MemoryConfig, ModelConfig, PreferenceLossConfig
+from lean_ft.settings import MemoryConfig, ModelConfig, PreferenceLossConfig, UnpairedLossConfig
 
 
 class PreferenceConfig(Protocol):
-    """What the Config of a recipe that learns from pairs has."""
+    """What the Config of a recipe that learns from answers has."""
 
     model: ModelConfig
-    loss: PreferenceLossConfig
+
+    @property
+    def loss(self) -> PreferenceLossConfig | UnpairedLossConfig: ...
+
     memory: MemoryConfig
     compile: bool
 
@@ -46,16 +51,12 @@ class AnswerLogProbs:
         self._loss = cfg.loss
         self._device_type = model.output_weight.device.type
         self._is_float16 = cfg.model.dtype == "float16"
-        self._settings: dict[str, Any] = {
-            "chunk_tokens": loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens),
-            "accumulation_dtype": cfg.memory.loss_accumulation_dtype,
-            "softcap": model.config.logits_softcap,
-            "compile": cfg.compile,
-        }
+        self._settings = output_layer_settings(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
         """batch: on the model's device, as `lean_ft.data.PairBatch` is; statistics: where to add what tokens tell."""
         lengths, num_labels = batch.answer_tokens.flatten(), len(batch.label)  # (2 P,)
+        sides = batch.answer_tokens.shape[1]  # 2, and 1 where answers stand by themselves
         answer = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=num_labels)
         place = torch.arange(num_labels, device=lengths.device) - (lengths.cumsum(0) - lengths)[answer]  # (N,), in it
 
@@ -63,7 +64,7 @@ class AnswerLogProbs:
             # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
             width = batch.input_ids.shape[1]
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
-            return grid.view(-1, 2, width).sum(2)
+            return grid.view(len(batch.answer_tokens), sides, width).sum(2)
 
         with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
             hidden, router_loss = model(
@@ -73,6 +74,8 @@ class AnswerLogProbs:
                 return_hidden=True,
                 return_router_loss=True,
                 is_token=batch.is_token,
+                prefixes=batch.prefixes,
+                num_prefix_tokens=batch.num_prefix_tokens,
             )
             squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(
@@ -84,11 +87,11 @@ class AnswerLogProbs:
                 statistics=statistics,
                 **self._settings,
             )
-        weights = torch.ones_like(lengths[::2], dtype=log_probs.dtype)
+        weights = torch.ones_like(lengths[::sides], dtype=log_probs.dtype)
         if squares is not None:
             weights = (sums(log_probs.detach() - squares) / batch.answer_tokens).sum(1).exp()
-        chosen_loss = -torch.where(answer % 2 == 0, log_probs, 0.0).sum()
+        chosen_loss = -torch.where(answer % sides == 0, log_probs, 0.0).sum()
         if self._loss.ld_alpha < 1:
-            is_beyond = place >= batch.answer_tokens.amin(1)[answer // 2]
+            is_beyond = place >= batch.answer_tokens.amin(1)[answer // sides]
             log_probs = torch.where(is_beyond, log_probs * self._loss.ld_alpha, log_probs)
         return Answers(sums(log_probs), weights, chosen_loss, router_loss)

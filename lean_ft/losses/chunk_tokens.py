@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lean_ft.environment import memory_bytes
+from lean_ft.shards import whole_numel
 
 SHARE = 64  # a chunk of logits takes at most this part of the memory beside the weights
 FEWEST_TOKENS, MOST_TOKENS = 256, 4096
@@ -30,6 +31,6 @@ def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
     total_bytes = memory_bytes(weight.device)
     if total_bytes is None:
         return UNKNOWN_MEMORY_TOKENS
-    room_bytes = total_bytes - sum(param.nbytes for param in model.parameters())
+    room_bytes = total_bytes - sum(whole_numel(param) * param.element_size() for param in model.parameters())
     tokens = max(1, room_bytes // SHARE // (weight.shape[0] * weight.element_size()))
     return min(max(2 ** math.floor(math.log2(tokens)), FEWEST_TOKENS), MOST_TOKENS)

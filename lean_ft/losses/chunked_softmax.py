@@ -43,6 +43,7 @@ class Terms(NamedTuple):
     z_loss: float = 0.0
     temperature: float = 1.0
     tells_squares: bool = False
+    vocab_size: int = 0  # of the whole where logits are of a part of it; 0: they are of all
 
     @property
     def num_columns(self) -> int:
@@ -164,6 +165,46 @@ def _told(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]
     return torch.cat([losses, right, total.log() - mean_below, log_total, *columns], 1), log_total
 
 
+# What is told of each token by the part of the vocabulary whose logits are here.
+_HIGHEST, _TOTAL, _BELOW, _OF_LABEL, _SUM, _NUM_HIGHEST = range(6)
+NUM_PART_COLUMNS = 6
+
+
+def _describe_part(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
+    _, values = _warmed(logits, rows.dtype, terms)
+    labels = labels[:, None]
+    highest = values.amax(dim=1, keepdim=True)
+    below = values - highest
+    weights = below.exp()
+    total = weights.sum(dim=1, keepdim=True)
+    num_highest = (below == 0).to(values.dtype).sum(dim=1, keepdim=True)
+    is_here = (labels >= 0) & (labels < values.shape[1])
+    of_label = torch.where(is_here, values.gather(1, labels.clamp(0, values.shape[1] - 1)), 0.0)
+    weighted = weights.mul_(below).sum(dim=1, keepdim=True)
+    rows.copy_(torch.cat([highest, total, weighted, of_label, values.sum(dim=1, keepdim=True), num_highest], 1))
+
+
+def whole_of_parts(parts: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Of what `describe_part` told of each token, parts (n, C, columns), what `describe` tells of the whole, (C, columns),
+    and log Z, (C,)."""
+    highests, totals, weighted, of_label, sums, nums = parts.unbind(2)  # (n, C) each
+    highest = highests.amax(dim=0)
+    lower = highests - highest
+    shares = lower.exp()
+    total = (totals * shares).sum(0)
+    mean_below = ((weighted + totals * lower) * shares).sum(0) / total
+    log_total = total.log() + highest
+    of_label = of_label.sum(0)
+    losses = log_total - of_label
+    if terms.label_smoothing:
+        losses = losses + terms.label_smoothing * (of_label - sums.sum(0) / terms.vocab_size)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_total.square()
+    num_highest = torch.where(lower == 0, nums, 0.0).sum(0).clamp(min=1)
+    right = (of_label == highest).to(parts.dtype) / num_highest
+    return torch.stack([losses, right, total.log() - mean_below, log_total], 1), log_total
+
+
 def _gradient(logits: Tensor, values: Tensor, labels: Tensor, log_total: Tensor, terms: Terms) -> Tensor:
     """Of each token's loss over the logits, (C, V); `values` are those over the temperature."""
     gradient = (values - log_total).exp()
@@ -171,7 +212,7 @@ def _gradient(logits: Tensor, values: Tensor, labels: Tensor, log_total: Tensor,
         gradient = gradient * (1 + 2 * terms.z_loss * log_total)
     is_label = torch.arange(values.shape[1], device=values.device) == labels
     if terms.label_smoothing:
-        smoothed = terms.label_smoothing / values.shape[1]
+        smoothed = terms.label_smoothing / (terms.vocab_size or values.shape[1])
         gradient = gradient - (is_label.to(values.dtype) * (1 - terms.label_smoothing) + smoothed)
     else:
         gradient = gradient - is_label.to(values.dtype)
@@ -207,6 +248,12 @@ def _write_gradient(terms: Terms, logits: Tensor, labels: Tensor, log_total: Ten
 def describe(terms: Terms, compile: bool) -> Work:
     """work(logits, labels (C,), rows (C, columns)): writes what is told of each token to the rows."""
     return _work(_describe, terms, compile)
+
+
+def describe_part(terms: Terms, compile: bool) -> Work:
+    """work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes what a part of the vocabulary tells of each token;
+    labels are counted from its first word, and may lie outside of it."""
+    return _work(_describe_part, terms, compile)
 
 
 def describe_with_gradient(terms: Terms, compile: bool) -> Work:

@@ -6,13 +6,14 @@ in float16 whatever the weights are kept in.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
+from lean_ft.losses.output_layer import output_layer_settings
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 from lean_ft.shards import ALONE, Ranks
@@ -34,12 +35,7 @@ class CrossEntropy:
         self._loss = cfg.loss
         self._device_type = model.output_weight.device.type
         self._is_float16 = cfg.model.dtype == "float16"
-        self._settings: dict[str, Any] = {
-            "chunk_tokens": loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens),
-            "accumulation_dtype": cfg.memory.loss_accumulation_dtype,
-            "softcap": model.config.logits_softcap,
-            "compile": cfg.compile,
-        }
+        self._settings = output_layer_settings(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Tensor:
         """batch: on the model's device, as `lean_ft.data.Batch` is; statistics: where to add what the metrics tell."""
@@ -67,9 +63,14 @@ class CrossEntropy:
                 return_router_loss=True,
                 is_token=batch.is_token,
             )
-            loss = linear_cross_entropy(
-                hidden,
-                model.output_weight,
+            # A vocabulary that is cut over ranks has a loss of its own.
+            cut = getattr(model, "cut_vocabulary", None)
+            of_hidden = (
+                partial(linear_cross_entropy, hidden, model.output_weight)
+                if cut is None
+                else partial(cut.cross_entropy, hidden)
+            )
+            loss = of_hidden(
                 batch.labels,
                 num_targets=batch.num_targets,
                 label_smoothing=terms.label_smoothing,

@@ -56,7 +56,7 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
 
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:
-    tied = model if isinstance(model, Decoder) and model.lm_head is None else None
+    tied = model if isinstance(model, Decoder) and model.head is None else None
     device = next(model.parameters()).device
     if choice == "host" and tied is None:
         raise ValueError(

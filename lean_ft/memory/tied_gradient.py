@@ -34,7 +34,7 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
         ValueError: when the output layer is not the embedding, or the embedding does more than look rows up.
     """
     embedding = model.model.embed_tokens
-    if model.lm_head is not None:
+    if model.head is not None:
         raise ValueError(
             "fuse_tied_gradient expects an output layer that is the embedding, but this model has two weights, whose "
             "gradients never meet. Set memory.tied_gradient=separate."

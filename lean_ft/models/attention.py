@@ -2,7 +2,8 @@
 
 A batch is either plain rows (each row is one document, padding on the right, where causality alone hides it) or packed
 rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
-computed by itself, so changing one leaves the others' outputs bit-identical.
+computed by itself, so changing one leaves the others' outputs bit-identical. A document may go on from a stretch of one
+before it (`Prefixes`), as several answers do from the one prompt that they share.
 
 On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows), on cards
 since Ampere. Everything else goes through the custom op of `document_attention`: CPUs, older cards and float32 on CUDA,
@@ -15,8 +16,9 @@ Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,39 @@ class Scoring:
     softcap: float | None = None  # scores become cap * tanh(score / cap)
 
 
+class Prefixes(NamedTuple):
+    """What documents go on from: positions in a document before them, of the same row."""
+
+    bounds: Tensor  # (documents, 2) int32: from and to; two equal ones for none
+    key_index: Tensor | None = (
+        None  # on CUDA: the positions that each document sees, its prefix's and its own, one by one
+    )
+    key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32: where those of each begin
+
+    @classmethod
+    def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
+        """For documents `cu_seqlens` of `num_tokens`; `num_prefix_tokens` of all prefixes together, as a GPU's host does
+        not know."""
+        if not bounds.is_cuda:
+            return cls(bounds)
+        return cls.listing_keys(bounds, num_prefix_tokens, cu_seqlens, num_tokens)
+
+    @classmethod
+    def listing_keys(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
+        """The same, with what a kernel takes that knows no prefixes."""
+        begins, ends = bounds.unbind(1)
+        before = ends - begins  # (documents,)
+        key_cu_seqlens = F.pad((before + cu_seqlens.diff()).cumsum(0), (1, 0)).to(torch.int32)
+        keys = torch.arange(num_tokens + num_prefix_tokens, dtype=torch.int32, device=bounds.device)
+        document = torch.bucketize(keys, key_cu_seqlens, right=True) - 1
+        nth = keys - key_cu_seqlens[document]
+        own = cu_seqlens[document] + nth - before[document]
+        return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Prefixes | None], Tensor]
+
+
 class Attention(nn.Module):
     """Projects to queries, keys and values, turns them by position, attends, and projects back."""
 
@@ -66,6 +101,7 @@ class Attention(nn.Module):
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
 
     def forward(
         self,
@@ -74,6 +110,7 @@ class Attention(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
     ) -> Tensor:
         """hidden (B, T, hidden_size); cos and sin (B or 1, T, turned features), or None where positions turn nothing;
         returns (B, T, hidden_size)."""
@@ -91,11 +128,24 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
-        elif cu_seqlens is not None:
-            attended = attend_documents(query, key, value, cu_seqlens, self.scoring, self.sinks)
         else:
-            attended = attend_rows(query, key, value, self.scoring, self.sinks)
+            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
         return self.o_proj(attended.flatten(-2))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    prefixes: Prefixes | None = None,
+) -> Tensor:
+    """Attends causally within each document, or within each row where there are no boundaries `cu_seqlens`."""
+    if cu_seqlens is None:
+        return attend_rows(query, key, value, scoring, sinks)
+    return attend_documents(query, key, value, cu_seqlens, scoring, sinks, prefixes)
 
 
 def attend_rows(
@@ -122,11 +172,12 @@ def attend_documents(
     cu_seqlens: Tensor,
     scoring: Scoring = Scoring(),
     sinks: Tensor | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Tensor:
-    """Attends causally within each document.
+    """Attends causally within each document, and to what it goes on from.
 
     query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
-    documents' boundaries in the N = B * T tokens; sinks (H,). No document is longer than a row.
+    documents' boundaries in the N = B * T tokens; sinks (H,). No document with its prefix is longer than a row.
     """
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
@@ -134,12 +185,22 @@ def attend_documents(
         # to be asked of the device, which would wait for it in every layer.
         longest = query.shape[1]
         back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
+        key_cu_seqlens = cu_seqlens
+        if prefixes is not None:
+            # Of more keys than queries the kernel takes the last query to stand where the last key does.
+            assert prefixes.key_index is not None and prefixes.key_cu_seqlens is not None
+            k, v = (x.index_select(0, prefixes.key_index) for x in (k, v))
+            key_cu_seqlens = prefixes.key_cu_seqlens
         attended: Any = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scoring.scale, window_size=(back, 0), **_GROUPED
+            *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
+            scale=scoring.scale,
+            window_size=(back, 0),
+            **_GROUPED,
         )
     else:
         rules = scoring.scale, scoring.window, scoring.softcap
-        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, row_tokens=query.shape[1])
+        bounds = None if prefixes is None else prefixes.bounds
+        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, query.shape[1], bounds)
     return attended.view(query.shape)
 
 

@@ -71,6 +71,7 @@ class DecoderConfig:
     residual_multiplier: float = 1.0  # of what attention and feed-forward add
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    scores: bool = False  # the output layer gives one number a position in place of logits: a reward model
 
     @property
     def num_layers(self) -> int:

@@ -8,6 +8,7 @@ settings are read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_p
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
@@ -51,6 +52,26 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
 
+# What transformers calls the model of a family that gives one score in place of logits; other families have none there.
+SCORE_ARCHITECTURES = {
+    family: f"{name}ForSequenceClassification"
+    for family, name in {
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "gemma": "Gemma",
+        "gemma2": "Gemma2",
+        "gemma3_text": "Gemma3Text",
+        "phi3": "Phi3",
+        "smollm3": "SmolLM3",
+        "olmo2": "Olmo2",
+        "mixtral": "Mixtral",
+        "qwen3_moe": "Qwen3Moe",
+        "gpt_oss": "GptOss",
+    }.items()
+}
+
 _REMEDIES_FOR_QUANTIZED = {
     "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
     "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
@@ -69,6 +90,33 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     family, architecture = _LANGUAGE_MODEL_OF[model_type]
     shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
+
+
+def score_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """Returns the config.json of the reward model on a language model; that of a reward model as it is.
+
+    Raises ValueError for a family that transformers has no such model of, and for one that gives several scores.
+    """
+    family = config.get("model_type")
+    if family not in SCORE_ARCHITECTURES:
+        raise ValueError(
+            f"{where}: model_type is {family!r}, of which transformers has no model for sequence classification, so nothing "
+            f"could open the reward model; expected one of {listed(SCORE_ARCHITECTURES)}."
+        )
+    if not _gives_scores(config):
+        labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+        return {**config, "architectures": [SCORE_ARCHITECTURES[family]], **labels}
+    num_labels = len(config.get("id2label") or (0, 1))  # without it transformers takes 2
+    if num_labels != 1:
+        raise ValueError(
+            f"{where}: id2label has {num_labels} labels; expected 1: a reward model gives one score. Is this a classifier?"
+        )
+    return config
+
+
+def _gives_scores(config: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and architectures == [SCORE_ARCHITECTURES.get(str(config.get("model_type")))]
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -111,6 +159,8 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         **_facts(family.facts, fields),
     )
     _refuse_other_mathematics(config, fields.read, where)
+    if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
+        return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
     return read
 
 
@@ -183,6 +233,8 @@ def _activation(fields: Fields, family: Family) -> Any:
 
 def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     architectures = config.get("architectures") or []
+    if _gives_scores(config):
+        architectures = []
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures
     ):

@@ -8,18 +8,19 @@ Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.attention import Attention
+from lean_ft.models.attention import Attention, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
+from lean_ft.shards import Cut
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
 _INTO_ATTENTION, _AFTER_ATTENTION, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -55,6 +56,7 @@ class Block(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
 
@@ -62,7 +64,7 @@ class Block(nn.Module):
         that is set aside, so that compilation and checkpointing treat them right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache)
+        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache, prefixes)
         hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         added, router_logits = self.mlp(self._normed(into_mlp, hidden)), None
         if isinstance(added, tuple):
@@ -88,6 +90,18 @@ class Trunk(nn.Module):
         self.norm = _norm(config)
 
 
+class TokenCut(Protocol):
+    """Of a row's T tokens the ones that are here, where several ranks share a row (`lean_ft.distributed`)."""
+
+    def of_attention(self, values: Tensor) -> Tensor:
+        """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share a row, through which gradients go."""
+        ...
+
+
 class Decoder(nn.Module):
     """A decoder-only language model.
 
@@ -101,18 +115,23 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head: nn.Linear | None = None
-        if not config.tied_embeddings:
+        self.score: nn.Linear | None = None
+        if config.scores:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
+        self.cut_vocabulary: Any = None  # set by distributed.vocabulary, where embedding and output layer stay cut
+        self.score_is_new = False  # a reward model's output layer: not in its folder, which is a language model's
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
         self.generation_config: bytes | None = None
-        self.unread: Callable[[str, Tensor], None] | None = (
-            None  # fills a parameter, while the model is of shapes alone
-        )
+        self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
+        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
+        self.tokens: TokenCut | None = None
         self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
@@ -121,11 +140,17 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @property
+    def head(self) -> nn.Linear | None:
+        """The output layer; None where it is the embedding."""
+        return self.lm_head if self.score is None else self.score
+
+    @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer; the embedding's own, or what stands for it, where they are tied."""
+        """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
+        where they are tied."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return self.model.embed_tokens.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -137,6 +162,8 @@ class Decoder(nn.Module):
         lengths: Tensor | None = None,
         return_router_loss: bool = False,
         is_token: Tensor | None = None,
+        prefixes: Tensor | None = None,
+        num_prefix_tokens: int = 0,
     ) -> Any:
         """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
 
@@ -145,14 +172,24 @@ class Decoder(nn.Module):
         packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
         on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
 
+        prefixes (documents, 2) int32 lets a document of cu_seqlens go on from positions, from and to, of one before it in its
+        row: it sees them, and its positions count on from theirs. `num_prefix_tokens` is how many those of all documents
+        are together. Where a rotary scaling depends on the length of the text, all texts of a prefix have to be of the
+        lengths that `RopeConfig.same_frequencies` takes for one.
+
         With `return_router_loss` returns beside that what a mixture's uneven load adds to a mean loss, a float32 scalar:
         `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it. It is None where the coefficient is 0
         or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
-        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, and
-        where the cache is full.
+        Where ranks share a row, input_ids and is_token are of the tokens that are here, as is the result; positions, which
+        cannot be left out then, and cu_seqlens are of all.
+
+        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
+        prefixes without cu_seqlens, and where the cache is full.
         """
-        num_rows, num_tokens = input_ids.shape
+        if self.tokens is not None and (positions is None or cache is not None):
+            raise ValueError("of a row that ranks share, all positions have to be given, and there is no cache.")
+        num_rows, num_tokens = (input_ids if self.tokens is None or positions is None else positions).shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
@@ -165,19 +202,31 @@ class Decoder(nn.Module):
             _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
                 indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-                positions = (indices - cu_seqlens[_document_of(indices, cu_seqlens)]).view(num_rows, num_tokens)
+                document = _document_of(indices, cu_seqlens)
+                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+                if prefixes is not None:
+                    positions = positions + prefixes.diff(dim=1)[document].view_as(positions)
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
+
+        seen = None
+        if prefixes is not None:
+            if cu_seqlens is None:
+                raise ValueError("prefixes go with cu_seqlens: they are what its documents go on from.")
+            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, input_ids.numel())
 
         hidden = self._embed(input_ids)
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
+        if self.tokens is not None:
+            positions = self.tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else self.tokens.of_attention(text_lengths)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i])
+            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i], seen)
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
                 if balances:
@@ -193,12 +242,14 @@ class Decoder(nn.Module):
         if not all_router_logits:
             return result, None
         assert self.mixture is not None
-        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token)
+        over_row = (lambda values: values) if self.tokens is None else self.tokens.sum
+        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
         return result, self.router_aux_loss_coef * balance
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
-        logits = F.linear(hidden, self.output_weight)
+        cut = self.cut_vocabulary
+        logits = F.linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -207,8 +258,10 @@ class Decoder(nn.Module):
         is not that of the row."""
         if cache is not None:
             return cache.next_lengths[:, None]
-        if cu_seqlens is None or not any(rope.depends_on_length for rope in self.rotary):
+        if not any(rope.depends_on_length for rope in self.rotary):
             return None
+        if cu_seqlens is None:
+            return None if self.tokens is None else positions.amax(-1, keepdim=True).expand_as(positions) + 1
         flat = positions.flatten()
         document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
         last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)

@@ -9,6 +9,9 @@ Three facts of some models change the softmax: a window (keys that are too far b
 cap (scores become cap * tanh(score / cap)) and sinks (a learned logit for each head joins the softmax and takes its
 share of the weight, but has no value).
 
+A document may go on from a stretch of one before it, its prefix: its queries see the prefix's keys, and then their own, as
+if they stood behind it. So a prompt is computed once for several answers, and the gradients of its keys add up.
+
 Whatever the documents' lengths, the products' shapes are of a short list: zeros fill a block up to one of a few sizes.
 A CPU's library compiles code for each new shape, which takes as long as a dozen products and a third of a megabyte.
 
@@ -51,23 +54,25 @@ def document_attention(
     window: int | None = None,
     softcap: float | None = None,
     row_tokens: int = 0,
+    prefixes: Tensor | None = None,
 ) -> Tensor:
     """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
     cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. sinks (H,): a logit for each head.
     scale: of the scores, where left out D ** -0.5. window: how many positions a query sees, its own included. softcap:
     the bound of the scores. row_tokens: over whose multiples no document goes, where left out N; it counts on a GPU alone.
-    Raises ValueError for other boundaries; on a GPU that is an assertion of the device.
+    prefixes (documents, 2) integers: the positions, from and to, that each document goes on from, in one before it and in
+    the same row; two equal ones for none. Raises ValueError for other boundaries; on a GPU that is an assertion of the
+    device.
     """
     if query.is_cuda:
-        return attend_rows(
-            query, key, value, cu_seqlens, row_tokens or len(query), sinks, Rules(scale, window, softcap)
-        )
+        rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
+        return attend_rows(query, key, value, cu_seqlens, rows, sinks, rules, prefixes)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for document in _documents(cu_seqlens, len(query)):
+    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
-        blocks = _blocks(query.shape[1], queries.shape[2], window)
-        keys, values = (_filled(x[document], blocks) for x in (key, value))
+        blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
+        keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         for block in blocks:
             weights = softmax(block).weights.to(query.dtype)  # (K, R, C)
@@ -101,6 +106,7 @@ def document_attention_backward(
     window: int | None,
     softcap: float | None,
     row_tokens: int,
+    prefixes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value and sinks from that of `out`, what `document_attention` returned.
 
@@ -109,22 +115,24 @@ def document_attention_backward(
     if query.is_cuda:
         rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
         grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
-            grad_out, query, key, value, cu_seqlens, rows, sinks, rules
+            grad_out, query, key, value, cu_seqlens, rows, sinks, rules, prefixes
         )
         if grad_sinks is None or sinks is None:
-            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=torch.float32)
+            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=_wide(query))
         return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=torch.float32)  # (H,)
-    for document in _documents(cu_seqlens, len(query)):
+    wide = _wide(query)
+    grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
+    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
-        blocks = _blocks(query.shape[1], queries.shape[2], window)
-        keys, values = (_filled(x[document], blocks) for x in (key, value))
+        num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
+        blocks = _blocks(query.shape[1], num_tokens, window, num_before)
+        keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
-        delta = (grads.float() * outs.float()).sum(-1, keepdim=True)  # (K, G, T, 1)
+        delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, P); F.pad and not cat keeps a token's features together, so that strides come again as well
         values_and_ones = F.pad(values.transpose(0, 1), (0, 3), value=1.0).permute(1, 2, 0)
         grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
@@ -145,9 +153,10 @@ def document_attention_backward(
             grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block))
             if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
-        num_tokens = queries.shape[2]
-        grad_key[document] = (grad_keys * softmax.scale).transpose(0, 1)[:num_tokens]
-        grad_value[document] = grad_values.transpose(0, 1)[:num_tokens]
+        for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
+            before, own, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
+            grad[document] = own
+            grad[prefix] += before  # the document that it is of came first
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
@@ -156,19 +165,20 @@ def _(
     grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    grad_sinks = query.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+    grad_sinks = query.new_empty(0, dtype=_wide(query)) if sinks is None else torch.empty_like(sinks)
     return *grads, grad_sinks
 
 
 def _save_for_backward(ctx, inputs, output: Tensor) -> None:
-    query, key, value, cu_seqlens, sinks, *ctx.settings = inputs
-    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks)
+    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes = inputs
+    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks, prefixes)
     ctx.has_sinks = sinks is not None
 
 
 def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_sinks = document_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None, None
+    *saved, prefixes = ctx.saved_tensors
+    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, prefixes)
+    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None, None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -184,6 +194,7 @@ def num_product_shapes(longest: int) -> int:
 class _Block(NamedTuple):
     queries: slice  # the last block's goes on behind the document's end
     keys: slice  # those that any of the queries sees, and some more
+    place: int  # among the keys, of the first query's own
 
 
 class _Weights(NamedTuple):
@@ -204,10 +215,10 @@ class _Softmax:
         window: int | None,
         softcap: float | None,
     ) -> None:
-        self.queries = queries
-        self.keys = keys.float().transpose(1, 2)  # (K, D, P)
+        self.queries, self.dtype = queries, _wide(queries)
+        self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
-        self.sinks = None if sinks is None else sinks.float().view(*queries.shape[:2], 1, 1)
+        self.sinks = None if sinks is None else sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
         self.scale = queries.shape[-1] ** -0.5 if scale is None else scale
         self.window = window
         self.softcap = softcap
@@ -216,7 +227,7 @@ class _Softmax:
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> _Weights:
         num_queries = block.queries.stop - block.queries.start
-        rows = _rows(self.queries, block).float() * self.scale
+        rows = _rows(self.queries, block).to(self.dtype) * self.scale
         scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
         slope = None
         if self.softcap is not None:
@@ -225,11 +236,11 @@ class _Softmax:
             scores = tanh.mul_(self.softcap)
         by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
         # Only the block's own keys and those behind them lie in a query's future,
-        num_last = block.keys.stop - block.queries.start
+        num_last = block.keys.stop - block.place
         future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
         by_query[..., -num_last:] += future
         if self.window is not None:  # and only those before the last query's window too far in a query's past.
-            oldest = block.queries.start - block.keys.start - self.window  # hidden from the block's first query
+            oldest = block.place - block.keys.start - self.window  # hidden from the block's first query
             num_hidden = oldest + num_queries
             if num_hidden > 0:
                 past = torch.full((num_queries, num_hidden), float("-inf"), device=scores.device).tril(oldest)
@@ -241,28 +252,52 @@ class _Softmax:
         return _Weights(weights[..., :-1], slope, weights[..., -1:])
 
 
-def _documents(cu_seqlens: Tensor, num_tokens: int) -> Iterator[slice]:
+def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """Of each document that has tokens its own positions, and those of its prefix."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
         raise ValueError(
             f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; it goes from {bounds[0]} to "
             f"{bounds[-1]} over {len(bounds) - 1} documents."
         )
-    return (slice(start, end) for start, end in pairwise(bounds) if start < end)
+    before = [[0, 0]] * (len(bounds) - 1) if prefixes is None else prefixes.tolist()
+    if prefixes is not None and not (
+        len(before) == len(bounds) - 1
+        and all(
+            0 <= first <= last <= start or first == last for (first, last), start in zip(before, bounds, strict=False)
+        )
+    ):
+        raise ValueError(
+            f"prefixes must name for each of the {len(bounds) - 1} documents positions before its own, from and to, or two "
+            f"equal ones; they are {before}."
+        )
+    for (start, end), prefix in zip(pairwise(bounds), before, strict=True):
+        if start < end:
+            yield slice(start, end), slice(*prefix)
 
 
-def _blocks(num_heads: int, num_tokens: int, window: int | None) -> list[_Block]:
-    """Cuts a document's queries into blocks of one size, and their keys where few sizes come about."""
+def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
+    """The keys or values (N, K, D) that a document sees: its prefix's, and its own."""
+    return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
+
+
+def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: int) -> list[_Block]:
+    """Cuts a document's queries into blocks of one size, and their keys where few sizes come about, `num_before` of which
+    are of a prefix."""
+    num_tokens = num_before + num_queries
     step = _query_step(num_tokens)
     num_keys = num_tokens if window is None else min(num_tokens, window + step)
     key_step = _key_step(num_tokens, num_keys)
     while step > 1 and num_heads * step * num_keys > _BLOCK_SCORES:
         step //= 2
     blocks = []
-    for start in range(0, num_tokens, step):
-        first = 0 if window is None else max(0, start - window + 1)
-        last = -(-(start + step) // key_step) * key_step
-        blocks.append(_Block(slice(start, start + step), slice(first, last)))
+    for start in range(0, num_queries, step):
+        place = num_before + start
+        first = 0 if window is None else max(0, place - window + 1)
+        if num_before:  # of any length, and so may be what is left before the window
+            first -= first % key_step
+        last = -(-(place + step) // key_step) * key_step
+        blocks.append(_Block(slice(start, start + step), slice(first, last), place))
     return blocks
 
 
@@ -273,6 +308,11 @@ def _query_step(num_tokens: int) -> int:
 def _key_step(num_tokens: int, num_keys: int) -> int:
     """What the number of a block's keys is a multiple of."""
     return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type of scores and of sums."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _power_of_two(n: int) -> int:

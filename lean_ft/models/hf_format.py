@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import decoder_config, language_model_config
+from lean_ft.models.config_json import decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, part_of
+from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -37,6 +37,17 @@ AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
 
 
+class Unread:
+    """How a model of shapes alone gets its weights, once it is cut and has memory: `fill` gives a parameter its values."""
+
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
+
+    def into(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.fill(name, parameter)
+
+
 @counted_as("weights")
 def load_model(
     path: str | Path | ModelConfig,
@@ -45,6 +56,7 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
+    scores: bool | None = False,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
     every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
@@ -54,8 +66,11 @@ def load_model(
     model's own memory and 1 MiB. `router_aux_loss_coef` is that of the model; None takes config.json's where that asks
     for it by `output_router_logits`. `after_module` is called with the model and each module's name as soon as the
     module has its weights; it may put a smaller one in its place, before the next takes memory. On the device `meta` the
-    model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. Raises ValueError where
-    the folder, its config.json or its weights are not what is expected; nothing is allocated before that is known.
+    model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. With `scores` it is a
+    reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own;
+    None takes either kind as it is.
+    Raises ValueError where the folder, its config.json or its weights are not what is expected, which without `scores` a
+    reward model is not; nothing is allocated before that is known.
     """
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
@@ -65,10 +80,13 @@ def load_model(
     watcher = stage()
     random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
-    model = _described(folder, dtype, router_aux_loss_coef)
+    model = _described(folder, dtype, router_aux_loss_coef, scores)
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
-        model.unread = fill
+        model.unread = Unread(fill)
+        if after_module is not None:
+            for name in [name for name, _ in model.named_modules()]:
+                after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"
@@ -79,12 +97,17 @@ def load_model(
 
 
 @torch.no_grad()
+@counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
-    for name, parameter in model.named_parameters():
-        model.unread(name, parameter)
+    remember_cuts(model.named_parameters(), model.cuts)
+    if stage() is None:
+        model.unread.into(model)
+    else:  # there is nothing to read; a CPU's memory is taken as it is written
+        for tensor in [*model.parameters(), *model.buffers()]:
+            local(tensor).zero_()
     model.unread = None
 
 
@@ -115,11 +138,12 @@ def weights_fingerprint(folder: Path) -> str | None:
 
 def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
     """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
-    return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef)
+    return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef, None)
 
 
-def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | None) -> Decoder:
-    """The model of a folder's config.json, of shapes alone; where that reads images too, its language model."""
+def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | None, scores: bool | None) -> Decoder:
+    """The model of a folder's config.json, of shapes alone; where that reads images too, its language model. None for
+    `scores` takes either kind as it is."""
     file = folder / "config.json"
     purpose = "it says what the model computes; is this a model's folder?"
     if (folder / "adapter_config.json").is_file():
@@ -128,9 +152,17 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
         )
     whole = read_json(file, purpose)
     hf_config = language_model_config(whole, where=str(file))
+    part_of, own = "" if hf_config is whole else whole["model_type"], hf_config
+    if scores:
+        hf_config = score_config(own, where=str(file))
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
-    model.source_folder, model.hf_config = folder, hf_config
-    model.part_of = "" if hf_config is whole else whole["model_type"]
+    if model.config.scores and scores is False:
+        raise ValueError(
+            f"{folder} is a reward model: it gives scores and no text. Expected a language model; leanft score and the "
+            "recipe reward take it."
+        )
+    model.source_folder, model.hf_config, model.part_of = folder, hf_config, part_of
+    model.score_is_new = hf_config is not own
     if router_aux_loss_coef and model.mixture is None:
         raise ValueError(
             f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
@@ -234,6 +266,10 @@ def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tens
         for place, tensor in parameters_on_disk(hf_config, name, here.values):
             yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
         return
+    if here.run is not None:  # a matrix of a layer, which every family stores as it is
+        ((place, _),) = parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta"))
+        yield place, here
+        return
     flat, end = here.values.view(-1), here.first + here.values.numel()
     # Where the parts of the whole lie in it, views without memory tell.
     for place, piece in parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta")):
@@ -274,13 +310,13 @@ def _drawn(config: DecoderConfig) -> Fill:
         if here.values.shape != here.shape:  # the same numbers as one rank draws, of which it keeps its rows
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
-            here.values.view(-1).copy_(whole.view(-1)[here.first : here.first + here.values.numel()])
+            here.values.copy_(here.within(whole))
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
-            parameter.zero_()
+            here.values.zero_()
         elif name.endswith("norm.weight"):
-            parameter.fill_(1.0 - config.norm_weight_offset)
+            here.values.fill_(1.0 - config.norm_weight_offset)
         else:
-            parameter.normal_(0.0, config.initializer_range)
+            here.values.normal_(0.0, config.initializer_range)
 
     return draw
 
@@ -294,6 +330,9 @@ def _read_from(folder: Path, model: Decoder) -> Fill:
     stored = _match(model, stored, folder)
 
     def read(name: str, parameter: Tensor) -> None:
+        if model.score_is_new and name == "score.weight":
+            part_of(parameter).values.zero_()
+            return
         for place, part in _parts_of_parameter(model.hf_config, name, parameter):
             stored[place].read_part(part)
 
@@ -341,6 +380,9 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
+    if model.score_is_new:
+        del expected["score.weight"]
+        stored.pop("lm_head.weight", None)
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(

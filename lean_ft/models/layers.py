@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-        wide = x.float()
+        wide = _wide(x)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, scale)
         ctx.weight_offset = weight_offset
@@ -50,8 +50,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        grad = grad.float()
+        normed = _wide(x) * scale
+        grad = _wide(grad)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
@@ -62,7 +62,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
-    return weight if offset == 0.0 else weight.float() + offset
+    return weight if offset == 0.0 else _wide(weight) + offset
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Activation(NamedTuple):

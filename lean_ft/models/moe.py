@@ -15,7 +15,7 @@ Shapes: N tokens, D features, E experts, K experts a token, M = N * K rows sorte
 intermediate features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,11 +107,17 @@ class MixtureOfExperts(nn.Module):
         return self.experts(tokens, weights, chosen).view(x.shape), logits
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int, is_token: Tensor | None) -> Tensor:
+def load_balancing_loss(
+    router_logits: Sequence[Tensor],
+    experts_per_token: int,
+    is_token: Tensor | None,
+    over_row: Callable[[Tensor], Tensor] = lambda values: values,
+) -> Tensor:
     """Returns how unevenly the routers of all layers load their experts, a float32 scalar: K if evenly, up to E.
 
     It is E * sum over experts of (choices a token) * (mean probability), the means being over the tokens of all layers
-    together. router_logits: (N, E) a layer; is_token (N,) bool: False for padding, which does not count.
+    together. router_logits: (N, E) a layer; is_token (N,) bool: False for padding, which does not count. `over_row` sums over
+    the ranks that share the tokens, where several do.
     """
     num_experts = router_logits[0].shape[1]
     counted = torch.ones_like(router_logits[0][:, :1]) if is_token is None else is_token.view(-1, 1)
@@ -121,7 +127,9 @@ def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int,
         chosen = logits.detach().topk(experts_per_token).indices
         choices = choices.scatter_add(0, chosen.flatten(), counted.expand_as(chosen).flatten())
         probability = probability + (logits.float().softmax(-1) * counted).sum(0)
-    num_counted = counted.sum().clamp(min=1) * len(router_logits)
+    sums = over_row(torch.cat((choices, probability, counted.sum().view(1))))
+    choices, probability, num_tokens = sums.split((num_experts, num_experts, 1))
+    num_counted = num_tokens.clamp(min=1) * len(router_logits)
     return num_experts * (choices / num_counted) @ (probability / num_counted)
 
 

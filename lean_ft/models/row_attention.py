@@ -33,15 +33,23 @@ class Rules(NamedTuple):
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, row_tokens: int, sinks: Tensor | None, rules: Rules
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    row_tokens: int,
+    sinks: Tensor | None,
+    rules: Rules,
+    prefixes: Tensor | None = None,
 ) -> Tensor:
     """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D) in documents that end with rows.
 
     cu_seqlens (documents + 1,): boundaries in the N tokens; that no document goes over the end of a row of `row_tokens`
-    is checked on the device, as is that they rise from 0 to N. sinks (H,).
+    is checked on the device, as is that they rise from 0 to N. sinks (H,). prefixes (documents, 2): what each document goes
+    on from, as `document_attention` says.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules)
+    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
     values = _by_head(value, row_tokens)
     outs = torch.empty_like(softmax.queries)  # (B * K, T * G, D)
     for block in softmax.blocks:
@@ -60,9 +68,10 @@ def attend_rows_backward(
     row_tokens: int,
     sinks: Tensor | None,
     rules: Rules,
+    prefixes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of query, key, value and, in float32, sinks, from that of what `attend_rows` returned."""
-    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules)
+    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
     keys, values = softmax.keys, _by_head(value, row_tokens)
     grads = _by_query(grad_out, key.shape[1], row_tokens)  # (B * K, T * G, D)
     grad_queries = torch.empty_like(softmax.queries)
@@ -120,6 +129,7 @@ class _Softmax:
         row_tokens: int,
         sinks: Tensor | None,
         rules: Rules,
+        prefixes: Tensor | None,
     ) -> None:
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         self.group, self.num_kv_heads = num_heads // num_kv_heads, num_kv_heads
@@ -128,9 +138,10 @@ class _Softmax:
         self.softcap = rules.softcap
         self.queries = _by_query(query, num_kv_heads, row_tokens)
         self.keys = _by_head(key, row_tokens)
-        self.first = _first_visible(cu_seqlens, len(query), row_tokens, rules.window)  # (B, T)
+        self.first, self.prefix = _visible(cu_seqlens, len(query), row_tokens, rules.window, prefixes)
         self.places = torch.arange(row_tokens, device=query.device)
-        self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, rules.window)
+        window = rules.window if prefixes is None else None  # a prefix may lie further back
+        self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, window)
         self.sinks = None
         if sinks is not None:  # (1, K, 1, G, 1)
             self.sinks = sinks.to(self.dtype).view(1, num_kv_heads, 1, self.group, 1)
@@ -148,6 +159,9 @@ class _Softmax:
             scores = tanh.mul_(self.softcap)
         queries, keys = self.places[block.queries], self.places[block.keys]
         hidden = (keys < self.first[:, block.queries, None]).logical_or_(keys > queries[:, None])  # (B, queries, C)
+        if self.prefix is not None:
+            begin, end = (bound[:, block.queries, None] for bound in self.prefix)
+            hidden.logical_and_((keys < begin).logical_or_(keys >= end))
         by_query = scores.view(len(hidden), self.num_kv_heads, len(queries), self.group, -1)
         by_query.masked_fill_(hidden[:, None, :, None], float("-inf"))
         if self.sinks is None:
@@ -168,20 +182,32 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.to(wide), right.to(wide))
 
 
-def _first_visible(cu_seqlens: Tensor, num_tokens: int, row_tokens: int, window: int | None) -> Tensor:
-    """The first place of a row that each of its tokens sees, (B, T)."""
+def _visible(
+    cu_seqlens: Tensor, num_tokens: int, row_tokens: int, window: int | None, prefixes: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The first place of a row that each of its tokens sees of its own document, (B, T), and from where to where it sees
+    that document's prefix, (B, T) each."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    starts = cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1].view(-1, row_tokens)
+    document = torch.bucketize(tokens, cu_seqlens, right=True) - 1
+    starts = cu_seqlens[document].view(-1, row_tokens)
     of_row = tokens.view(-1, row_tokens)
+    row_starts = of_row[:, :1]
     fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
+    prefix = None
+    if prefixes is not None:
+        begin, end = (bound.view(-1, row_tokens) for bound in prefixes[document].unbind(1))
+        fits = fits & ((begin == end) | (begin >= row_starts) & (begin < end) & (end <= starts)).all()
+        if window is not None:
+            begin = torch.maximum(begin, begin + (of_row - starts) + (end - begin) - (window - 1))
+        prefix = begin - row_starts, end - row_starts
     torch.ops.aten._assert_async.msg(
-        fits & (starts >= of_row[:, :1]).all(),
-        f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, and no document may go over the end of a row "
-        f"of {row_tokens}.",
+        fits & (starts >= row_starts).all(),
+        f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, no document may go over the end of a row of "
+        f"{row_tokens}, and its prefix lies before it in the row.",
     )
     if window is not None:
         starts = torch.maximum(starts, of_row - (window - 1))
-    return starts - of_row[:, :1]
+    return starts - row_starts, prefix
 
 
 def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None) -> list[_Block]:

@@ -76,16 +76,19 @@ class StoredTensor:
         assert part.values.is_contiguous()
         flat = part.values.view(-1)
         with open(self.file, "rb", buffering=0) as file:
-            file.seek(self.offset + part.first * self.dtype.itemsize)
-            if flat.device.type == "cpu" and flat.dtype == self.dtype:
-                _read_exactly(file, flat, self.file)
-                return
-            step = min(flat.numel(), _STAGING_BYTES // self.dtype.itemsize)
-            staging = torch.empty(step, dtype=self.dtype, pin_memory=flat.is_cuda)
-            for start in range(0, flat.numel(), max(step, 1)):
-                piece = flat[start : start + step]
-                _read_exactly(file, staging[: piece.numel()], self.file)
-                piece.copy_(staging[: piece.numel()])
+            is_direct = flat.device.type == "cpu" and flat.dtype == self.dtype
+            step = flat.numel() if is_direct else min(flat.numel(), _STAGING_BYTES // self.dtype.itemsize)
+            staging = flat if is_direct else torch.empty(step, dtype=self.dtype, pin_memory=flat.is_cuda)
+            done = 0
+            for runs in _in_steps(part.runs(), step):
+                filled = 0
+                for first, length in runs:
+                    file.seek(self.offset + first * self.dtype.itemsize)
+                    _read_exactly(file, staging[filled : filled + length], self.file)
+                    filled += length
+                if not is_direct:
+                    flat[done : done + filled].copy_(staging[:filled])
+                done += filled
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
         """Yields the tensor's bytes in pieces of `size`, or `at_most` of these, evenly spread from the first to the last."""
@@ -190,8 +193,7 @@ def write_file(
                 for name in names:
                     part = parts[name]
                     if not part.is_kept_by_others:
-                        stream.seek(len(encoded) + starts[name] + part.first * part.values.element_size())
-                        _write_all(stream, part.values)
+                        _write_part(stream, part, len(encoded) + starts[name])
                 if ranks.size > 1:  # on a shared disk what others wrote may not be synced from rank 0
                     os.fsync(stream.fileno())
 
@@ -200,10 +202,31 @@ def write_file(
         ranks.first(whole_or_not.close)
 
 
-def _write_all(stream: RawIOBase, tensor: Tensor) -> None:
-    remaining = _bytes_of(tensor.detach().cpu().contiguous())
-    while remaining:  # one write takes at most 2 GiB
-        remaining = remaining[stream.write(remaining) :]
+def _in_steps(runs: Iterator[tuple[int, int]], step: int) -> Iterator[list[tuple[int, int]]]:
+    """Runs of elements in groups of `step` elements, the last of fewer; a run may go over a group's end."""
+    group, room = [], step
+    for first, length in runs:
+        while length:
+            taken = min(length, room)
+            group.append((first, taken))
+            first, length, room = first + taken, length - taken, room - taken
+            if not room:
+                yield group
+                group, room = [], step
+    if group:
+        yield group
+
+
+def _write_part(stream: RawIOBase, part: Part, offset: int) -> None:
+    """Writes what is here of a tensor that lies `offset` bytes from the start of the file."""
+    size, done = part.values.element_size(), 0
+    content = _bytes_of(part.values.detach().cpu().contiguous())
+    for first, length in part.runs():
+        stream.seek(offset + first * size)
+        remaining = content[done : done + length * size]
+        while remaining:  # one write takes at most 2 GiB
+            remaining = remaining[stream.write(remaining) :]
+        done += length * size
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

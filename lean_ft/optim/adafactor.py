@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
+from lean_ft.shards import whole_numel, whole_shape
 
 MOMENT_EPS = 1e-30  # added to squared gradients, so that nothing is divided by zero
 DECAY_EXPONENT = -0.8
@@ -55,7 +56,7 @@ class Adafactor(Rule):
             squares = torch.zeros((), device=grad.device)
             for _, g, of_row, of_column in matrices:
                 self._add_squares([g, of_row], of_column, squares)
-            rms = (state.sum(squares) / state.whole.numel()).sqrt()
+            rms = (state.sum(squares) / whole_numel(state.whole)).sqrt()
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
             noise = RoundingNoise.for_update(state, step)
@@ -72,7 +73,7 @@ class Adafactor(Rule):
             return torch.ones_like(moment[..., :1]), moment.rsqrt()
         # Rows of one matrix may lie on several ranks; of several matrices each is whole on one.
         is_cut = state.whole.ndim == 2
-        num_rows = state.whole.shape[-2]
+        num_rows = whole_shape(state.whole)[-2]
         row_moment = state.tensors["exp_avg_sq_row"].view(matrices, rows, 1)
         column_moment = state.tensors["exp_avg_sq_col"].view(matrices, 1, columns)
         row_means, column_means = torch.zeros_like(row_moment), torch.zeros_like(column_moment)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
+from lean_ft.shards import whole_numel
 
 
 class Moment:
@@ -116,7 +117,7 @@ class AdamW(Rule):
             ratios = torch.zeros((), device=grad.device)
             second = kept[len(kept) // 2 :]
             self._add_ratios([grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2)
-            lr = step.lr / (state.sum(ratios) / state.whole.numel()).sqrt().clamp(min=1.0)
+            lr = step.lr / (state.sum(ratios) / whole_numel(state.whole)).sqrt().clamp(min=1.0)
         scalars = (
             *(lr, self.eps, decay_of(state, self.weight_decay)),
             *(self.beta1, 1 - self.beta1, 1 - self.beta1**step.number),

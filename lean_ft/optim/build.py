@@ -22,11 +22,13 @@ from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.shapes_only import counted_as, device_type, stage
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
-MIN_CODED_ELEMENTS = 4096  # smaller tensors (norms, biases) keep whole moments: little to save, and much to lose
+# Smaller tensors, and all vectors (norms, biases), keep whole moments: little to save, and much to lose. Over 64 ranks each
+# has some ten numbers of a vector, and those of one scale would be cut apart.
+MIN_CODED_ELEMENTS = 4096
 PAGED_WITHOUT_CUDA = (
     "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
     "memory, as with adamw_8bit."
@@ -101,12 +103,23 @@ def _refuse_what_cannot_be_cut(
                 f"optimizer.name={cfg.name} works on whole matrices, and parallel.shard={ranks.num_shards} gives each "
                 f"process some rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
             )
-        rows = -(-param.shape[0] // ranks.num_shards)
-        if rows < param.shape[0] and rows * math.prod(param.shape[1:]) % own.block:
+        columns = part_of(param).run
+        if columns is not None and (cfg.name == "adafactor" or columns % own.block):
+            reason = (
+                "means of whole rows" if cfg.name == "adafactor" else f"one scale for {own.block} neighbouring numbers"
+            )
+            raise ValueError(
+                f"optimizer.name={cfg.name} keeps {reason}, and parallel.tensor cuts {name} of shape "
+                f"{list(whole_shape(param))} every {columns} columns. Set parallel.tensor=1, or optimizer.name=adamw."
+            )
+        parts, num_rows = whole_shape(param)[0] // param.shape[0], param.shape[0]
+        rows = -(-num_rows // param.device_mesh.size(-1))  # pyright: ignore[reportAttributeAccessIssue]
+        ends = [rows] * (rows < num_rows) + [num_rows] * (parts > 1)
+        if within := [end for end in ends if end * math.prod(param.shape[1:]) % own.block]:
             raise ValueError(
                 f"optimizer.name={cfg.name} keeps one scale for {own.block} neighbouring numbers, and over "
-                f"parallel.shard={ranks.num_shards} processes {name} of shape {list(param.shape)} would be cut within "
-                f"them, every {rows} rows. Set another parallel.shard, or optimizer.name=adamw."
+                f"{parts * -(-num_rows // rows)} processes {name} of shape {list(whole_shape(param))} would be cut within "
+                f"them, every {within[0]} rows. Set another parallel.shard, or optimizer.name=adamw."
             )
 
 
@@ -145,7 +158,11 @@ def _rules(
     else:
         block, moments = 1, (Moment(torch.float32), Moment(torch.float32))
     small = AdamW(moments=moments, **{**adamw, "compile": False})
-    return lambda param: own if param.numel() >= MIN_CODED_ELEMENTS and param.numel() % block == 0 else small
+
+    def is_coded(param: nn.Parameter) -> bool:
+        return param.ndim >= 2 and whole_numel(param) >= MIN_CODED_ELEMENTS and whole_numel(param) % block == 0
+
+    return lambda param: own if is_coded(param) else small
 
 
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:

@@ -94,7 +94,7 @@ class Optimizer:
         self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
         if (watcher := stage()) is not None:
             watcher.watch_optimizer(
-                ((state.name, state.param) for state in self._states), self.state_bytes, streamed=streamed is not None
+                ((state.name, state.whole) for state in self._states), self.state_bytes, streamed=streamed is not None
             )
         if in_backward:
             for state in self._states:
@@ -286,6 +286,8 @@ def _state_parts(state: ParameterState) -> dict[str, Part]:
     of_param = part_of(state.whole)
     if of_param.values.shape == of_param.shape:
         return {key: Part(t, tuple(t.shape), 0, of_param.is_kept_by_others) for key, t in state.tensors.items()}
+    if of_param.run is not None:
+        return _by_columns(state, of_param)
     rows_before = of_param.first // math.prod(of_param.shape[1:])
 
     def shapes(num_rows: int) -> dict[str, torch.Size]:
@@ -299,4 +301,18 @@ def _state_parts(state: ParameterState) -> dict[str, Part]:
             parts[key] = Part(tensor, tuple(whole[key]), 0, of_param.is_kept_by_others or state.ranks.shard > 0)
         else:
             parts[key] = Part(tensor, tuple(whole[key]), before[key].numel(), of_param.is_kept_by_others)
+    return parts
+
+
+def _by_columns(state: ParameterState, of_param: Part) -> dict[str, Part]:
+    """The same where the parameter is a matrix that is cut by columns, and its state is of neighbouring elements."""
+    assert of_param.run is not None
+    whole = state.rule.init_state(torch.empty(of_param.shape, device="meta"))
+    parts = {}
+    for key, tensor in state.tensors.items():
+        block, rest = divmod(math.prod(of_param.shape), whole[key].numel())
+        assert not rest and of_param.run % block == 0, "refused before: columns are cut within a block"
+        shape, places = tuple(whole[key].shape), (of_param.first, of_param.run, of_param.stride)
+        first, run, stride = (place // block for place in places)
+        parts[key] = Part(tensor, shape, first, of_param.is_kept_by_others, run, stride)
     return parts

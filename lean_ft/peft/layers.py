@@ -74,8 +74,8 @@ class AdaptedLayer(nn.Module):
         self.register_buffer("start_A", None, persistent=False)  # PiSSA's first pair
         self.register_buffer("start_B", None, persistent=False)
         if shape.dora:
-            self.register_buffer("square_norms", _row_norms(weight).square(), persistent=False)
-            self.lora_magnitude_vector = nn.Parameter(_row_norms(weight).to(dtype))
+            self.register_buffer("square_norms", row_norms(weight).square(), persistent=False)
+            self.lora_magnitude_vector = nn.Parameter(row_norms(weight).to(dtype))
 
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
@@ -141,7 +141,7 @@ class AdaptedLayer(nn.Module):
         a, b = (factor.float() for factor in self.factors())
         merged = torch.addmm(self.linear_weight().float(), b, a, alpha=self.shape.scaling)
         if self.lora_magnitude_vector is not None:
-            merged.mul_((self.lora_magnitude_vector.float() / _row_norms(merged))[:, None])
+            merged.mul_((self.lora_magnitude_vector.float() / row_norms(merged))[:, None])
         return merged
 
 
@@ -213,6 +213,6 @@ class LoRAOutput(AdaptedLayer):
         return F.linear(hidden, self.weight)
 
 
-def _row_norms(weight: Tensor) -> Tensor:
+def row_norms(weight: Tensor) -> Tensor:
     """(O,) float32 of (O, I), without a float32 copy of it."""
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))

@@ -13,6 +13,7 @@ from torch import nn
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import AfterModule
 from lean_ft.models.moe import Experts
+from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.nf4 import NF4Linear, check_available
@@ -22,28 +23,37 @@ from lean_ft.shapes_only import counted_as
 from lean_ft.shards import ALONE, Ranks
 
 _OUTPUT = "lm_head"
+SCORE = "score"
 
 
 def load_with_adapter(
-    model_cfg: ModelConfig, lora: LoRAConfig | None, device: str | torch.device = "cpu", ranks: Ranks = ALONE
+    model_cfg: ModelConfig,
+    lora: LoRAConfig | None,
+    device: str | torch.device = "cpu",
+    ranks: Ranks = ALONE,
+    scores: bool = False,
 ) -> Decoder:
     """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
 
-    One that is going to be cut over many `ranks` is of shapes alone until then; with an adapter it is whole on each.
-    Quantised layers replace the others while it loads, so that it never stands in memory whole. What is frozen needs no
-    float32 copy: with `model.dtype=float16` it is in that type. Raises as `load_model` and `apply_lora` do.
+    One that is going to be cut over many `ranks` is of shapes alone until then (`cut_loading`). Quantised layers replace
+    the others while it loads, so that it never stands in memory whole. What is frozen needs no float32 copy: with
+    `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does, whose output layer
+    trains beside an adapter. Raises as `load_model` and `apply_lora` do.
     """
     if lora is None:
-        return load_model(model_cfg, device if ranks.size == 1 else "meta")
+        return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
     model = load_model(
         model_cfg.path,
-        device,
+        device if ranks.size == 1 else "meta",
         dtype=getattr(torch, model_cfg.dtype),
         random_init=model_cfg.random_init,
         router_aux_loss_coef=model_cfg.router_aux_loss_coef,
         after_module=quantize_as_loaded(lora),
+        scores=scores,
     )
     apply_lora(model, lora)
+    if model.unread is not None:
+        model.unread = UnreadBesideAdapter(model.unread.fill)
     return model
 
 
@@ -70,9 +80,14 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     for name in names:
         if is_parameter_to_peft(model, name):
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
+    if SCORE in names:
+        raise ValueError(f"lora.targets: {SCORE} is one row and trains whole beside an adapter. Leave it out.")
     model.requires_grad_(False)
+    dtype = weight.dtype if cfg.dtype == "model" else torch.float32
+    if model.score is not None:
+        model.score.weight = nn.Parameter(model.score.weight.detach().to(dtype))
     for name in names:
-        layer = put_adapter(model, name, shape, weight.dtype if cfg.dtype == "model" else torch.float32)
+        layer = put_adapter(model, name, shape, dtype)
         if cfg.init == "pissa":
             layer.start_at_largest_singular_directions()
         else:
@@ -162,7 +177,7 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
     """For `load_model` to call after each module: replaces a linear one by its quantised self; None quantises none.
 
-    The output layer and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be used (on a GPU: at
+    The output layer, a reward model's too, and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be used (on a GPU: at
     the first module), and for a mixture of experts, whose stacks of matrices are not quantised.
     """
     if cfg.quantize == "none":
@@ -176,7 +191,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
                 "lora.quantize=nf4: the experts of this model are stacks of matrices, which are not quantised, and they "
                 "are most of it. Set lora.quantize=none."
             )
-        if isinstance(module, nn.Linear) and name != _OUTPUT:
+        if isinstance(module, nn.Linear) and name not in (_OUTPUT, SCORE):
             check_available(on_gpu=module.weight.is_cuda)
             model.set_submodule(name, NF4Linear(module))
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from lean_ft.models import Decoder, load_model
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import adapted_layers, take_adapters_off
+from lean_ft.peft.lora import SCORE, adapted_layers, take_adapters_off
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.peft_format import base_model, load_adapter
+from lean_ft.peft.peft_format import base_model, load_adapter, read_adapter
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def load_merged(
     `base` is the model's folder; None takes the one that the adapter names. Takes the memory of the model and one
     matrix in float32. Raises ValueError where either is not what is expected.
     """
-    model = load_model(base_model(Path(adapter)) if base is None else base, device=device, dtype=dtype)
+    scores = f"{SCORE}.weight" in read_adapter(Path(adapter)).tensors
+    base = base_model(Path(adapter)) if base is None else base
+    model = load_model(base, device=device, dtype=dtype, scores=scores)
     load_adapter(model, adapter)
     squares = []
     for layer in _mergeable_layers(model).values():

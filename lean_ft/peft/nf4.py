@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lean_ft.bitsandbytes_library import why_unusable
 from lean_ft.shapes_only import outside
+from lean_ft.shards import part_of
 
 BLOCK_SIZE = 64
 _SCALE_BLOCK_SIZE = 256
@@ -56,15 +57,22 @@ def whole(frozen: Frozen, out_features: int, like: Tensor, *, in_backward: bool 
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer whose weight is quantised."""
+    """A frozen linear layer whose weight is quantised.
+
+    One that is made on `meta`, to be cut over ranks, has what grows with the weight as parameters, which is what is cut.
+    """
 
     levels: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        for name, tensor in zip(_NAMES, quantize(linear.weight.detach()), strict=True):
-            self.register_buffer(name, tensor, persistent=False)
+        weight = linear.weight.detach()
+        for name, tensor in zip(_NAMES, _shapes(weight) if weight.is_meta else quantize(weight), strict=True):
+            if weight.is_meta and name in CUT_NAMES:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor, persistent=False)
         self.dtype = linear.weight.dtype
         self.bias = linear.bias
 
@@ -76,6 +84,13 @@ class NF4Linear(nn.Module):
     def weight(self) -> Tensor:
         """The weight (O, I) made whole, a new tensor each time."""
         return whole(self.frozen, self.out_features, self.levels.new_empty(0, self.in_features, dtype=self.dtype))
+
+    @torch.no_grad()
+    def take(self, frozen: Frozen) -> None:
+        """Takes over what `quantize` gave; where this layer is cut over ranks, the part that is here."""
+        for name, tensor in zip(_NAMES, frozen, strict=True):
+            here = part_of(getattr(self, name))
+            here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +104,16 @@ class NF4Linear(nn.Module):
 
 
 _NAMES = ("levels", "scales", "scale_scales", "mean_scale", "scale_levels")
+CUT_NAMES = ("levels", "scales", "scale_scales")
+
+
+def _shapes(weight: Tensor) -> tuple[Tensor, ...]:
+    """What `quantize` would give, on `meta`."""
+    num_scales = -(-weight.numel() // BLOCK_SIZE)
+    levels = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
+    scales = torch.empty(num_scales, dtype=torch.uint8, device="meta")
+    scale_scales = torch.empty(-(-num_scales // _SCALE_BLOCK_SIZE), device="meta")
+    return levels, scales, scale_scales, torch.empty((), device="meta"), torch.empty(256, device="meta")
 
 
 class _NF4Product(torch.autograd.Function):

@@ -31,7 +31,7 @@ from lean_ft.models.safetensors_file import StoredTensor, check_same, read_heade
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
-from lean_ft.peft.lora import adapted_layers, put_adapter
+from lean_ft.peft.lora import SCORE, adapted_layers, put_adapter
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
 from lean_ft.shards import ALONE, Part, Ranks, part_of
@@ -88,12 +88,12 @@ def save_adapter(
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
     """What is here of the model's adapter as it is saved, by PEFT's names without the prefix."""
-    return {name: part_of(tensor) for name, tensor in _named_tensors(adapted_layers(model)).items()}
+    return {name: part_of(tensor) for name, tensor in (_named_tensors(adapted_layers(model)) | _score(model)).items()}
 
 
 def adapter_bytes(model: nn.Module) -> int:
     """Room that the tensors of `save_adapter` take on the disk."""
-    return sum(tensor.nbytes for layer in adapted_layers(model).values() for tensor in _tensors(layer).values())
+    return sum(part.whole_bytes for part in adapter_parts(model).values())
 
 
 def base_fingerprint(model: nn.Module) -> str | None:
@@ -118,6 +118,8 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
         for name, part in own.items():
             stored[name].read_part(part)
         return
+    for name, score in _score(model).items():
+        score.copy_(_read(stored[name]))
     for name, layer in layers.items():
         stem = _stem(name, layers)
         _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
@@ -143,6 +145,15 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     names = dict.fromkeys(name for adapter in adapters for name in adapter.shapes)
     for name in names:
         _put_stored(model, name, [adapter for adapter in adapters if name in adapter.shapes])
+    for name, score in _score(model).items():
+        found = [adapter.tensors[name] for adapter in adapters if name in adapter.tensors]
+        if len(found) > 1:
+            raise ValueError(
+                "several adapters have an output layer for scores each, and a model has one. Give one of them."
+            )
+        if found:
+            score.copy_(_read(found[0]))
+            model.score_is_new = False
 
 
 def is_adapter(folder: Path) -> bool:
@@ -185,6 +196,12 @@ def read_adapter(folder: Path) -> StoredAdapter:
     )
 
 
+def _score(model: nn.Module) -> dict[str, Tensor]:
+    """The output layer of a reward model, which trains and is saved whole beside its adapter, by its name."""
+    score = getattr(model, SCORE, None)
+    return {} if score is None else {f"{SCORE}.weight": score.weight.detach()}
+
+
 # Out -----------------------------------------------------------------------------------------------------------
 
 
@@ -195,9 +212,11 @@ def _endings(layer: nn.Module) -> tuple[str, str]:
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     """The layer's adapter as it is stored: tensors by the ends of their names."""
-    tensors = {ending: factor.detach() for ending, factor in zip(_endings(layer), layer.factors(), strict=True)}
+    tensors = dict(
+        zip(_endings(layer), layer.factors(), strict=True)
+    )  # the parameters themselves, which know their cut
     if layer.lora_magnitude_vector is not None:
-        tensors[_MAGNITUDE] = layer.lora_magnitude_vector.detach()
+        tensors[_MAGNITUDE] = layer.lora_magnitude_vector
     return tensors
 
 
@@ -228,7 +247,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     name_or_path, revision = _base_model(model)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.score is None else "SEQ_CLS",
         "base_model_name_or_path": name_or_path,
         "revision": revision,
         "r": rank,
@@ -247,7 +266,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": None if model.score is None else [SCORE],
     }
 
 
@@ -305,6 +324,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     for name, value in config.items():
         known = name in _ANSWERED or (name == "bias" and value == "none")
+        known = known or (name == "modules_to_save" and set(value or ()) <= {SCORE, "classifier"})
         if not known and value not in (None, False, 0, "", [], {}):
             raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
     for name in ("r", "lora_alpha"):
@@ -377,6 +397,7 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     missing = sorted(expected.keys() - adapter.tensors.keys())
     if missing or not expected:
         raise ValueError(f"{adapter.folder / WEIGHTS_FILE} lacks {missing[0] if missing else 'any adapter'}.")
+    expected |= {name: tuple(score.shape) for name, score in _score(model).items() if name in adapter.tensors}
     for name, stored in adapter.tensors.items():
         if name not in expected:
             if _is_own_weight(model, name, stored):  # PEFT adds the embedding's where that has an adapter

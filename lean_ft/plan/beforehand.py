@@ -31,7 +31,7 @@ from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
-from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig
+from lean_ft.settings import DataConfig, ModelConfig, PreferenceDataConfig, RecipeConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.device import resolve_device
@@ -113,9 +113,12 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
         return cfg
     resolve_device(cfg.device)
     check_output_dir(cfg)
-    batches, _ = prepare_batches(data, load_tokenizer(model.path, data.chat_template), cfg.batch_size, cfg.seed)
+    tokenizer, are_pairs = load_tokenizer(model.path, data.chat_template), isinstance(data, PreferenceDataConfig)
+    batches, _ = prepare_batches(data, tokenizer, cfg.batch_size, cfg.seed, share_prompts=are_pairs)
     longest = batches.longest if data.longest is None else min(data.longest, batches.longest)
     update: dict[str, Any] = {"max_length": longest}
+    if are_pairs:
+        update["max_completion_length"] = batches.longest_answer
     if data.batch_tokens is not None:
         update["batch_tokens"] = min(data.batch_tokens, batches.num_rows * longest * len(data.sides))
     name = next(name for name, value in cfg if value is data)
@@ -165,7 +168,7 @@ def _activation_bytes(model: Decoder, cfg: Any) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
-    tokens = cfg.batch_size * cfg.data.max_length
+    tokens = cfg.batch_size * cfg.data.max_length * len(cfg.data.sides)
     return 4 * tokens * (2 * features + 4 * config.vocab_size)
 
 

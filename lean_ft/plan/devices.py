@@ -32,6 +32,8 @@ class Device:
     bytes_per_second: float
     launch_seconds: float
     host_bytes_per_second: float  # to and from the host's memory
+    peer_bytes_per_second: float = 10e9  # that it sends to others of its machine
+    network_bytes_per_second: float = 1e9  # and to other machines
     l2_cache_bytes: int = 0
     cublas_workspace_bytes: int = 0  # that PyTorch gives each thread which multiplies matrices, and keeps
 
@@ -40,7 +42,36 @@ class Device:
         return self.name == "cpu"
 
 
+@dataclass(frozen=True)
+class Machines:
+    """So many devices in each of so many machines, which train one model."""
+
+    devices_each: int = 1
+    count: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.devices_each * self.count
+
+
+ONE_DEVICE = Machines()
+
+# GB/s that a card sends to others of its machine by NVLink or the like, and its part of the network where it stands in the
+# makers' own machines (DGX); others send over PCIe, and have a network of 100 Gbit/s to themselves.
+_PEERS = {
+    "V100": (150, 12.5),
+    "A100 40GB": (300, 25),
+    "A100 80GB": (300, 25),
+    "H100": (450, 50),
+    "H200": (450, 50),
+    "B200": (900, 50),
+    "MI300X": (448, 50),
+}
+_NETWORK_GB_S = 12.5
+
+
 def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s: float, link_gb_s: float) -> Device:
+    peer_gb_s, network_gb_s = _PEERS.get(name, (link_gb_s, _NETWORK_GB_S))
     return Device(
         name,
         int(gib * GIB),
@@ -49,6 +80,8 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         gb_s * 1e9 * _BANDWIDTH,
         launch_seconds=5e-6,
         host_bytes_per_second=link_gb_s * 1e9 * _BANDWIDTH,
+        peer_bytes_per_second=peer_gb_s * 1e9 * _BANDWIDTH,
+        network_bytes_per_second=network_gb_s * 1e9 * _BANDWIDTH,
         l2_cache_bytes=_CACHES.get(name, 0) * 2**20,
         cublas_workspace_bytes=_WORKSPACES.get(name, 8320 * 1024),
     )

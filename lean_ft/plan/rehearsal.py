@@ -2,13 +2,15 @@
 
 The recipe's own `main` runs, line by line, in the library's shapes-only mode: on tensors without contents, with a stage
 that counts. The batch is the longest there can be: every row `data.max_length` tokens, and every token a target.
+
+Of many devices the step is the first's: its process group (`lean_ft.plan.ranks`) has the others' size and sends nothing.
 """
 
 import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -21,8 +23,9 @@ from lean_ft.environment import memory_bytes
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.memory import wants_host_pool
 from lean_ft.optim.rule import ParameterState
-from lean_ft.plan.devices import Device
+from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
+from lean_ft.plan.ranks import pretended_ranks
 from lean_ft.plan.trace import Moment, Trace
 from lean_ft.shapes_only import StepTaken, shapes_only
 
@@ -35,35 +38,40 @@ LABELS = (WEIGHTS, STATES, GRADIENTS, ACTIVATIONS, LOSS, WORKSPACE, BATCH)
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one optimizer step takes."""
+    """What one optimizer step takes, on each of the devices."""
 
     peak: Moment
     step_seconds: float  # estimated; good for comparing settings
-    tokens: int  # of all micro-batches, every position counted
+    tokens: int  # of all micro-batches and devices, every position counted
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
     pinned_bytes: int = 0  # of the host, for what is kept there
     reserved_bytes: int = 0  # what the allocator takes from the driver for the peak; on a CPU the peak
+    machines: Machines = ONE_DEVICE
+    sent_bytes: int = 0  # by each device, to others of its machine
+    sent_away_bytes: int = 0  # by each, to other machines
+    exchange_seconds: float = 0.0  # of all that is sent beside the computation
 
     @property
     def peak_bytes(self) -> int:
         return self.peak.total_bytes
 
 
-def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
-    """Runs one step of `recipe.main(cfg)` for `device` without weights, data or that device.
+def rehearse(recipe: ModuleType, cfg: Any, device: Device, machines: Machines = ONE_DEVICE) -> Rehearsal:
+    """Runs one step of `recipe.main(cfg)` for `device` without weights, data or that device; of many of them, the first's.
 
     Raises ValueError as the recipe would for settings that contradict each other, for a model folder without a
     config.json, and for a recipe that takes no step.
     """
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
-    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory))
+    trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory), machines=machines)
     stage = WatchedStage(trace)
     torch._dynamo.reset()
     try:
         with (
+            pretended_ranks(trace),
             shapes_only(stage),
             _quiet_compiler(),
             functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
@@ -89,12 +97,16 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device) -> Rehearsal:
     return Rehearsal(
         peak=trace.peak,
         reserved_bytes=trace.reserved_bytes,
-        step_seconds=max(trace.seconds, trace.link_seconds),  # copies run beside the computation
+        step_seconds=trace.step_seconds,
         tokens=stage.num_tokens,
         num_parameters=stage.num_parameters,
         pinned_bytes=trace.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
+        machines=machines,
+        sent_bytes=int(trace.spent.sent_bytes),
+        sent_away_bytes=int(trace.spent.sent_away_bytes),
+        exchange_seconds=trace.spent.exchange_seconds,
     )
 
 
@@ -116,6 +128,7 @@ class WatchedStage:
         self.trace = trace
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
+        self.num_ranks = trace.machines.num_devices
         self.device_type = "cpu" if trace.device.is_cpu else "cuda"
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
@@ -135,10 +148,10 @@ class WatchedStage:
 
     def repeated(self, parts: Sequence[T], shown: int) -> Iterator[T]:
         for i, part in enumerate(parts[:shown], start=1):
-            before = self.trace.seconds
+            before = replace(self.trace.spent)
             yield part
             if i == shown:
-                self.trace.seconds += (self.trace.seconds - before) * (len(parts) - shown)
+                self.trace.spent.again(before, len(parts) - shown)
 
     def batches(self, longest: Callable[[], Any]) -> "LongestBatches":
         return LongestBatches(self, longest)
@@ -157,8 +170,7 @@ class WatchedStage:
                 self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
-        self.trace.seconds = self.trace.link_seconds = 0.0
-        self.trace.timeline.clear()
+        self.trace.begin_step()
         if num_bytes := self.trace.device.cublas_workspace_bytes:
             with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
                 self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -188,12 +200,12 @@ class WatchedStage:
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._updated}
         self._updated.update(new)
-        seconds = self.trace.seconds
+        seconds = self.trace.spent.seconds
         if new:
             first = next(iter(new.values()))
             with self.trace.labelled(WORKSPACE, f"optimizer step of {first.name}"):
                 update(list(new.values()))
-        self.trace.seconds = seconds
+        self.trace.spent.seconds = seconds
         for state in states:
             kept = [state.param, *state.tensors.values()]
             if self._in_flight is not None:
@@ -211,13 +223,15 @@ class LongestBatches:
         self._stage, self._longest = stage, longest
 
     def take(self, n: int) -> list[Any]:
-        """The step's micro-batches: two stand for more, for the second finds the gradients of the first."""
+        """The step's micro-batches, of many ranks the first one's: two stand for more, for the second finds the gradients
+        of the first."""
         trace = self._stage.trace
+        own = -(-n // self._stage.num_ranks)
         with trace.labelled(BATCH):
-            batches = [self._longest() for _ in range(min(n, 2))]
+            batches = [self._longest() for _ in range(min(own, 2))]
         trace.longest_document = batches[0].input_ids.shape[1]
         self._stage.num_tokens = n * batches[0].num_tokens
-        return _Standing(batches, n, trace)
+        return _Standing(batches, own, trace)
 
 
 class _Standing(list[T]):
@@ -228,11 +242,11 @@ class _Standing(list[T]):
         self._count, self._trace = count, trace
 
     def __iter__(self) -> Iterator[T]:
-        before = self._trace.seconds
+        before = replace(self._trace.spent)
         for i, item in enumerate(super().__iter__()):
             yield item
             if i == 0:
-                self._trace.seconds += (self._trace.seconds - before) * (self._count - len(self))
+                self._trace.spent.again(before, self._count - len(self))
 
 
 class _PlannedLink(HostLink):

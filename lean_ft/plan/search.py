@@ -6,17 +6,21 @@ summed in the weight's own type; both are named in the overrides like everything
 
 Techniques form a ladder from the fastest to the leanest. For each way to keep the optimizer's state the first rung that
 fits is found by bisection, since every rung takes less memory than the one before: three or four rehearsals, not nine.
+
+Many devices have layouts beside: copies of the model, or cuts, a vocabulary that is gathered or stays cut. They come in the
+order of what they send, and one whose leanest settings do not fit is left out by that one rehearsal.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 
-from lean_ft.plan.devices import Device
+from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
 
 Overrides = dict[str, Any]
@@ -64,8 +68,15 @@ class Search:
 class _Rehearsals:
     """One rehearsal of each settings that are asked for."""
 
-    def __init__(self, recipe: ModuleType, cfg: Any, device: Device, progress: Callable[[str], None]) -> None:
-        self.recipe, self.cfg, self.device, self.progress = recipe, cfg, device, progress
+    def __init__(
+        self,
+        recipe: ModuleType,
+        cfg: Any,
+        device: Device,
+        progress: Callable[[str], None],
+        machines: Machines = ONE_DEVICE,
+    ) -> None:
+        self.recipe, self.cfg, self.device, self.progress, self.machines = recipe, cfg, device, progress, machines
         self.found: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
 
@@ -76,7 +87,7 @@ class _Rehearsals:
         if name not in self.found and name not in self.refused:
             self.progress(_command_line(overrides) or "the settings as they are")
             try:
-                rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device)
+                rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
                 self.found[name] = Candidate(overrides, rehearsal)
             except ValueError as error:
                 self.refused[name] = str(error)
@@ -90,20 +101,25 @@ def search(
     budget_bytes: int,
     progress: Callable[[str], None] = lambda settings: None,
     own: Rehearsal | None = None,
+    machines: Machines = ONE_DEVICE,
 ) -> Search:
-    """Rehearses the settings that `cfg` can be varied to and ranks what they reserve against `budget_bytes`.
+    """Rehearses the settings that `cfg` can be varied to and ranks what they reserve against `budget_bytes`, of each device.
 
     `own` is what a step takes as `cfg` is, where that is known; if it fits it comes first.
     """
-    rehearsals = _Rehearsals(recipe, cfg, device, progress)
+    rehearsals = _Rehearsals(recipe, cfg, device, progress, machines)
     if own is not None:
         rehearsals.found[str({})] = Candidate({}, own)
 
     def fits(candidate: Candidate | None) -> bool:
         return candidate is not None and candidate.reserved_bytes <= budget_bytes
 
-    for states in _states(cfg, device):
-        rungs = [{**rung, **states} for rung in _ladder(cfg, device)]
+    is_alone = machines.num_devices == 1
+    all_states, ladder = _states(cfg, device, is_alone), _ladder(cfg, device, is_alone)
+    for layout, states in product(_layouts(machines), all_states):
+        if not is_alone and not fits(rehearsals.of({**ladder[-1], **all_states[-1], **layout})):
+            continue
+        rungs = [{**rung, **states, **layout} for rung in ladder]
         first, beyond = 0, len(rungs)
         while first < beyond:
             middle = (first + beyond) // 2
@@ -161,7 +177,20 @@ def with_overrides(cfg: Any, overrides: Overrides) -> Any:
     return cfg.model_copy(update=updates)
 
 
-def _ladder(cfg: Any, device: Device) -> list[Overrides]:
+def _layouts(machines: Machines) -> list[Overrides]:
+    """How a model lies on the devices, from what sends least to what takes least: copies on all, one on each machine, or
+    one over all; of each that is cut, with the vocabulary gathered and cut."""
+    if machines.num_devices == 1:
+        return [{}]
+    copies = dict.fromkeys((machines.num_devices, machines.count, 1))
+    return [
+        {"parallel.replicate": number, "parallel.shard": None, "parallel.vocabulary": vocabulary}
+        for number in copies
+        for vocabulary in (("gathered", "cut") if number < machines.num_devices else ("gathered",))
+    ]
+
+
+def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
     """How activations, gradients and the loss are kept, from the fastest to the leanest; each rung is whole."""
     always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
     rungs: list[Overrides] = [
@@ -175,18 +204,19 @@ def _ladder(cfg: Any, device: Device) -> list[Overrides]:
             "memory.loss_chunk_tokens": 1024,
         },
     ]
-    if not device.is_cpu:
+    if is_alone and not device.is_cpu:  # many have neither, so far
         rungs += [{**lean, "memory.activation_offload": True}]
         rungs += [{**lean, "memory.activation_offload": True, "memory.tied_gradient": "host"}]
     return [{**always, **rung} for rung in rungs]
 
 
-def _states(cfg: Any, device: Device) -> list[Overrides]:
+def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
     """How the optimizer's state is kept: as it is, then leaner."""
+    streams = is_alone and not device.is_cpu
     if cfg.optimizer.name != "adamw":
-        return [{}] if device.is_cpu or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
+        return [{}] if not streams or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
     lean: Overrides = {"optimizer.name": "adamw_8bit"}
-    return [{}, lean] if device.is_cpu else [{}, lean, {**lean, "optimizer.state": "streamed"}]
+    return [{}, lean] if not streams else [{}, lean, {**lean, "optimizer.state": "streamed"}]
 
 
 def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
@@ -205,7 +235,7 @@ def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
 
 
 def _command_line(overrides: Overrides) -> str:
-    return " ".join(f"{key}={str(value).lower()}" for key, value in overrides.items())
+    return " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in overrides.items())
 
 
 def current(cfg: Any, key: str) -> Any:

@@ -4,7 +4,7 @@ Under `FakeTensorMode` tensors have shapes, types and lifetimes but no contents,
 runs in seconds on any machine. `Trace` watches every operation: it counts the bytes of each storage from the operation
 that makes it to the moment Python's and autograd's last reference is gone, which is when an allocator gets it back. Each
 storage carries the label of what was going on when it was made; the sums by label at the peak say what the peak is of.
-A value that the host reads is 1 or True.
+What the host reads of it is 1 or True.
 
 An operation's time is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
 (the roofline of Williams et al. 2009), plus a launch. It is good for comparing settings, not for promises.
@@ -19,28 +19,34 @@ GPU: their pages are another's, filled before.
 
 On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives; as the
 real one, it keeps the blocks of each stream apart.
+
+Of many ranks this is the first, whose parts are the largest. What it sends to the others in a collective is counted, and
+takes the time of that at the rate of the link within a machine, or of the network where the group is on several.
 """
 
 import contextlib
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.plan.allocator import Block, CachingAllocator
-from lean_ft.plan.devices import Device
+from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
+from lean_ft.shards import local
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
 _READ = torch.ops.aten._local_scalar_dense.default  # what the host asks a tensor for its value by
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
+WAITS_FOR_OTHERS = "loss"  # the label under which nothing goes on until a collective is over
 FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
 
 
@@ -57,6 +63,23 @@ class Moment:
 
 
 @dataclass
+class Spent:
+    """Time, and what was sent to other ranks, in a step so far."""
+
+    seconds: float = 0.0  # of the device's work, and of what that waits for
+    link_seconds: float = 0.0  # of copies to and from the host, which run beside it
+    exchange_seconds: float = 0.0  # of collectives, which run beside it too
+    sent_bytes: float = 0.0  # to other devices of the machine
+    sent_away_bytes: float = 0.0  # to other machines
+
+    def again(self, before: "Spent", times: int) -> None:
+        """Adds what was spent since `before` once more, `times` times."""
+        for name, value in vars(before).items():
+            now = getattr(self, name)
+            setattr(self, name, now + (now - value) * times)
+
+
+@dataclass
 class _Storage:
     num_bytes: int
     resident_bytes: int
@@ -70,9 +93,9 @@ class Trace(TorchDispatchMode):
     `label` names what is made from now on; `where` says in words how far the step is.
     """
 
-    def __init__(self, device: Device, host_pool: bool = False) -> None:
+    def __init__(self, device: Device, host_pool: bool = False, machines: Machines = ONE_DEVICE) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.machines = device, machines
         self._fills_pages = device.is_cpu and not host_pool
         self._heap_limit = SMALLEST_BYTES if host_pool else MMAP_THRESHOLD_BYTES
         self.label = "other"
@@ -81,8 +104,7 @@ class Trace(TorchDispatchMode):
         self.live_bytes = 0
         self.peak = Moment()
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
-        self.seconds = 0.0
-        self.link_seconds = 0.0  # of copies to and from the host, which run beside the computation
+        self.spent = Spent()
         self.pinned_bytes = 0  # the most of the host's memory that a link held at once
         self._pinned: dict[int, int] = {}  # its bytes by address, which are not the device's
         self.longest_document = 1
@@ -99,13 +121,15 @@ class Trace(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._counting and func is _READ:
+        if func is _READ and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
         result = func(*args, **(kwargs or {}))
         if self._counting and func.namespace != "prim":  # what asks for a device or a layout moves nothing
             is_empty = func.__name__.startswith(("empty", "new_empty"))
             self.note(result, written=not (is_empty and self._fills_pages))
-            if not func.is_view:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self.exchange(func, args)
+            elif not func.is_view:
                 self.write(_written(func, args, kwargs or {}))
                 self.charge(func, args, kwargs or {}, result)
         return result
@@ -118,11 +142,11 @@ class Trace(TorchDispatchMode):
         Those that are not `written` yet count with what `write` is told.
         """
         for tensor in tree_iter(tensors):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._note(tensor, written)
 
     def _note(self, tensor: Tensor, written: bool) -> None:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         address, num_bytes = storage._cdata, storage.nbytes()
         if address in self._pinned:
             return
@@ -144,18 +168,21 @@ class Trace(TorchDispatchMode):
     def write(self, tensors: Any) -> None:
         """Counts what was written of storages that were noted before it; a part twice is two parts of them."""
         for tensor in tree_iter(tensors):
-            known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            known = self._known(tensor) if isinstance(tensor, Tensor) else None
             if known is not None and known.resident_bytes < known.num_bytes:
                 self._count(known, min(known.resident_bytes + _num_bytes(tensor), known.num_bytes))
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Counts the tensor's storage under another label from now on."""
-        known = self._storages.get(tensor.untyped_storage()._cdata)
+        known = self._known(tensor)
         if known is not None:
             resident_bytes = known.resident_bytes
             self._count(known, 0)
             known.label = label
             self._count(known, resident_bytes)
+
+    def _known(self, tensor: Tensor) -> _Storage | None:
+        return self._storages.get(local(tensor).untyped_storage()._cdata)
 
     def _count(self, storage: _Storage, resident_bytes: int) -> None:
         grown = resident_bytes - storage.resident_bytes
@@ -231,6 +258,11 @@ class Trace(TorchDispatchMode):
         finally:
             self.stream = before
 
+    @property
+    def seconds(self) -> float:
+        """Of the device's own work so far."""
+        return self.spent.seconds
+
     # Time -----------------------------------------------------------------------------------------------------------
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -242,8 +274,9 @@ class Trace(TorchDispatchMode):
     def spend(self, flops: float, moved_bytes: float, itemsize: int = 2) -> None:
         """Adds the time of so much arithmetic and traffic in one kernel."""
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
-        self.seconds += max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
-        self.timeline.append((self.seconds, dict(self.live)))
+        seconds = max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
+        self.spent.seconds += seconds
+        self.timeline.append((self.spent.seconds, dict(self.live)))
 
     def pin(self, tensor: Tensor) -> None:
         """Counts memory of the host that a link holds, until it is freed."""
@@ -254,7 +287,42 @@ class Trace(TorchDispatchMode):
 
     def travel(self, num_bytes: int) -> None:
         """Adds the time of a copy between the device and the host."""
-        self.link_seconds += num_bytes / self.device.host_bytes_per_second
+        self.spent.link_seconds += num_bytes / self.device.host_bytes_per_second
+
+    @property
+    def step_seconds(self) -> float:
+        """What the step took so far."""
+        return max(self.spent.seconds, self.spent.link_seconds, self.spent.exchange_seconds)
+
+    def begin_step(self) -> None:
+        """What came before took no time."""
+        self.spent = Spent()
+        self.timeline.clear()
+
+    def exchange(self, func: Any, args: Any) -> None:
+        """Counts what this rank sends in a collective, by a ring, and its time."""
+        import torch.distributed as dist
+
+        name = func.overloadpacket.__name__
+        if name not in _SENT:
+            return
+        if func.namespace == "c10d":
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        else:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore[reportPrivateImportUsage]
+        ranks = dist.get_process_group_ranks(group)
+        first, second = (sum(_num_bytes(t) for t in tree_iter(args[i]) if isinstance(t, Tensor)) for i in (0, 1))
+        sent = _SENT[name](first, second, len(ranks))
+        away = len({rank // self.machines.devices_each for rank in ranks}) > 1
+        seconds = sent / (self.device.network_bytes_per_second if away else self.device.peer_bytes_per_second)
+        if away:
+            self.spent.sent_away_bytes += sent
+        else:
+            self.spent.sent_bytes += sent
+        if self.label == WAITS_FOR_OTHERS:
+            self.spent.seconds += seconds
+        else:
+            self.spent.exchange_seconds += seconds
 
     def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func.overloadpacket
@@ -287,6 +355,21 @@ class Trace(TorchDispatchMode):
             self.label, self.where = before
 
 
+# Bytes that each of n ranks sends, by those of an operation's first and second argument. What is not here sends a few.
+_SENT: dict[str, Callable[[int, int, int], float]] = {
+    "_allgather_base_": lambda output, own, n: own * (n - 1),
+    "_reduce_scatter_base_": lambda own, whole, n: own * (n - 1),
+    "allreduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
+    "broadcast_": lambda whole, _, n: whole,
+    "alltoall_base_": lambda output, whole, n: whole * (n - 1) / n,
+    "all_gather_into_tensor": lambda own, _, n: own * (n - 1),
+    "reduce_scatter_tensor": lambda whole, _, n: whole * (n - 1) / n,
+    "all_reduce": lambda whole, _, n: 2 * whole * (n - 1) / n,
+    "all_reduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
+    "all_to_all_single": lambda whole, _, n: whole * (n - 1) / n,
+}
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
     written = []
@@ -297,7 +380,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return local(tensor).numel() * tensor.element_size()
 
 
 def _itemsize(result: Any) -> int:

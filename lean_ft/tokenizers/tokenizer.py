@@ -1,5 +1,6 @@
 """The tokenizer that the rest of the package uses: text and chats to ids, with a mask of what is trained."""
 
+import json
 import re
 import shutil
 from bisect import bisect_left
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import Turns, WrittenDifferentlyError, outside_literals
@@ -68,6 +70,7 @@ class Tokenizer:
         self.folder, self.files = folder, files
         self.own_template = own_template
         """The file of a chat template that the user gave in place of the folder's."""
+        self._own_pad_token: str | None = None
         self.context_length = context_length
         """The longest text that the model beside the tokenizer was made for; None where nothing tells."""
         self._control = any_of(vocabulary.control)
@@ -239,8 +242,20 @@ class Tokenizer:
             tokenized.append((ids.astype(np.int32, copy=False), trained))
         return tokenized
 
+    def pad_with(self, token: str) -> None:
+        """Takes a control token for padding, in place of what the folder names, and says so in what is saved.
+
+        Raises ValueError where there is no such token.
+        """
+        if token not in self.control_tokens:
+            raise ValueError(
+                f"pad_token={token!r} is no control token of this tokenizer.{did_you_mean(token, self.control_tokens)} "
+                f"Expected one that ends nothing, of {', '.join(sorted(self.control_tokens))[:400]}."
+            )
+        self._own_pad_token, self.pad_id = token, self.added_tokens[token]
+
     def save(self, path: str | Path) -> None:
-        """Copies the tokenizer's files, byte for byte, into the folder `path`."""
+        """Copies the tokenizer's files, byte for byte but for a pad token of its own, into the folder `path`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
@@ -255,6 +270,11 @@ class Tokenizer:
                 shutil.copyfile(file, target)
         if self.own_template is not None:
             shutil.copyfile(self.own_template, folder / "chat_template.jinja")
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if self._own_pad_token is not None and (folder / name).is_file():
+                config = json.loads((folder / name).read_text(encoding="utf-8")) | {"pad_token": self._own_pad_token}
+                text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+                (folder / name).write_text(text, encoding="utf-8")
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._chat_templates:

@@ -6,6 +6,7 @@ from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, r
 from lean_ft.training.reference import load_reference
 from lean_ft.training.regularization import apply_regularization
 from lean_ft.training.run import Run
+from lean_ft.training.shared_prompts import shares_prompts
 
 __all__ = [
     "Run",
@@ -16,5 +17,6 @@ __all__ = [
     "peak_rss_bytes",
     "rss_bytes",
     "say_answers",
+    "shares_prompts",
     "start",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from lean_ft.data import Batch
+from lean_ft.data import Batch, PairBatch
 from lean_ft.log import say
 from lean_ft.models import Decoder, generate
 from lean_ft.tokenizers import Tokenizer
@@ -171,7 +171,13 @@ def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
+    right: set[int] | None = None
+    if isinstance(batch, PairBatch):  # the rejected answer is none
+        lengths = batch.answer_tokens.flatten()
+        right = set(batch.index[(lengths.cumsum(0) - lengths)[::2]].tolist())
     for start, end in pairwise(boundaries):
+        if right is not None and right.isdisjoint(range(start, end)):
+            continue
         trained = [i for i in range(start, end) if labels[i] != -100]
         if trained:
             last = first = trained[-1]

@@ -31,7 +31,7 @@ from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapted_layers, adapter_bytes, adapter_parts, restore_adapter, save_adapter
-from lean_ft.shards import ALONE, Part, Ranks
+from lean_ft.shards import ALONE, Part, Ranks, whole_numel
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
 from lean_ft.units import gibibytes
@@ -72,7 +72,7 @@ def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
     if adapted_layers(model):
         weights = adapter_bytes(model)
     else:
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        weights = sum(whole_numel(p) * p.element_size() for p in model.parameters())
     return weights + optimizer_state_bytes + SMALL_FILES_BYTES
 
 

@@ -35,6 +35,7 @@ FREE = {
 }
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
 FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
+FREE_GROUPS = ("log.",)
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
 SAID |= {"neftune_alpha"}
@@ -131,7 +132,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
         # A setting known on one side only is another version's, or an edited recipe's: nothing to compare.
-        if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT:
+        if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT or key.startswith(FREE_GROUPS):
             continue
         change = _change(key, old, new)
         is_allowed = key in SAID or key.startswith(SAID_GROUPS) or (key in BATCH and rows_then == rows_now)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lean_ft.before_torch import keep_compiled_products, prepare_torch
+from lean_ft.distributed import refuse_cuts
 from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
@@ -30,7 +31,9 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
             (said here already, before a model is loaded for nothing).
     """
-    if stage() is not None:
+    if (watcher := stage()) is not None:
+        if watcher.num_ranks > 1:
+            _refuse_on_many(cfg, watcher.num_ranks)
         return torch.device("cpu")
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
@@ -85,17 +88,22 @@ def _device_of_rank(device: torch.device) -> torch.device:
 
 def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
     """Raises ValueError for what is for one process alone."""
-    if cfg.group(ParallelConfig) is None:
+    parallel = cfg.group(ParallelConfig)
+    if parallel is None:
         raise ValueError(
-            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run finetune "
-            "(full_finetune_distributed, lora_finetune_distributed), or start one process."
+            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
+            "(finetune, dpo), or start one process."
         )
-    if cfg.gradient_accumulation_steps < size:
+    refuse_cuts(cfg)
+    sharing = parallel.context * parallel.tensor  # a micro-batch
+    number = max(1, size // sharing)
+    if cfg.gradient_accumulation_steps < number:
+        there_are = f"there are {size}" if sharing == 1 else f"{size} are {number} times {sharing} that share one"
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
-            f"processes, and there are {size}: some would have none. Set gradient_accumulation_steps={size}, or a multiple."
+            f"processes, and {there_are}: some would have none. Set gradient_accumulation_steps={number}, or a multiple."
         )
-    if cfg.gradient_accumulation_steps % size:
+    if cfg.gradient_accumulation_steps % number and stage() is None:
         say(
             "WARNING",
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "

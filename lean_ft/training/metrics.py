@@ -8,7 +8,7 @@ backward and update, but not evaluations or checkpoints.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
+from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
 from lean_ft.whole_files import sync
 
@@ -66,6 +67,7 @@ class Metrics:
         self._pending: list[_Pending] = []
         self._started: Any = None
         self.growth = ResidentGrowth()
+        self.loggers: Loggers | None = None  # where lines go as well
 
     def begin_step(self) -> None:
         self._started = self._clock.mark()
@@ -110,6 +112,13 @@ class Metrics:
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
 
+    def take_highest_peaks(self, highest: Callable[..., list[int]]) -> None:
+        """Puts the most that any rank took in the lines of the steps noted since the last flush, which all ranks have."""
+        if self._pending:
+            peaks = highest(*(pending.row["peak_memory_bytes"] for pending in self._pending))
+            for pending, peak in zip(self._pending, peaks, strict=True):
+                pending.row["peak_memory_bytes"] = peak
+
     def flush(self) -> list[Row]:
         """Write the steps noted since the last flush and return their lines."""
         pending, self._pending = self._pending, []
@@ -142,6 +151,8 @@ class Metrics:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        if self.loggers is not None:
+            self.loggers.write(rows)
 
     def sync_to_disk(self) -> None:
         """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""

@@ -76,7 +76,9 @@ class ProgressBar:
             self._since = (step, now)
         loss = "of no target" if row.get("target_tokens") == 0 else number(row["loss"])
         if (margin := row.get("rewards/margins")) is not None:
-            loss += f"  margin {number(margin)}  right {row['rewards/accuracies']:.0%}"
+            loss += f"  margin {number(margin)}"
+        if (right := row.get("rewards/accuracies")) is not None:
+            loss += f"  right {right:.0%}"
         return (
             f"loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"

@@ -13,13 +13,19 @@ batches, and no further than the run goes, so a start that is broken off loses n
 exactly 0: the same products in the same batches. Its key covers the weights and their dtype, the device's type, the
 documents as they were cut, and what `loss.ld_alpha` makes of their tokens. It draws no random number.
 
+Where a loss looks at prompts with answers of others (`UnpairedBatch.mismatched`), which answers these are is drawn with the
+batches. The cache then has a value for each of an epoch's, its key the seed and the rows of a batch as well.
+Many ranks share out the batches to fill it, and each keeps on its disk what any of them found. A second model is cut over
+them as the first is.
+
 Source: our own; TRL and torchtune keep whole columns of log-probabilities, under no key.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,6 +34,7 @@ from torch import Tensor
 from lean_ft.data import Batches, EvalBatches, PairBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
+from lean_ft.distributed import parallelize
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs
 from lean_ft.memory import apply_memory
@@ -35,21 +42,29 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off, quantize_as_loaded
 from lean_ft.settings import LoRAConfig
 from lean_ft.shapes_only import stage
+from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
-"""Of a batch on the model's device the log-probabilities (P, 2), without gradients."""
+"""Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
 
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 def load_reference(
-    cfg: Any, model: Decoder, log_probs: AnswerLogProbs, batches: Batches, held_out: EvalBatches | None
+    cfg: Any,
+    model: Decoder,
+    log_probs: AnswerLogProbs,
+    batches: Batches,
+    held_out: EvalBatches | None,
+    ranks: Ranks = ALONE,
 ) -> Reference:
     """Returns the reference that `cfg.reference` asks for and `cfg.loss` needs, and says which.
 
-    `model` is the one that is about to train, with the memory settings applied; `log_probs` is of its settings.
+    `model` is the one that is about to train, with the memory settings applied and cut over `ranks`; `log_probs` is of its
+    settings.
     Raises ValueError where the loss reads no reference but one is asked for, or the model has no adapter to be off.
     """
     kind, why = choose_kind(cfg)
@@ -57,10 +72,17 @@ def load_reference(
         say("reference", f"{kind}{why}")
     device = model.output_weight.device
     if kind == "none":
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in ("model", "nf4"):
-        frozen = _second_model(cfg, device, kind == "nf4")
-        return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
+        frozen = _second_model(cfg, device, kind == "nf4", ranks)
+
+        @torch.no_grad()
+        def of_second_model(batch: PairBatch) -> Tensor:
+            values = log_probs(frozen, batch).log_probs
+            ranks.gather_no_more(frozen)  # as no backward pass does
+            return values
+
+        return of_second_model
 
     @torch.no_grad()
     def without_adapter(batch: PairBatch) -> Tensor:
@@ -72,8 +94,8 @@ def load_reference(
     if kind == "adapter_off":
         return without_adapter
     if stage() is not None:
-        return lambda batch: torch.zeros(batch.num_pairs, 2, device=device)
-    table = _filled(cfg, model, without_adapter, batches, held_out).to(device)
+        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
+    table = _filled(cfg, model, without_adapter, batches, held_out, ranks).to(device)
     return lambda batch: table[batch.pairs]
 
 
@@ -101,12 +123,15 @@ def choose_kind(cfg: Any) -> tuple[str, str]:
     return "cached", ", each answer's log-probability once for all epochs, and no second model in memory"
 
 
-def _second_model(cfg: Any, device: torch.device, in_4_bits: bool) -> Decoder:
+def _second_model(cfg: Any, device: torch.device, in_4_bits: bool, ranks: Ranks) -> Decoder:
     quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if in_4_bits else "none"}))
-    frozen = load_model(cfg.model, device, after_module=quantize).requires_grad_(False)
+    is_cut_first = ranks.size > 1 and not in_4_bits
+    frozen = load_model(cfg.model, "meta" if is_cut_first else device, after_module=quantize).requires_grad_(False)
     # What is recomputed or moved away is for a backward pass, and here is none.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
     apply_memory(frozen, cfg.memory.model_copy(update=for_forward), compile=cfg.compile)
+    if ranks.size > 1:
+        parallelize(frozen, cfg.parallel, ranks)
     return frozen
 
 
@@ -116,44 +141,76 @@ def _filled(
     reference: Reference,
     batches: Batches,
     held_out: EvalBatches | None,
+    ranks: Ranks,
 ) -> Tensor:
-    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them."""
+    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
+    single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    num_pairs = sum(len(layout.starts) // 2 for layout in layouts)
+    sides = batches.layout.sides
+    num_pairs = sum(len(layout.starts) // sides for layout in layouts)
     settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.output_weight.device.type]
-    key = hash_of(FORMAT, _weights_digest(model), [layout.content() for layout in layouts], settings)
-    values = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", 2 * num_pairs))
-    values = values.view(-1, 2)  # what is written to it lies in the file
+    num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
+    if needs_mismatched:
+        first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
+        assert first is not None
+        num_pairs = first + num_epochs * len(batches.layout.starts)
+        settings += [cfg.seed, cfg.batch_size, cfg.data.batch_tokens, cfg.data.packing, num_epochs]
+    key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
+    kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
+    kept = kept.view(-1, sides)  # what is written to it lies in the file
     device = model.output_weight.device
 
-    num_batches = batches.batches_per_epoch
+    num_batches = batches.batches_per_epoch * num_epochs
     if cfg.max_steps is not None:
         num_batches = min(num_batches, cfg.max_steps * cfg.gradient_accumulation_steps)
     all_batches: Any = chain(batches.first(num_batches), held_out or ())
     total = num_batches + len(held_out or ())
+    # All ranks have to see the same, while each of them writes to a file that others may have mapped as well.
+    values = ranks.highest_of(kept.nan_to_num(nan=-math.inf))
+    is_missing = values.isinf()
+    parts = (
+        part
+        for batch in shown(all_batches, total, "reference")
+        for part in ((batch, batch.mismatched) if needs_mismatched else (batch,))
+    )
+    missing = (part for part in parts if is_missing[part.pairs].any())
     num_computed = 0
-    for batch in shown(all_batches, total, "reference"):
-        if values[batch.pairs].isnan().any():
-            values[batch.pairs] = reference(batch.to(device)).float().cpu()
-            num_computed += batch.num_pairs
+    while some := list(islice(missing, ranks.size)):
+        for batch, _ in ranks.share(some):
+            values[batch.pairs] = kept[batch.pairs] = reference(batch.to(device)).float().cpu()
+        num_computed += sum(batch.num_pairs for batch in some)
+    ranks.gather_no_more(model)
+    values = ranks.highest_of(values)
+    is_missing = values.isinf()
+    if ranks.size > 1:
+        kept[~is_missing] = values[~is_missing]
+    what = "pairs" if sides == 2 else "answers"
     say(
         "reference",
-        f"log-probabilities of {num_computed:,} pairs computed, the others of {num_pairs:,} kept or not needed",
+        f"log-probabilities of {num_computed:,} {what} computed, the others of {num_pairs:,} kept or not needed",
     )
-    return values
+    return values.masked_fill(is_missing, math.nan)
 
 
-def _weights_digest(model: Decoder) -> str:
-    """Tells the frozen model from others: what config.json says, the sum of every tensor's bits, and some of its values."""
+def _weights_digest(model: Decoder, ranks: Ranks) -> str:
+    """Tells the frozen model from others: what config.json says, the sum of every tensor's bits, and some of its values.
+    The same on all ranks, however many they are."""
     digest = hashlib.blake2b(json.dumps(model.hf_config, sort_keys=True, default=str).encode(), digest_size=16)
+    found: list[Tensor] = []  # int64
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
             continue  # its own tensors are the adapter's
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-            flat = tensor.detach().flatten()
-            bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-            some = bits[:: max(1, len(bits) // SAMPLED_VALUES)].cpu().numpy()
-            said = f"{name} {own} {tensor.dtype} {list(tensor.shape)} {int(bits.sum(dtype=torch.int64))}"
-            digest.update(said.encode())
-            digest.update(some.tobytes())
+            digest.update(f"{name} {own} {tensor.dtype} {list(tensor.shape)}".encode())
+            part, size = part_of(tensor), tensor.numel()
+            bits = part.values.flatten().view(_INTEGERS[tensor.element_size()])
+            step = max(1, size // SAMPLED_VALUES)
+            sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
+            if local(tensor) is not tensor or ranks.shard == 0:  # of a tensor that is not cut each rank has all
+                sampled[-1] = bits.sum(dtype=torch.int64)
+                first = -(-part.first // step)  # of the values sampled, the first that is here
+                here = bits[first * step - part.first :: step]
+                sampled[first : first + len(here)] = here
+            found.append(sampled)
+    digest.update(ranks.sum_shards(torch.cat(found)).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -87,8 +87,9 @@ def add_embedding_noise(model: Decoder, alpha: float) -> None:
         given = signature.bind(*args, **kwargs).arguments
         shape, cu_seqlens, is_token = given["input_ids"].shape, given.get("cu_seqlens"), given.get("is_token")
         if cu_seqlens is not None:
-            documents = cu_seqlens.diff()
-            lengths = documents.repeat_interleave(documents, output_size=shape.numel()).view(shape)
+            documents, prefixes = cu_seqlens.diff(), given.get("prefixes")
+            texts = documents if prefixes is None else documents + prefixes.diff(dim=1)[:, 0]
+            lengths = texts.repeat_interleave(documents, output_size=shape.numel()).view(shape)
         elif is_token is not None:
             lengths = is_token.sum(1, keepdim=True)
         else:

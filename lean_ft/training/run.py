@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ from lean_ft.training.continuation import (
 )
 from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
+from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
@@ -83,6 +84,14 @@ AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
 AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take
 
 
+class Carried(Protocol):
+    """What a loop carries from step to step beside model, optimizer and data, as plain numbers, text and scalar tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Place:
     """What a checkpoint holds beside weights and optimizer state, as it was between two steps."""
@@ -91,6 +100,7 @@ class _Place:
     scaler: dict[str, Any] | None
     random_state: RandomState
     num_updates: tuple[int, int]  # made and skipped: by these a step that has begun to update is known
+    carried: dict[str, Any] | None
 
 
 class Run:
@@ -99,7 +109,8 @@ class Run:
     `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
     the last of an epoch what is left.
 
-    `ranks` are all that train the model, each of which makes its Run and calls it as often.
+    `ranks` are all that train the model, each of which makes its Run and calls it as often. `carried` goes into checkpoints
+    and comes back from them.
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
@@ -117,8 +128,9 @@ class Run:
         tokenizer: Tokenizer,
         held_out: Iterable[Batch] | None = None,
         ranks: Ranks = ALONE,
+        carried: Carried | None = None,
     ):
-        self.ranks = ranks
+        self.ranks, self._carried = ranks, carried
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
@@ -161,6 +173,10 @@ class Run:
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
+        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
+            raise ValueError(
+                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
+            )
         if cfg.stop_after_evals and held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
@@ -230,6 +246,7 @@ class Run:
             if folder is not None:
                 facts["resumed_from"] = str(folder)
             record_start(self.directory, self.cfg, facts)
+            self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
 
         self.ranks.first(record)
         say_start(self)
@@ -264,6 +281,8 @@ class Run:
         self.batches.load_state_dict(state["batches"])
         if state["scaler"] is not None:
             self.optimizer.scaler.load_state_dict(state["scaler"])
+        if self._carried is not None and state.get("carried") is not None:
+            self._carried.load_state_dict(state["carried"])
         self._random_state = read_random_state(folder)
         say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
         for change in changes:
@@ -349,6 +368,8 @@ class Run:
                 self._writer.wait()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
+            if self._metrics.loggers is not None:
+                self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._evals_say_stop)
             self._release()
         self._remove_superseded(self._done_steps)  # by the loss of the last evaluation too
         if self._done_steps < self.total_steps:
@@ -450,6 +471,7 @@ class Run:
             self._save(wait=ending)
 
     def _flush(self) -> None:
+        self._metrics.take_highest_peaks(self.ranks.highest)
         rows = self._metrics.flush()
         for row in rows:
             self._totals.add(row)
@@ -487,7 +509,8 @@ class Run:
 
     def _here(self) -> _Place:
         scaler, random_state = self.optimizer.scaler.state_dict(), capture_random_state(self.device)
-        return _Place(self.batches.state_dict(), scaler, random_state, self._num_updates)
+        carried = None if self._carried is None else self._carried.state_dict()
+        return _Place(self.batches.state_dict(), scaler, random_state, self._num_updates, carried)
 
     @property
     def _num_updates(self) -> tuple[int, int]:
@@ -548,6 +571,7 @@ class Run:
             "data_fingerprint": self.batches.fingerprint,
             "settings": settings_of(self.cfg),
             "bad_steps": self._bad_steps.count,
+            "carried": _plain(place.carried),
             "base_fingerprint": self._base_fingerprint,
         }
         model, weights, optimizer_state = self.model, weight_parts(self.model), self.optimizer.state_parts()
@@ -626,3 +650,7 @@ class Run:
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
         limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
         say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")
+
+
+def _plain(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    return state and {name: value.item() if isinstance(value, Tensor) else value for name, value in state.items()}

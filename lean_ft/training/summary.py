@@ -16,6 +16,7 @@ from lean_ft.models import Decoder
 from lean_ft.optim import num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
+from lean_ft.shards import whole_numel
 from lean_ft.training.metrics import Row
 from lean_ft.units import duration, gibibytes, number
 
@@ -110,11 +111,11 @@ def describe_model(model: nn.Module) -> str:
     """`1,234 parameters, all trained, 4.8 KiB in bfloat16, on cpu`."""
     parameters = list(model.parameters())
     quantized = [module for module in model.modules() if isinstance(module, NF4Linear)]
-    count = sum(p.numel() for p in parameters) + sum(q.in_features * q.out_features for q in quantized)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    count = sum(whole_numel(p) for p in parameters) + sum(q.in_features * q.out_features for q in quantized)
+    trained = sum(whole_numel(p) for p in parameters if p.requires_grad)
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
-    weights = sum(p.numel() * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
+    weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
     text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
     if isinstance(model, Decoder) and model.part_of:
         text += f"; the language model of a {model.part_of}, without what reads images"
@@ -139,7 +140,11 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))
-        say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        if isinstance(run.model, Decoder) and run.model.config.scores:
+            say("next", shlex.join(["leanft", "score", str(run.checkpoint), "rows.jsonl"]))
+        else:
+            say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
+        say("", shlex.join(["leanft", "plot", str(run.directory)]) + "   # its curves")
 
 
 def command_to_continue(resume: str) -> str:

@@ -1,12 +1,10 @@
 """The comparison takes turns, forms ratios within a round, and shows a side that failed as failed."""
 
-import importlib.util
 import subprocess
 import sys
 
 import compare_trl
 import product_rate
-import pytest
 from compare_trl import measure_sides, summarize, table_cells
 from measure import Budget
 
@@ -71,7 +69,6 @@ def test_the_rate_of_products_is_told_by_a_process_of_its_own():
     assert int(output) > 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_trl_runs_in_its_defaults_on_the_same_rows():
     (measured,), defaults = measure_sides(
         ["trl"],

@@ -377,8 +377,11 @@ def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, s
     [*({"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")), {"batch_tokens": 300}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig])
+@pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig, "sharing"])
 def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict[str, Any], write, plain_tokenizer):
+    sharing = {}
+    if kind == "sharing":
+        kind, sharing = PreferenceDataConfig, {"share_prompts": True}
     if kind is PreferenceDataConfig:
         texts = [{"prompt": "p", "chosen": "c" * 62, "rejected": "r" * 62}] * 9
         prepare = preference_batches
@@ -387,11 +390,11 @@ def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict
     if kind is PreferenceDataConfig and settings.get("packing") in ("bfd_split", "wrapped"):
         return  # pairs are not cut
     config = kind(source=write(texts), max_length=64, **settings)
-    batches, _ = prepare(config, plain_tokenizer, BATCH_SIZE, seed=0)
-    longest = longest_batch(config, BATCH_SIZE)
+    batches, _ = prepare(config, plain_tokenizer, BATCH_SIZE, seed=0, **sharing)
+    longest = longest_batch(config, BATCH_SIZE, **sharing)
     assert longest.num_tokens == max(batch.num_tokens for batch in epoch(batches))
     assert longest.num_targets == longest.num_tokens == longest.input_ids.numel() == longest.labels.numel()
-    assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none")
+    assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none" and not sharing)
 
 
 def test_to_moves_every_tensor(config: Config, plain_tokenizer):

@@ -15,6 +15,7 @@ from lean_ft.data.preference import Pair, PairReader, fit_pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
+from tests.data.pair_texts import Text, texts_of
 
 
 def user(content: str) -> dict[str, str]:
@@ -227,6 +228,47 @@ def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write,
     assert sorted(map(str, seen)) == sorted(map(str, PAIRS))
     if "batch_tokens" in layout:
         assert max(batch.num_tokens for batch in taken) <= 160
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}], ids=str
+)
+def test_a_shared_prompt_stands_once_and_the_texts_are_the_same(layout: dict[str, Any], write, plain_tokenizer):
+    """Prompts of every length, of none at all, and answers of a token."""
+    no_prompt = [{"chosen": f"c{i}", "rejected": f"r{i}"} for i in range(3)]
+    source = write([*PAIRS, *no_prompt])
+    config = PreferenceDataConfig(source=source, max_length=32, max_prompt_length=4, validation_fraction=0.25, **layout)
+    texts, positions = [], []
+    for share_prompts in (False, True):
+        batches, held_out = preference_batches(config, plain_tokenizer, 3, 0, share_prompts)
+        assert held_out is not None
+        taken: list[Any] = [*batches.take(batches.batches_per_epoch), *held_out]
+        texts.append({pair: both for batch in taken for pair, *both in texts_of(batch)})
+        positions.append(sum(int(batch.is_token.sum()) for batch in taken))
+        assert sum(batch.num_prefix_tokens for batch in taken) == (positions[0] - positions[-1])
+    assert len(texts[0]) == 43
+    assert texts[0] == texts[1]
+    shared = [_same_ids(chosen, rejected) for chosen, rejected in texts[1].values()]
+    assert {0, 1, 4} <= set(shared)
+    assert positions[0] - positions[1] == sum(shared)
+    if not layout:
+        widest = max(
+            len(chosen[0]) + len(rejected[0]) - _same_ids(chosen, rejected) for chosen, rejected in texts[1].values()
+        )
+        assert max(batch.input_ids.shape[1] for batch in taken) == -(-widest // 8) * 8
+
+
+def _same_ids(chosen: Text, rejected: Text) -> int:
+    """The ids that both begin with and that answer nothing."""
+    first = [next(i for i, label in enumerate(labels) if label != -100) + 1 for _, labels in (chosen, rejected)]
+    pairs = zip(chosen[0], rejected[0], strict=False)
+    return min(*first, next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), 99))
+
+
+def test_a_recipe_that_shares_no_prompt_refuses_to_be_told_so(plain_tokenizer):
+    config = PreferenceDataConfig(source="unread", shared_prompt=True)
+    with pytest.raises(ValueError, match="this recipe computes every prompt for each answer"):
+        preference_batches(config, plain_tokenizer, batch_size=2, seed=0)
 
 
 def test_pairs_start_again_from_the_cache_and_know_their_weights(write, plain_tokenizer, tmp_path):

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lean_ft.data import Batch
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder
@@ -17,7 +17,9 @@ from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.hf_format import build_decoder
 from lean_ft.models.rope import RopeConfig
 from lean_ft.optim import Optimizer, build_optimizer
+from lean_ft.peft import apply_lora
 from lean_ft.settings import (
+    LoRAConfig,
     LossConfig,
     MemoryConfig,
     ModelConfig,
@@ -42,8 +44,10 @@ class Config(RecipeConfig):
     parallel: ParallelConfig = ParallelConfig()
 
 
-def small_model(*, tied: bool = False, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
-    layers = tuple(LayerConfig(rope=RopeConfig(theta=10000.0)) for _ in range(2))
+def small_model(
+    *, tied: bool = False, dtype: torch.dtype = torch.float32, layer: dict[str, Any] | None = None, **settings: Any
+) -> Decoder:
+    layers = tuple(LayerConfig(**{"rope": RopeConfig(theta=10000.0), **(layer or {})}) for _ in range(2))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     config = DecoderConfig(
         **{"vocab_size": VOCAB, **sizes, **settings},
@@ -77,12 +81,18 @@ def make_batch(number: int, vocab: int = VOCAB) -> Batch:
     )
 
 
-def build(cfg: Config, **settings: Any) -> tuple[Decoder, Optimizer, Ranks]:
+def build(cfg: Config, lora: LoRAConfig | None = None, **settings: Any) -> tuple[Decoder, Optimizer, Ranks]:
     """The model as this rank has it, and its optimizer."""
     model = small_model(dtype=getattr(torch, cfg.model.dtype), **settings)
+    if lora is not None:
+        apply_lora(model, lora)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):  # not where A has no gradient
+                torch.nn.init.normal_(parameter, std=0.05)
     ranks = join(cfg.parallel, CPU)
+    cut(model, cfg.parallel, ranks)
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)
+    parallelize(model, cfg.parallel, ranks, tokens=2 * TOKENS)
     return model, build_optimizer(model, cfg, ranks=ranks), ranks
 
 
@@ -127,7 +137,7 @@ def whole_tensors(model: Decoder, optimizer: Optimizer) -> dict[str, torch.Tenso
         flat = torch.full((torch.Size(mine.shape).numel(),), 77, dtype=mine.values.dtype)
         for theirs in (parts[name] for parts in everyone):
             if not theirs.is_kept_by_others:
-                flat[theirs.first : theirs.first + theirs.values.numel()] = theirs.values.reshape(-1)
+                theirs.within(flat).copy_(theirs.values)
         whole[name] = flat.view(mine.shape)
     return whole
 

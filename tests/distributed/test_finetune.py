@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import Batches
+from lean_ft.distributed import join, parallelize
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
+from lean_ft.peft import load_with_adapter
+from lean_ft.settings import LoRAConfig, ModelConfig, ParallelConfig
 from lean_ft.settings_text import load_config
+from lean_ft.shards import local
 from tests.distributed.processes import on_ranks
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
 
@@ -73,6 +78,26 @@ def make_mixture(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
+ADAPTERS = {"lora": LoRAConfig(rank=4), "qlora": LoRAConfig(rank=4, quantize="nf4")}
+
+
+def held_bytes(adapter: str) -> int:
+    """Of weights and adapter, by this process."""
+    ranks = join(ParallelConfig(), torch.device("cpu"))
+    cfg = ModelConfig(path="tiny", random_init=True)
+    model = load_with_adapter(cfg, ADAPTERS[adapter], "cpu", ranks)
+    parallelize(model, ParallelConfig(), ranks)
+    return sum(local(tensor).nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
+    for name in ADAPTERS:
+        alone = held_bytes(name)
+        for said in on_two[1]:
+            # Each quantised layer has a table of 1 KiB, and a mean, on every rank.
+            assert said["held"][name] < 0.5 * alone + 64 * 1024
+
+
 def refusal(folder: Path, *settings: str) -> str:
     with pytest.raises(ValueError) as raised:
         run(folder, *settings)
@@ -87,7 +112,7 @@ def work(folder: Path) -> dict[str, Any]:
     run(folder / "copies", *SAME_BITS["8 bits in backward"], "parallel.replicate=2")
     run(folder / "close", *CLOSE)
     run(folder / "alone then two", "max_steps=3")
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
     said["settings"] = refusal(folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
     said["batches"] = refusal(folder / "few", "gradient_accumulation_steps=1")
     said["offload"] = refusal(folder / "few", "memory.activation_offload=true")
@@ -210,12 +235,6 @@ def resident_bytes(key: str) -> int:
 
 def peak_of_loading(folder: Path) -> tuple[int, int]:
     """Bytes that loading took at its peak beyond what was there, and those of the rows that are here."""
-    import torch
-
-    from lean_ft.distributed import join, parallelize
-    from lean_ft.settings import ParallelConfig
-    from lean_ft.shards import local
-
     ranks = join(ParallelConfig(), torch.device("cpu"))
     parallelize(load_model("tiny", "meta"), ParallelConfig(), ranks)  # what is imported and opened once
     Path("/proc/self/clear_refs").write_text("5")
@@ -227,8 +246,6 @@ def peak_of_loading(folder: Path) -> tuple[int, int]:
 
 @pytest.mark.long
 def test_each_rank_takes_memory_for_its_own_rows_alone(tmp_path):
-    import torch
-
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, **sizes, "num_attention_heads": 16}))
     save_model(load_model(tmp_path, dtype=torch.bfloat16, random_init=True), tmp_path)

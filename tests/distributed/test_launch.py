@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.cli.run import _planned
-from lean_ft.launch import Launch
+from lean_ft.distributed import join
+from lean_ft.launch import Launch, launch
+from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
 from tests.distributed.test_finetune import SETTINGS
 from tests.training.toy_runs import ENVIRONMENT, digests
@@ -124,6 +127,16 @@ def test_wrong_input_is_told_once(tmp_path, arguments, message):
     assert err.count("error: ") == 1
     assert "Traceback" not in err
     assert message in err
+
+
+def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):
+    with pytest.raises(ValueError, match="--rdzv-endpoint nowhere.invalid:29500: this machine knows no 'nowhere.inv"):
+        launch(Launch(2, 2, 2, "nowhere.invalid:29500"), [])
+    given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="MASTER_ADDR=nowhere.invalid: this machine knows no 'nowhere.invalid'"):
+        join(ParallelConfig(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

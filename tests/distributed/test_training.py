@@ -27,7 +27,7 @@ def config(
         optimizer=OptimizerConfig(name=name, weight_decay=0.1, **optimizer),  # type: ignore[arg-type]
         gradient_accumulation_steps=steps,
         clip_grad_norm=clip,
-        memory=MemoryConfig(loss_chunk_tokens=16, **(memory or {})),
+        memory=MemoryConfig(**{"loss_chunk_tokens": 16, **(memory or {})}),
     )
 
 

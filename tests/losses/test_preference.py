@@ -41,7 +41,8 @@ def ours(name: str, answers: dict[str, Tensor], **settings: Any) -> Tensor:
 
 def trl_dpo_loss(loss_type: str, answers: dict[str, Tensor], label_smoothing: float = 0.0, **changes: Any) -> Tensor:
     """The mean loss of TRL's DPOTrainer, whose model and accelerator stand for the answers."""
-    trl_dpo = pytest.importorskip("trl.trainer.dpo_trainer")
+    from trl.trainer import dpo_trainer as trl_dpo
+
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
     )
@@ -128,7 +129,8 @@ def test_label_smoothing_is_that_of_trls_aot_of_single_pairs(answers: Any) -> No
 @pytest.mark.parametrize("name", ["simpo", "cpo"])
 def test_a_loss_without_a_reference_is_that_of_trl(name: str, answers: Any) -> None:
     """But for cpo's learning of the chosen answer, which is there a mean over the batch's tokens, prompts included."""
-    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    from trl.experimental.cpo import cpo_trainer as cpo
+
     trainer = SimpleNamespace(
         alpha=0.0,
         beta=2.0,
@@ -149,7 +151,8 @@ def test_a_loss_without_a_reference_is_that_of_trl(name: str, answers: Any) -> N
 
 def test_orpo_is_that_of_trl(answers: Any) -> None:
     """In float32, as TRL casts to it; and but for the chosen answer's term, as in cpo."""
-    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    from trl.experimental.orpo import orpo_trainer as orpo
+
     counts = answers["mask"].sum(1).chunk(2)
     chosen, rejected = (half / count for half, count in zip(answers["log_probs"].sum(1).chunk(2), counts, strict=True))
     trainer = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))

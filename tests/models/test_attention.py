@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from lean_ft.models.attention import Scoring, attend_documents, attend_rows
+from lean_ft.models.attention import Prefixes, Scoring, attend_documents, attend_rows
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 CU_SEQLENS = torch.tensor([0, 1, 70, 100, 164, 200], dtype=torch.int32)
+PREFIXES = torch.tensor([(0, 0), (0, 0), (1, 40), (0, 0), (100, 130)], dtype=torch.int32)
 
 
 def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
@@ -19,7 +20,7 @@ def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
     return [x.to(device, dtype).requires_grad_() for x in made]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "going on from a prefix"])
 @pytest.mark.parametrize("size", [64, 20])
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(window=7), Scoring(0.3, window=20), Scoring(softcap=1.5)], ids=str
@@ -34,7 +35,9 @@ def test_results_and_gradients_equal_the_cpus(packed, size, scoring, with_sinks,
             leaves.append(torch.linspace(-1, 1, 6).bfloat16().to(device, used).requires_grad_())
         sinks = leaves[3] if with_sinks else None
         if packed:
-            out = attend_documents(*leaves[:3], CU_SEQLENS.to(device), scoring, sinks)
+            cu_seqlens = CU_SEQLENS.to(device)
+            prefixes = None if packed is True else Prefixes.of(PREFIXES.to(device), 39 + 30, cu_seqlens, 200)
+            out = attend_documents(*leaves[:3], cu_seqlens, scoring, sinks, prefixes)
         else:
             out = attend_rows(*leaves[:3], scoring, sinks)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

@@ -48,7 +48,7 @@ def test_weights_and_states_are_torchaos(uncompiled: None, dtype: torch.dtype) -
 def test_a_last_block_that_is_not_full_is_updated_as_the_others_are() -> None:
     """Gradients of equal size in a block are kept exactly, so that the update is float32 AdamW's."""
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(4096 + 57))
+    ours = nn.Parameter(torch.randn(1, 4096 + 57))
     theirs = nn.Parameter(ours.detach().clone())
     optimizer = build(nn.ParameterList([ours]), {"name": "adamw_4bit", "weight_decay": 0.0})
     expected = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.0)

@@ -1,13 +1,14 @@
 """A run's own plan: a bound where that says enough, a rehearsal in another process where not."""
 
+import json
 import os
 import sys
 
 import pytest
 import torch
 
-from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.data import longest_batch, sft_batches
+from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.data import longest_batch, preference_batches, sft_batches
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes, what_takes_less
 from lean_ft.plan.devices import CPU
@@ -82,6 +83,27 @@ def test_rows_are_planned_as_long_and_as_many_as_the_data_has(recipe, configure,
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: room_bytes)
     outlook = foresee(recipe, cfg)
     assert outlook is not None and outlook.fits and not outlook.where
+
+
+def test_pairs_are_planned_with_the_prompts_that_they_share(tmp_path):
+    row = {"prompt": "p" * 60, "rejected": "r" * 13}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row | {"chosen": f"{i}ccc"}) + "\n" for i in range(9)))
+    given = (
+        f"data.source={tmp_path / 'pairs.jsonl'}",
+        "output_dir=unused",
+        f"data.cache_dir={tmp_path}",
+        "batch_size=4",
+    )
+    cfg = load_config(load_recipe(recipes()["dpo"]).Config, None, ["model.path=tiny", *given])
+    batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed, share_prompts=True)
+    (largest,) = batches.take(1)
+    planned = as_long_as_its_data(cfg)
+    longest = longest_batch(planned.data, planned.batch_size, share_prompts=True)
+    assert largest.num_tokens <= longest.num_tokens <= largest.num_tokens + 4 * 8
+    assert largest.num_targets <= longest.num_targets <= 2 * largest.num_targets
+
+
+def test_rows_of_one_length_are_planned_without_data(configure):
     packed = configure("data.max_length=64", "data.packing=bfd", "data.source=none.jsonl")
     assert as_long_as_its_data(packed) is packed  # rows have one length, and no data is read
 

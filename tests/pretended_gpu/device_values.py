@@ -396,12 +396,12 @@ def _by_head(num_heads: int, *tensors: Tensor) -> list[Tensor]:
     return [x.float().transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0) for x in tensors]
 
 
-def _parts(query: Tensor, cu_seqlens: Tensor | None) -> list[Any]:
-    """What each sequence indexes: documents of (N, H, D), or rows of (B, T, H, D)."""
-    if cu_seqlens is None:
-        return list(range(len(query)))
-    bounds = cu_seqlens.tolist()
-    return [slice(a, b) for a, b in pairwise(bounds) if b > a]
+def _parts(query: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> list[tuple[Any, Any]]:
+    """What each sequence indexes, of queries and of keys: documents of (N, H, D), or rows of (B, T, H, D)."""
+    if cum_seq_q is None or cum_seq_k is None:
+        return [(row, row) for row in range(len(query))]
+    bounds = (pairwise(bounds.tolist()) for bounds in (cum_seq_q, cum_seq_k))
+    return [(slice(*of_q), slice(*of_k)) for of_q, of_k in zip(*bounds, strict=True) if of_q[0] < of_q[1]]
 
 
 def _flash_forward(
@@ -424,8 +424,8 @@ def _flash_forward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_heads, out = query.shape[-2], torch.zeros_like(query)
     lse = torch.zeros(num_heads, len(query)) if query.ndim == 3 else torch.zeros(len(query), num_heads, query.shape[1])
-    for part in _parts(query, cum_seq_q):
-        q, k, v = _by_head(num_heads, query[part], key[part], value[part])
+    for part, keys in _parts(query, cum_seq_q, cum_seq_k):
+        q, k, v = _by_head(num_heads, query[part], key[keys], value[keys])
         seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
         weights, found = _weights(q, k, seen, scale)
         out[part] = (weights @ v).transpose(0, 1).to(out.dtype)
@@ -459,16 +459,16 @@ def _flash_backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     grads = [torch.zeros_like(x) for x in (query, key, value)]
-    for part in _parts(query, cum_seq_q):
-        q, k, v, grad = _by_head(num_heads, query[part], key[part], value[part], grad_out[part])
+    for part, keys in _parts(query, cum_seq_q, cum_seq_k):
+        q, k, v, grad = _by_head(num_heads, query[part], key[keys], value[keys], grad_out[part])
         seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
         weights, _ = _weights(q, k, seen, scale)
         grad_weights = grad @ v.mT
         grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
         found = [grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad]
         found[1:] = [x.unflatten(0, (num_kv_heads, -1)).sum(1) for x in found[1:]]
-        for target, grad_part in zip(grads, found, strict=True):
-            target[part] = grad_part.transpose(0, 1).to(target.dtype)
+        for target, place, grad_part in zip(grads, (part, keys, keys), found, strict=True):
+            target[place] = grad_part.transpose(0, 1).to(target.dtype)
     return tuple(grads)
 
 

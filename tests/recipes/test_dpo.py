@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,6 +19,8 @@ from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
+from tests.data.pair_texts import texts_of
+from tests.training.toy_runs import TIMES
 
 SETTINGS = (
     "model.path=tiny",
@@ -31,6 +34,7 @@ SETTINGS = (
     "device=cpu",
 )
 Train = Callable[..., list[dict[str, Any]]]
+UNLIKE = TIMES | {"tokens"}  # what may differ between runs that compute the same
 
 
 @pytest.fixture
@@ -89,32 +93,27 @@ def test_a_reference_in_4_bits_is_near(train: Train) -> None:
 
 
 @cache
-def by_hand(packing: str, num_steps: int = 20) -> tuple[list[float], list[float]]:
+def by_hand(settings: tuple[str, ...], num_steps: int = 20) -> tuple[list[float], list[float]]:
     """DPO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
-    Returns the losses and the mean margins."""
-    given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}"]
-    config = load_config(load_recipe(recipes()["dpo"]).Config, None, given)
-    batches, _ = preference_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
+    Returns the losses and the mean margins. `settings` tell which pairs come in a batch."""
+    config = load_config(load_recipe(recipes()["dpo"]).Config, None, [*SETTINGS, "output_dir=unused", *settings])
+    sharing = config.data.shared_prompt is not False
+    batches, _ = preference_batches(config.data, load_tokenizer("tiny"), config.batch_size, config.seed, sharing)
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32) for _ in range(2)
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
 
-    def log_prob(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        log_probs = model(ids[None]).logits[0].log_softmax(-1)
-        return sum(log_probs[t, labels[t]] for t in range(len(ids)) if labels[t] >= 0)
+    def log_prob(model: Any, ids: list[int], labels: list[int]) -> torch.Tensor:
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(log_probs[t, label] for t, label in enumerate(labels) if label >= 0)
 
     losses, margins = [], []
     for _ in range(num_steps):
         (batch,) = batches.take(1)
+        assert isinstance(batch, PairBatch)
         gains = []
-        begins = (batch.positions == 0).nonzero()
-        ends = [*begins[1:].tolist(), [len(batch.positions), 0]]
-        for (row, begin), (next_row, end) in zip(begins.tolist(), ends, strict=True):
-            document = slice(begin, end if next_row == row else None)
-            answer = batch.input_ids[row, document], batch.labels[row, document]
-            if not (answer[1] >= 0).any():
-                continue  # padding
+        for answer in (text for _, *pair in texts_of(batch) for text in pair):
             with torch.no_grad():
                 expected = log_prob(frozen, *answer)
             gains.append(log_prob(policy, *answer) - expected)
@@ -128,19 +127,25 @@ def by_hand(packing: str, num_steps: int = 20) -> tuple[list[float], list[float]
     return losses, margins
 
 
+EACH_ITS_PROMPT = ("data.shared_prompt=false",)
+PACKED = ("data.packing=bfd", "batch_size=1", "data.max_length=48")
+# Which pairs come together, and what must change nothing; the prompts of all but two are shared.
 MEMORY = [
-    (),
-    ("data.packing=padding_free", "reference.kind=model", "optimizer.in_backward=true"),
-    ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
-    ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate", "optimizer.in_backward=true"),
-    ("batch_size=1", "gradient_accumulation_steps=4"),
+    ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
+    ((), ("batch_size=1", "gradient_accumulation_steps=4")),
+    (("data.packing=padding_free",), ("reference.kind=model", "optimizer.in_backward=true")),
+    (PACKED, ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate")),
+    (EACH_ITS_PROMPT, ("memory.activation_checkpointing=every_n",)),
+    ((*EACH_ITS_PROMPT, *PACKED), ("memory.activation_checkpointing=full", "optimizer.in_backward=true")),
 ]
 
 
-@pytest.mark.parametrize("settings", MEMORY, ids=str)
-def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, settings: tuple[str, ...]) -> None:
-    lines = train("max_steps=20", *settings)
-    losses, margins = by_hand("padding_free" if "data.packing=padding_free" in settings else "none")
+@pytest.mark.parametrize(("rows", "settings"), MEMORY, ids=str)
+def test_twenty_steps_are_those_of_a_loop_by_hand(
+    train: Train, rows: tuple[str, ...], settings: tuple[str, ...]
+) -> None:
+    lines = train("max_steps=20", *rows, *settings)
+    losses, margins = by_hand(rows)
     assert max(margins) > 0.05
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=5e-5)
@@ -156,6 +161,19 @@ def test_packed_rows_learn_what_padded_ones_do(train: Train, tmp_path: Any) -> N
         assert line["target_tokens"] == expected["target_tokens"]
         for name in ("loss", "rewards/margins", "logps/chosen", "nll", "entropy", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("packing", ["none", "padding_free"])
+def test_a_shared_prompt_takes_its_positions_once_and_changes_no_number(train: Train, packing: str) -> None:
+    settings = (f"data.packing={packing}", "data.validation_fraction=0.1", "loss.ld_alpha=0.5", "loss.wpo=true")
+    shared, separate = (
+        train(*settings, f"data.shared_prompt={value}", output=value, name="dpo") for value in ("true", "false")
+    )
+    for line, expected in zip(shared, separate, strict=True):
+        for name in expected.keys() - UNLIKE:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    tokens, expected_tokens = (sum(line.get("tokens", 0) for line in lines) for lines in (shared, separate))
+    assert tokens < 0.85 * expected_tokens  # the prompts of these pairs are short
 
 
 @pytest.mark.parametrize(
@@ -236,12 +254,45 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
         (("loss.label_smoothing=0.5",), "number >= 0 and < 0.5"),
         (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
         (("data.packing=wrapped",), "the answers of a pair are compared whole"),
+        (("data.shared_prompt=true", "model.path=LONG"), r"frequencies \(longrope\) change with the length of a text"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_one_message(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_is_refused_with_one_message(
+    train: Train, settings: tuple[str, ...], message: str, tmp_path: Any
+) -> None:
+    if "model.path=LONG" in settings:
+        settings = (settings[0], f"model.path={with_longrope(tmp_path)}")
     with pytest.raises(ValueError, match=message):
         train(*settings)
+
+
+def with_longrope(folder: Any) -> Any:
+    """The embedded model, made to turn texts beyond 64 tokens otherwise."""
+    shutil.copytree(resolve_model_path("tiny"), folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    num = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    factors = {"short_factor": [1.0] * num, "long_factor": [2.0] * num}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    config["rope_parameters"] = rope | {"factor": 4.0}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return folder / "model"
+
+
+def test_a_model_whose_prompts_depend_on_the_text_computes_each_twice(
+    train: Train, tmp_path: Any, capsys: pytest.CaptureFixture
+) -> None:
+    train(f"model.path={with_longrope(tmp_path)}", "max_steps=1")
+    assert (
+        "prompts     computed for each answer, as the model's rotary frequencies (longrope)" in capsys.readouterr().out
+    )
+    train(
+        f"model.path={tmp_path / 'model'}",
+        "max_steps=1",
+        "data.max_length=64",
+        "data.shared_prompt=true",
+        output="short",
+    )
 
 
 def test_its_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
@@ -264,20 +315,23 @@ def test_a_second_model_is_planned_and_a_reference_of_its_own_is_not() -> None:
 def test_a_batch_tells_its_answers_apart() -> None:
     recipe = load_recipe(recipes()["dpo"])
     seen = {}
-    for packing in ("none", "bfd", "padding_free"):
-        cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", f"data.packing={packing}"])
-        batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), batch_size=4, seed=0)
+    for packing in ("none", "bfd", "padding_free", "none, shared"):
+        cfg = load_config(
+            recipe.Config, None, [*SETTINGS, "output_dir=unused", f"data.packing={packing.split(',')[0]}"]
+        )
+        batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), 4, 0, share_prompts="shared" in packing)
         found: dict[int, tuple[list[int], ...]] = {}
         for batch in batches.take(batches.batches_per_epoch):
             assert isinstance(batch, PairBatch)
-            assert torch.equal(batch.labels.flatten()[batch.index], batch.label)
+            if "shared" not in packing:
+                assert torch.equal(batch.labels.flatten()[batch.index], batch.label)
             assert len(batch.label) == batch.num_targets == batch.answer_tokens.sum()
             answers = batch.label.split(batch.answer_tokens.flatten().tolist())
             for i, pair in enumerate(batch.pairs.tolist()):
                 found[pair] = tuple(answer.tolist() for answer in answers[2 * i : 2 * i + 2])
         seen[packing] = found
     assert len(seen["none"]) == 206
-    assert seen["none"] == seen["bfd"] == seen["padding_free"]
+    assert seen["none"] == seen["bfd"] == seen["padding_free"] == seen["none, shared"]
     tokenizer = load_tokenizer("tiny")
     first = json.loads(resolve_data_path("tiny/pairs_validation.jsonl").read_text().partition("\n")[0])
     for side, ids in zip(("chosen", "rejected"), seen["none"][0], strict=True):

@@ -1,0 +1,125 @@
+"""What each of 8 or 64 GPUs takes for models of 1, 8 and 70 B parameters, planned on one CPU: no GPU is needed.
+
+    python benchmarks/planned_distributed.py
+    python benchmarks/planned_distributed.py --only 8B
+
+Full finetuning in bfloat16, a row of 4,096 packed tokens on each GPU, layers recomputed, machines of 8 GPUs. Peaks are of
+the allocator: the driver's context, NCCL's buffers and libraries come on top. Nothing here is measured.
+
+Writes `results/planned_distributed_<device>.json`.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import rehearse_recipe
+from results import GIB, RESULTS, console, describe_hardware, gibibytes, print_result, write_result
+from shapes import EMBEDDED_MODEL, write_model_folder
+
+COLUMNS = ["model and GPUs", "predicted peak", "sent in the machine", "sent to others", "step, estimated", "planned in"]
+
+DEVICES_EACH = 8
+_PLAIN: dict[str, Any] = {
+    "model.random_init": True,
+    "data.source": "not-read.jsonl",
+    "data.packing": "bfd",
+    "data.max_length": 4096,
+    "batch_size": 1,
+    "memory.activation_checkpointing": "full",
+    "memory.loss_chunk_tokens": 4096,
+    "parallel.vocabulary": "gathered",
+}
+_8BIT = {"optimizer.name": "adamw_8bit", "optimizer.in_backward": True}
+_CUT = {**_8BIT, "parallel.vocabulary": "cut"}
+_4BIT = {**_CUT, "optimizer.name": "adamw_4bit"}
+_MODELS = {"1B": "llama3_2_1b", "8B": "llama3_1_8b", "70B": "llama3_1_70b"}
+
+# (model, GPUs, label, settings)
+CASES: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("1B", 8, "AdamW", {}),
+    ("1B", 8, "8 bits in backward", _8BIT),
+    ("1B", 8, "+ vocabulary cut", _CUT),
+    ("8B", 8, "AdamW", {}),
+    ("8B", 8, "8 bits in backward", _8BIT),
+    ("8B", 8, "+ vocabulary cut", _CUT),
+    ("8B", 8, "4 bits, vocabulary cut", _4BIT),
+    ("8B", 64, "8 bits in backward", _8BIT),
+    ("8B", 64, "+ vocabulary cut", _CUT),
+    ("8B", 64, "8 copies (HSDP), 8 bits, vocabulary cut", {**_CUT, "parallel.replicate": 8}),
+    ("70B", 8, "AdamW", {}),
+    ("70B", 8, "8 bits in backward, vocabulary cut", _CUT),
+    ("70B", 8, "4 bits, vocabulary cut", _4BIT),
+    ("70B", 64, "AdamW", {}),
+    ("70B", 64, "8 bits in backward, vocabulary cut", _CUT),
+    ("70B", 64, "8 copies (HSDP), 8 bits, vocabulary cut", {**_CUT, "parallel.replicate": 8}),
+]
+
+
+def main(
+    device_name: Annotated[str, typer.Option(help="The card whose rates and size are planned for.")] = "H100",
+    only: Annotated[str | None, typer.Option(metavar="1B|8B|70B", help="One of the models alone.")] = None,
+    results_dir: Path = RESULTS,
+) -> None:
+    """Predicts every case."""
+    from lean_ft.plan.devices import find_device
+
+    device, rows = find_device(device_name), []
+    for model, num_gpus, label, settings in CASES:
+        if only in (None, model):
+            case = {"label": f"{model} on {num_gpus}: {label}", "settings": settings, "num_gpus": num_gpus}
+            rows.append(case | _predict(_MODELS[model], num_gpus, settings, device))
+            console.print(f"{case['label']}: {gibibytes(rows[-1]['peak_bytes'])}, {rows[-1]['where']}", markup=False)
+    path = write_result(
+        "planned_distributed_" + device.name.lower().replace(" ", "-"),
+        benchmark="planned_distributed",
+        hardware=describe_hardware("cpu"),
+        settings={"device_name": device.name, "devices_each": DEVICES_EACH},
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+def _predict(shape: str, num_gpus: int, settings: dict[str, Any], device: Any) -> dict[str, Any]:
+    from lean_ft.plan.devices import Machines
+
+    with tempfile.TemporaryDirectory(prefix="lean_ft_planned_") as name:
+        own = {
+            "model.path": write_model_folder(shape, Path(name) / "model", EMBEDDED_MODEL),
+            "output_dir": Path(name) / "run",
+            "gradient_accumulation_steps": num_gpus,
+            **_PLAIN,
+            **settings,
+        }
+        machines = Machines(DEVICES_EACH, num_gpus // DEVICES_EACH)
+        return {"status": "ok", **rehearse_recipe("finetune", own, device, machines)}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"predicted, not measured: what each {settings['device_name']} takes and sends a step, {settings['devices_each']} in a "
+        "machine; full finetuning in bfloat16, 4,096 packed tokens a GPU, activation checkpointing"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [
+        [
+            row["label"],
+            gibibytes(row["peak_bytes"]),
+            f"{row['sent_bytes'] / GIB:.1f} GiB",
+            f"{row['sent_away_bytes'] / GIB:.1f} GiB",
+            f"{row['step_seconds']:.2f} s",
+            f"{row['planning_seconds']:.0f} s",
+        ]
+        for row in result["rows"]
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

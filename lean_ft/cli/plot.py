@@ -1,0 +1,42 @@
+"""`leanft plot`: the curves of runs, side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lean_ft.cli.arguments import Debug
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories, also of runs under way.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="NAME",
+            help="Writes NAME.png and NAME.html; by default curves.* in the run, of several runs here.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw loss, held-out loss, learning rate, memory, speed and what else the runs measured: a PNG and an HTML page.
+
+    The page stands alone: it can be mailed, and needs no network.
+    """
+    from lean_ft.training.curves import draw_curves
+
+    base = output or (runs[0] / "curves" if len(runs) == 1 else Path("curves"))
+    base = base.with_suffix("") if base.suffix in (".png", ".html") else base
+    if base.is_dir() or not base.parent.is_dir():
+        place = "a folder" if base.is_dir() else f"a name in {base.parent}, which is no folder"
+        if output is not None:
+            raise ValueError(f"--output {output} is {place}; expected the files' name, in a folder that exists.")
+    files = [base.with_name(base.name + ending) for ending in (".png", ".html")]
+    draw_curves(runs, *files)
+    for file in files:
+        typer.echo(str(file))

@@ -1,0 +1,150 @@
+"""Losses of single answers that are desirable or not, each a function that a person reads, and copies to add the next.
+
+Of P answers they see d, what each gained on the frozen reference (a sum of log-probabilities less the reference's), and a
+baseline b that it is compared with; they return (P,). A desirable answer is to be above the baseline, another below it.
+
+    kto                b = max(0, the mean of d over the micro-batch's prompts, each with another prompt's answer)
+    apo_zero_unpaired  b = 0, which makes it kto without a baseline
+    bco                b = the mean of d over all answers of the steps before: `RunningMean`
+
+The mean of bco is that of its authors over what came before the step, and without the step's own answers, so that a step
+is the same however it is cut into micro-batches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.shards import ALONE, Ranks
+from lean_ft.spelling import did_you_mean
+
+
+def kto(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """1 - sigmoid(beta (d - b)), and of an undesirable answer 1 - sigmoid(beta (b - d)). Ethayarajh et al. 2024,
+    arXiv:2402.01306, eq. 7."""
+    above = beta * (gained - baseline)
+    return torch.sigmoid(torch.where(is_desirable, -above, above))
+
+
+def apo_zero_unpaired(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """1 - sigmoid(beta d), and of an undesirable answer sigmoid(beta d). D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    return torch.sigmoid(beta * torch.where(is_desirable, -gained, gained))
+
+
+def bco(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """-log sigmoid(beta (d - b)), and of an undesirable answer -log sigmoid(beta (b - d)). Jung et al. 2024,
+    arXiv:2404.04656."""
+    above = beta * (gained - baseline)
+    return -logsigmoid(torch.where(is_desirable, above, -above))
+
+
+UNPAIRED_LOSSES: dict[str, Callable[..., Tensor]] = {loss.__name__: loss for loss in (kto, apo_zero_unpaired, bco)}
+
+
+def unpaired_loss(
+    name: str,
+    gained: Tensor,
+    is_desirable: Tensor,
+    baseline: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """The loss `name` of each of P answers.
+
+    Args:
+        name: one of `UNPAIRED_LOSSES`.
+        gained: each answer's log-probability less the reference's, (P,); it may have gradients.
+        is_desirable: (P,) bool.
+        baseline: what it is compared with, a scalar without gradients; the module tells which.
+        beta: how far the model may go from the reference; larger is nearer.
+        desirable_weight, undesirable_weight: what an answer of either kind counts.
+
+    Returns:
+        (P,), in the type of `gained`.
+
+    Raises:
+        ValueError: for a loss that is not there.
+    """
+    if name not in UNPAIRED_LOSSES:
+        raise ValueError(
+            f"no loss of single answers is called '{name}'.{did_you_mean(name, UNPAIRED_LOSSES)} There are "
+            f"{', '.join(UNPAIRED_LOSSES)}."
+        )
+    losses = UNPAIRED_LOSSES[name](gained, is_desirable, baseline, beta)
+    return losses * torch.where(is_desirable, desirable_weight, undesirable_weight)
+
+
+class RunningMean:
+    """The mean of what was added to it, 0 before; it stays on the device, and goes into checkpoints."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mean = torch.zeros((), device=device)
+        self._count = 0
+
+    def add(self, total: Tensor, count: int) -> None:
+        """Adds `count` values by their sum, a scalar; a sum that is not finite, of a step that is skipped, is left out."""
+        mean = self.mean + (total - count * self.mean) / (self._count + count)
+        self.mean = torch.where(mean.isfinite(), mean, self.mean)
+        self._count += count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean, self._count = torch.full_like(self.mean, state["mean"]), state["count"]
+
+
+class UnpairedStatistics(TokenStatistics):
+    """Adds up what the metrics tell of answers; their means are over the desirable or the undesirable ones."""
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        super().__init__(ranks)
+        self.num_desirable = self.num_undesirable = self.num_compared = 0  # of all ranks
+
+    def count(self, is_desirable: Tensor) -> None:
+        """Counts the answers of a micro-batch of any rank, which are on the host."""
+        desirable = int(is_desirable.sum())
+        undesirable = len(is_desirable) - desirable
+        self.num_desirable += desirable
+        self.num_undesirable += undesirable
+        self.num_compared += desirable * undesirable
+
+    def total_counts(self) -> None:
+        """Counts what each rank counted for all."""
+        for name in ("num_desirable", "num_undesirable", "num_compared"):
+            setattr(self, name, self._ranks.total(getattr(self, name)))
+
+    @torch.no_grad()
+    def add_answers(self, gained: Tensor, log_probs: Tensor, is_desirable: Tensor, beta: float) -> None:
+        """Adds P answers of this rank, each (P,)."""
+        wins = (gained[:, None] - gained).sign()  # (P, P): of the one in a row over the one in a column
+        compared = is_desirable[:, None] & ~is_desirable
+        self.add(
+            **{
+                "rewards/chosen": (beta * gained * is_desirable).sum(),
+                "rewards/rejected": (beta * gained * ~is_desirable).sum(),
+                "rewards/accuracies": ((wins + 1) / 2 * compared).sum(),
+                "logps/chosen": (log_probs * is_desirable).sum(),
+                "logps/rejected": (log_probs * ~is_desirable).sum(),
+            }
+        )
+
+    def answer_means(self, prefix: str = "") -> dict[str, Tensor]:
+        """`loss` and `baseline`, which are over all answers, and the rewards and log-probabilities of each kind where there are."""
+        num_answers = self.num_desirable + self.num_undesirable
+        counts = {"chosen": self.num_desirable, "rejected": self.num_undesirable, "accuracies": self.num_compared}
+        means: dict[str, Tensor] = {}
+        for name, mean in self.means(1).items():
+            count = counts.get(name.rpartition("/")[2], num_answers)
+            if count:
+                means[prefix + name] = mean / count
+        if self.num_desirable and self.num_undesirable:
+            chosen, rejected = (means[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
+            means[f"{prefix}rewards/margins"] = chosen - rejected
+        return means

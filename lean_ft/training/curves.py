@@ -1,0 +1,225 @@
+"""The curves of runs side by side: a PNG to look at or to pass on, and one HTML page that holds all it shows.
+
+A panel for each thing that metrics.jsonl tells, in the order in which one asks: the loss, the held-out loss, whatever the
+objective adds (`rewards/margins`), the learning rate, memory, speed. Below the pictures the page has a table of how the runs
+ended and one of the settings in which they differ. Drawn by matplotlib, the `plots` extra.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lean_ft.spelling import did_you_mean
+from lean_ft.training.metrics import Row
+from lean_ft.training.run_directory import METRICS_FILE, read_starts
+from lean_ft.units import GIB, gibibytes, number
+from lean_ft.whole_files import write_whole
+
+# Name in metrics.jsonl -> title of its panel; what is not here and is a number comes between these and the last four.
+_FIRST = {"loss": "loss", "eval_loss": "held-out loss"}
+_LAST = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "memory": "memory at the peak, GiB",
+    "tokens_per_second": "tokens a second",
+}
+_COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
+_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
+_SMOOTHED_POINTS = 40  # with more of them a curve is drawn pale, and its mean over a twentieth of the run on top
+_EXACT = ("lr", "memory")  # but for these
+_COLUMNS = 2  # panels beside each other
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }}
+svg {{ width: 100%; height: auto; }}
+table {{ border-collapse: collapse; margin: 1em 0 2em; }}
+th, td {{ padding: .3em .9em; border-bottom: 1px solid #ddd; text-align: right; }}
+th:first-child, td:first-child {{ text-align: left; }}
+</style></head><body>
+<h1>{title}</h1>
+{tables}
+{picture}
+</body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What one run has told: its name, its lines of metrics.jsonl, and the settings of its last start."""
+
+    name: str
+    rows: list[Row]
+    settings: dict[str, Any]
+
+    def points(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it was told and finite; `memory` in GiB."""
+        if metric == "memory":
+            told = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
+        else:
+            told = [(row["step"], row[metric]) for row in self.rows if _is_number(row.get(metric))]
+        return [step for step, _ in told], [value for _, value in told]
+
+
+def read_curves(runs: Sequence[Path]) -> list[Curves]:
+    """Reads run directories, with the shortest names that tell them apart.
+
+    Raises ValueError where one holds no metrics.jsonl, or not yet a line.
+    """
+    paths = [path.resolve() for path in runs]
+    depth = 1
+    while depth < 9 and len({path.parts[-depth:] for path in paths}) < len(set(paths)):
+        depth += 1
+    read = []
+    for given, path in zip(runs, paths, strict=True):
+        file = path / METRICS_FILE
+        if not file.is_file():
+            beside = path.parent.glob(f"*/{METRICS_FILE}") if path.parent.is_dir() else []
+            near = did_you_mean(path.name, [other.parent.name for other in beside])
+            raise ValueError(
+                f"{given} has no {METRICS_FILE}: expected the output_dir of a run that has made a step.{near}"
+            )
+        rows = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # a run is writing it, or was killed as it did: the lines before are good
+                break
+        if not rows:
+            raise ValueError(
+                f"{file} has no line yet: wait for the first step (log_every says how often it is written)."
+            )
+        starts = read_starts(path)
+        read.append(Curves("/".join(path.parts[-depth:]), rows, starts[-1]["settings"] if starts else {}))
+    return read
+
+
+def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
+    """Draws the runs into `picture`, a PNG, and `page`, HTML without anything from elsewhere.
+
+    Raises ValueError where matplotlib is not installed, or a directory is no run's.
+    """
+    curves = read_curves(runs)
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+    except ImportError:
+        raise ValueError("pictures need matplotlib; install it with: pip install 'lean-ft[plots]'") from None
+    figure = _figure(curves)
+    title = ", ".join(run.name for run in curves)
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # words stay words
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    svg = drawn.getvalue()
+    tables = _ends(curves) + _differences(curves)
+    with write_whole(page) as part:
+        part.write_text(_PAGE.format(title=escape(title), tables=tables, picture=svg[svg.index("<svg") :]), "utf-8")
+    with write_whole(picture) as part:
+        figure.savefig(part, format="png", dpi=150)
+
+
+def _figure(curves: list[Curves]) -> Any:
+    from matplotlib.figure import Figure
+
+    metrics = _metrics(curves)
+    num_rows = -(-len(metrics) // _COLUMNS)
+    figure = Figure(figsize=(5.5 * _COLUMNS, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
+    for place, (metric, title) in enumerate(metrics.items(), start=1):
+        axes = figure.add_subplot(num_rows, _COLUMNS, place)
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        for number_of_run, run in enumerate(curves):
+            steps, values = run.points(metric)
+            color, label = f"C{number_of_run % 10}", run.name
+            if len(values) > _SMOOTHED_POINTS and metric not in _EXACT:
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+                values = _smoothed(values)
+            marker = "o" if len(values) <= 12 else None
+            axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3)
+        if metric in ("memory", "tokens_per_second"):
+            axes.set_ylim(bottom=0)
+        if place > len(metrics) - _COLUMNS:
+            axes.set_xlabel("optimizer step")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False)
+    return figure
+
+
+def _metrics(curves: list[Curves]) -> dict[str, str]:
+    """What any of the runs has told, in the order of the panels -> their titles."""
+    told = {name: None for run in curves for row in run.rows for name, value in row.items() if _is_number(value)}
+    own = [name for name in told if name not in _COUNTS and name not in _FIRST and name not in _LAST]
+    # A held-out value beside its own: rewards/margins, eval_rewards/margins.
+    own.sort(key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
+    titles = {name: f"held-out {name[5:]}" if name.startswith("eval_") else name for name in own}
+    titles = {name: title.replace("_", " ") for name, title in titles.items()}
+    return {
+        name: title
+        for name, title in {**_FIRST, **titles, **_LAST}.items()
+        if any(run.points(name)[0] for run in curves)
+    }
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """The exponential mean over about a twentieth of the values, without its pull to the first."""
+    keep = 1 - 20 / max(40, len(values))
+    mean, weight, smooth = 0.0, 0.0, []
+    for value in values:
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        smooth.append(mean / weight)
+    return smooth
+
+
+def _ends(curves: list[Curves]) -> str:
+    """How each run ended, as a table."""
+    head = ["run", "steps", "loss, last", "held-out, last", "held-out, lowest", "tokens", "tokens/s", "peak memory"]
+    lines = []
+    for run in curves:
+        steps = [row for row in run.rows if "tokens" in row]
+        seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
+        tokens = sum(row["tokens"] for row in steps)
+        losses, held_out = run.points("loss")[1], run.points("eval_loss")[1]
+        peak = max((row.get("peak_memory_bytes") or 0 for row in steps), default=0)
+        lines.append(
+            [
+                run.name,
+                f"{run.rows[-1]['step']:,}",
+                *(number(told[-1]) if told else "-" for told in (losses, held_out)),
+                number(min(held_out)) if held_out else "-",
+                f"{tokens:,}",
+                f"{tokens / seconds:,.0f}" if seconds else "-",
+                gibibytes(peak) if peak else "-",
+            ]
+        )
+    return _table(head, lines)
+
+
+def _differences(curves: list[Curves]) -> str:
+    """The settings in which the runs differ, as a table; nothing for one."""
+    keys = {key: None for run in curves for key in run.settings if key != "output_dir"}
+    rows = [[key, *(_plain(run.settings.get(key)) for run in curves)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    def line(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "</table>\n"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,217 @@
+"""Where else a run's lines go, beside metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
+
+Each gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the settings of the run. A run
+that is gone on with goes on in the same record: the services' own name for it is kept in `loggers.json` of the run directory.
+A logger that fails while the run goes on (a network that is gone) is left out from then on, which is said once: what it
+missed is in metrics.jsonl. Packages come with the extras `tensorboard`, `wandb` and `mlflow`.
+"""
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lean_ft.log import say
+from lean_ft.redaction import redact
+from lean_ft.settings import LogConfig
+from lean_ft.training.checkpoint import write_json
+from lean_ft.whole_files import write_whole
+
+Row = dict[str, Any]
+RECORDS_FILE = "loggers.json"  # service -> what it calls this run
+MLFLOW_FILE = "mlflow.db"
+
+
+class Logger(Protocol):
+    """One place that lines go to; what it raises ends it, and not the run."""
+
+    def write(self, rows: Sequence[Row]) -> None: ...
+
+    def close(self, *, done: bool) -> None: ...
+
+
+class Loggers:
+    """Those that `log.to` names, as one: `write` lines as they come, `close` at the end of this start."""
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, Any], start_step: int):
+        """Opens them for the run in `directory`, whose lines up to `start_step` are known.
+
+        Raises ValueError where one cannot be opened, with its own reason: better now than after an hour.
+        """
+        self._open: dict[str, Logger] = {}
+        settings = {name: redact(_text(value)) for name, value in settings.items()}
+        for name in cfg.to:
+            if name == "jsonl":
+                continue
+            try:
+                self._open[name] = _OPENED[name](cfg, directory, settings, start_step)
+            except Exception as error:
+                raise ValueError(f"log.to={name} could not be opened: {redact(str(error))}") from error
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for name, logger in list(self._open.items()):
+            self._guard(name, lambda logger=logger: logger.write(rows))
+
+    def close(self, *, done: bool) -> None:
+        """`done`: all steps were made, or early stopping ended them."""
+        for name, logger in list(self._open.items()):
+            self._guard(name, lambda logger=logger: logger.close(done=done))
+
+    def _guard(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            del self._open[name]
+            say("WARNING", f"log.to={name} failed and is left out from here on ({error}); metrics.jsonl has every line")
+
+
+class _Csv:
+    """metrics.csv: a line each of metrics.jsonl's, with a column for every name that any of them has."""
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        self._file, self._lines = directory / "metrics.csv", directory / "metrics.jsonl"
+        self._columns: list[str] = []
+        if self._lines.exists():
+            self._write_whole()
+
+    def write(self, rows: Sequence[Row]) -> None:
+        if any(name not in self._columns for row in rows for name in _flat(row)):
+            self._write_whole()  # from metrics.jsonl, where these rows stand by now
+            return
+        with self._file.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
+
+    def close(self, *, done: bool) -> None:
+        pass
+
+    def _write_whole(self) -> None:
+        rows = [_flat(json.loads(line)) for line in self._lines.read_text(encoding="utf-8").splitlines()]
+        self._columns = list({name: None for row in rows for name in row})
+        with write_whole(self._file) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+class _TensorBoard:
+    """Event files in the run directory: `tensorboard --logdir runs` shows all runs below it."""
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier start told of later steps, which this one makes again, is not shown.
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        if not start_step:
+            self._writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for name, value in _numbers(row).items():
+                self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def close(self, *, done: bool) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """A run of wandb, gone on with under the same id. It never sees the environment or the command."""
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        import wandb
+
+        known = _record(directory, "wandb") if start_step else None
+        self._run = wandb.init(
+            project=cfg.project,
+            name=cfg.name or directory.name,
+            id=known,
+            resume="allow" if known else None,
+            dir=str(directory),
+            config=settings,
+            mode="offline" if cfg.offline else None,
+            save_code=False,
+        )
+        self._run.define_metric("*", step_metric="step")  # steps made again after a resume count again
+        _keep_record(directory, "wandb", self._run.id)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log({"step": row["step"], **_numbers(row)})
+
+    def close(self, *, done: bool) -> None:
+        self._run.finish(exit_code=0 if done else 1)
+
+
+class _MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the run directory."""
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        local = cfg.offline or not os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(f"sqlite:///{(directory / MLFLOW_FILE).absolute()}" if local else None)
+        known = _record(directory, "mlflow") if start_step else None
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            self._id = known
+            return
+        experiment = self._client.get_experiment_by_name(cfg.project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project)
+        self._id = self._client.create_run(experiment_id, run_name=cfg.name or directory.name).info.run_id
+        # Its longest value, and most in one call.
+        params = [Param(name, value[:500]) for name, value in settings.items()]
+        for start in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[start : start + 100])
+        _keep_record(directory, "mlflow", self._id)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)  # milliseconds
+        metrics = [Metric(name, value, now, row["step"]) for row in rows for name, value in _numbers(row).items()]
+        for start in range(0, len(metrics), 500):
+            self._client.log_batch(self._id, metrics=metrics[start : start + 500])
+
+    def close(self, *, done: bool) -> None:
+        self._client.set_terminated(self._id, status="FINISHED" if done else "KILLED")
+
+
+_OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], Logger]] = {
+    "csv": _Csv,
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
+}
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """What of a line is a number and no count of steps."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+
+
+def _flat(row: Row) -> Row:
+    """A line for a table: what is no number or text (`non_finite`) as JSON."""
+    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _record(directory: Path, service: str) -> str | None:
+    file = directory / RECORDS_FILE
+    return json.loads(file.read_text(encoding="utf-8")).get(service) if file.exists() else None
+
+
+def _keep_record(directory: Path, service: str, record: str) -> None:
+    file = directory / RECORDS_FILE
+    records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    write_json(file, records | {service: record})

@@ -1,0 +1,150 @@
+"""Learning from single answers that are good or bad: KTO and what followed it, of all parameters or an adapter.
+
+leanft run kto --config tiny/kto
+leanft run kto --config tiny/kto loss.name=bco output_dir=runs/bco     # docs/preferences.md has the losses
+leanft cp  kto mine.py                             # edit the loop, then: leanft run mine.py --config tiny/kto
+
+This is dpo for rows of a prompt, an answer and a label; of pairs each answer counts by itself.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.data import UnpairedBatch, unpaired_batches
+from lean_ft.distributed import join, parallelize
+from lean_ft.losses import AnswerLogProbs, Answers, RunningMean, TokenStatistics, UnpairedStatistics, unpaired_loss
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.settings import (
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    ScheduleConfig,
+    UnpairedDataConfig,
+    UnpairedLossConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import Run, apply_regularization, load_reference, start
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: UnpairedDataConfig
+    lora: LoRAConfig | None = None  # null: all parameters train
+    parallel: ParallelConfig = ParallelConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: UnpairedLossConfig = UnpairedLossConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+def main(cfg: Config) -> None:
+    if cfg.loss.needs_mismatched and cfg.batch_size == 1 and cfg.data.packing != "bfd":
+        raise ValueError(
+            "batch_size=1: kto compares an answer with what its prompt gains by another answer of its micro-batch, and "
+            "there is none. Set batch_size to 2 or more (4 or more make it steadier), or loss.name=apo_zero_unpaired or bco."
+        )
+    device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    batches, held_out = unpaired_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
+    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    mean_gain = RunningMean(device)  # bco's baseline: of all answers before this step
+    run = Run(
+        cfg,
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        carried=mean_gain,
+    )
+
+    @torch.no_grad()
+    def baseline(batch: UnpairedBatch) -> Tensor:
+        """What the answers of a batch are compared with, a scalar: docs/preferences.md."""
+        if cfg.loss.name == "bco":
+            return mean_gain.mean
+        if not cfg.loss.needs_mismatched or batch.mismatched is None:
+            return torch.zeros((), device=device)
+        gained = log_probs(model, batch.mismatched).log_probs - reference(batch.mismatched)
+        # A single answer, at an epoch's end, has no other to be compared with.
+        return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
+
+    def losses_of(
+        batch: UnpairedBatch, tokens: TokenStatistics, statistics: UnpairedStatistics
+    ) -> tuple[Tensor, Tensor, Answers]:
+        """The loss of each answer and what it gained on the reference, (P,) each; batch: on the device."""
+        compared_with = baseline(batch)  # first, as the reference: nothing waits for a backward pass yet
+        frozen = reference(batch)
+        answers = log_probs(model, batch, tokens)
+        gained = (answers.log_probs - frozen)[:, 0]
+        losses = unpaired_loss(gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **loss_settings)
+        statistics.add_answers(gained, answers.log_probs[:, 0], batch.is_desirable, cfg.loss.beta)
+        statistics.add(baseline=compared_with * batch.num_pairs)
+        return losses, gained, answers
+
+    loss_settings = cfg.loss.model_dump()
+
+    @torch.no_grad()
+    def evaluate(held_out: Iterable[UnpairedBatch]) -> dict[str, Any]:
+        tokens, statistics, num_targets = TokenStatistics(ranks), UnpairedStatistics(ranks), 0
+        for batch in held_out:
+            statistics.count(batch.is_desirable)
+            losses, _, _ = losses_of(batch.to(device), tokens, statistics)
+            statistics.add(loss=losses.sum())
+            num_targets += batch.num_targets
+        statistics.total_counts()
+        num_targets = ranks.total(num_targets)
+        return tokens.means(num_targets, "eval_") | statistics.answer_means("eval_")
+
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        num_answers = sum(batch.num_pairs for batch in micro_batches)
+        num_targets = sum(batch.num_targets for batch in micro_batches)
+        tokens, statistics, total_gain = (
+            TokenStatistics(ranks),
+            UnpairedStatistics(ranks),
+            torch.zeros((), device=device),
+        )
+        for batch in micro_batches:
+            statistics.count(batch.is_desirable)
+        for batch, is_last in ranks.share(micro_batches):
+            # Sums, divided once by what the whole step has.
+            losses, gained, answers = losses_of(batch.to(device), tokens, statistics)
+            loss = losses.sum() / num_answers
+            if answers.router_loss is not None:  # of a mixture of experts
+                loss = loss + answers.router_loss * (batch.num_pairs / num_answers)
+            statistics.add(loss=loss * num_answers)
+            total_gain += gained.detach().sum()
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=is_last).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_gain.add(ranks.sum(total_gain), num_answers)
+        metrics = statistics.answer_means() | tokens.means(num_targets)
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
+
+        if run.evaluation_due():
+            run.log_evaluation(**evaluate(run.held_out()))

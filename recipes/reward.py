@@ -1,0 +1,113 @@
+"""A reward model from pairs of a chosen and a rejected answer: one score for a text, of all parameters or an adapter.
+
+leanft run reward --config tiny/reward
+leanft score runs/tiny_reward rows.jsonl scored.jsonl
+leanft cp  reward mine.py                          # edit the loop, then: leanft run mine.py --config tiny/reward
+
+This is dpo with another output layer, and no reference. What it saves, transformers opens as AutoModelForSequenceClassification.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from lean_ft.data import PairBatch, preference_batches
+from lean_ft.distributed import join, parallelize
+from lean_ft.losses import TokenStatistics, add_scores, reward_loss, scores_of
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.scoring import set_padding_apart
+from lean_ft.settings import (
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecipeConfig,
+    RewardDataConfig,
+    RewardLossConfig,
+    ScheduleConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import Run, apply_regularization, shares_prompts, start
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: RewardDataConfig
+    lora: LoRAConfig | None = None  # null: all parameters train
+    parallel: ParallelConfig = ParallelConfig()
+    pad_token: str | None = Field(
+        None, description="A control token that ends no text, for padding; null takes the tokenizer's own."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: RewardLossConfig = RewardLossConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    if cfg.pad_token is not None:
+        tokenizer.pad_with(cfg.pad_token)
+    share_prompts = not cfg.loss.per_token and shares_prompts(cfg)
+    batches, held_out = preference_batches(
+        cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=share_prompts
+    )
+    # Of a language model the output layer goes, and one of zeros comes: every score is 0 then.
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True)
+    set_padding_apart(model, tokenizer, batches, held_out)
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
+    )
+
+    def losses_of(batch: PairBatch, pairs: TokenStatistics) -> tuple[Tensor, Tensor | None]:
+        """The loss of each pair, (P,), and the router's of a mixture of experts; batch: on the device."""
+        is_float16 = cfg.model.dtype == "float16"
+        scores, router_loss = scores_of(model, batch, per_token=cfg.loss.per_token, is_float16=is_float16)
+        add_scores(pairs, scores)
+        return reward_loss(scores, batch.margins, centering=cfg.loss.centering), router_loss
+
+    @torch.no_grad()
+    def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
+        pairs, num_pairs = TokenStatistics(ranks), 0
+        for batch in held_out:
+            losses, _ = losses_of(batch.to(device), pairs)
+            pairs.add(loss=losses.sum())
+            num_pairs += batch.num_pairs
+        return pairs.means(ranks.total(num_pairs), "eval_")
+
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        num_pairs = sum(batch.num_pairs for batch in micro_batches)
+        pairs = TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
+            # Sums, divided once by what the whole step has.
+            losses, router_loss = losses_of(batch.to(device), pairs)
+            loss = losses.sum() / num_pairs
+            if router_loss is not None:  # of a mixture of experts
+                loss = loss + router_loss * (batch.num_pairs / num_pairs)
+            pairs.add(loss=loss * num_pairs)
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=is_last).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **pairs.means(num_pairs))
+
+        if run.evaluation_due():
+            run.log_evaluation(**evaluate(run.held_out()))

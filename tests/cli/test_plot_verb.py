@@ -1,0 +1,36 @@
+"""`leanft plot`: where its files go, and what it refuses."""
+
+import pytest
+
+METRICS = '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n{"step": 2, "loss": 1.0, "tokens": 8, "step_seconds": 1.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "base"),
+    [(("a",), "a/curves"), (("a", "b"), "curves"), (("a", "b", "-o", "mine"), "mine"), (("a", "-o", "b/c.png"), "b/c")],
+)
+def test_one_run_keeps_its_curves_and_several_have_them_here(leanft, tmp_path, monkeypatch, arguments, base):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(METRICS)
+    answer = leanft("plot", *arguments)
+    assert (answer.code, answer.out.split()) == (0, [f"{base}.png", f"{base}.html"]), answer.err
+    assert all((tmp_path / file).stat().st_size for file in answer.out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere has no metrics.jsonl: expected the output_dir of a run"),
+        (("a", "-o", "nowhere/x"), "a name in nowhere, which is no folder"),
+        (("a", "-o", "a"), "--output a is a folder; expected the files' name"),
+    ],
+)
+def test_a_wrong_place_is_one_message(leanft, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text(METRICS)
+    answer = leanft("plot", *arguments)
+    assert answer.code == 2
+    assert message in answer.err

@@ -1,0 +1,266 @@
+"""Layers cut over ranks, by tokens, heads and experts: the losses and weights are those of one process."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.rope import RopeConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from tests.distributed.processes import on_ranks
+from tests.distributed.small_training import Config, build, train, whole_tensors
+
+DYNAMIC = RopeConfig(theta=500.0, scaling="dynamic", factor=3.0, original_max_positions=12)
+LONG = RopeConfig(
+    theta=500.0,
+    scaling="longrope",
+    original_max_positions=12,
+    short_factors=(1.0,) * 8,
+    long_factors=tuple(2.0 + 0.3 * i for i in range(8)),
+)
+MIXTURE = MixtureConfig(
+    num_experts=8, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True, router_aux_loss_coef=0.1
+)
+BIASED = MixtureConfig(
+    num_experts=4,
+    experts_per_token=3,
+    intermediate_size=16,
+    weights_sum_to_one=False,
+    router_bias=True,
+    expert_bias=True,
+    input_first=True,
+    limit=7.0,
+    up_offset=1.0,
+)
+ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
+FULL = {"activation_checkpointing": "full"}
+ATTENTION_LORA = LoRAConfig(rank=4, dora=True, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+NOTHING: dict[str, Any] = {}
+
+
+class Case(NamedTuple):
+    parallel: ParallelConfig
+    optimizer: dict[str, Any] = NOTHING
+    memory: dict[str, Any] = NOTHING
+    compile: bool = False
+    clip: float | None = None
+    micro_batches: int = 2
+    model: dict[str, Any] = NOTHING
+
+
+ALONE = ParallelConfig()
+
+
+def parallel(**settings: Any) -> ParallelConfig:
+    return ParallelConfig(**settings)
+
+
+CONTEXT, TENSOR, EXPERTS = parallel(context=2), parallel(tensor=2), parallel(experts=2)
+TWO: dict[str, Case] = {
+    "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
+    "context, sinks, cap and window": Case(
+        CONTEXT, model={"attention_sinks": True, "attention_softcap": 20.0, "layer": {"window": 5}}
+    ),
+    "context, dynamic": Case(CONTEXT, model={"layer": {"rope": DYNAMIC}}),
+    "context, longrope in backward, recomputed, clipped": Case(
+        CONTEXT, {"in_backward": True}, FULL, model={"layer": {"rope": LONG}, "tied": True}
+    ),
+    "context, selective, tiled, clipped": Case(
+        CONTEXT, memory={"activation_checkpointing": "selective", "tile_mlp": 2}, clip=0.5
+    ),
+    "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
+    "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
+    "tensor, biases, head norms, sinks": Case(
+        TENSOR,
+        model={
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "qk_norm": "head",
+            "attention_sinks": True,
+            "norm_placement": "both",
+        },
+    ),
+    "tensor in backward, recomputed, tied": Case(TENSOR, {"in_backward": True}, FULL, model={"tied": True}),
+    "tensor, tiled, selective, clipped": Case(
+        TENSOR, memory={"activation_checkpointing": "selective", "tile_mlp": 2}, clip=0.5
+    ),
+    "tensor, dynamic": Case(TENSOR, model={"layer": {"rope": DYNAMIC}}),
+    "tensor, adapter": Case(TENSOR, {"in_backward": True}, FULL, model={"lora": LoRAConfig(rank=4)}),
+    "tensor, mixture": Case(TENSOR, model={"layer": {"mixture": MIXTURE}}),
+    "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
+    "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
+    "experts in backward, recomputed": Case(
+        EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
+    ),
+    "experts with biases, selective, tiled, clipped": Case(
+        EXPERTS,
+        memory={"activation_checkpointing": "selective", "tile_mlp": 2},
+        clip=0.5,
+        micro_batches=3,
+        model={"layer": {"mixture": BIASED}},
+    ),
+    "experts, adapter of attention": Case(
+        EXPERTS, {"in_backward": True}, model={"layer": {"mixture": MIXTURE}, "lora": ATTENTION_LORA}
+    ),
+}
+FOUR: dict[str, Case] = {
+    "context beyond the key-value heads": Case(
+        parallel(context=4), {"in_backward": True}, FULL, model={"attention_sinks": True, "layer": {"window": 20}}
+    ),
+    "context over copies": Case(parallel(replicate=2, context=2), {"in_backward": True}, FULL, micro_batches=4),
+    "context, sharded": Case(
+        parallel(shard=2, context=2), memory=FULL, clip=0.5, micro_batches=3, model={"tied": True}
+    ),
+    "tensor over copies": Case(parallel(replicate=2, tensor=2), {"in_backward": True}, FULL, micro_batches=4),
+    "tensor, sharded": Case(
+        parallel(shard=2, tensor=2), {"in_backward": True}, FULL, model={"tied": True, "lora": LoRAConfig(rank=4)}
+    ),
+    "context and tensor": Case(
+        parallel(context=2, tensor=2), {"in_backward": True}, FULL, model={"num_kv_heads": 4, "attention_sinks": True}
+    ),
+    "experts, sharded": Case(
+        parallel(experts=2), {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
+    ),
+    "experts over copies": Case(
+        parallel(replicate=2, experts=2), clip=0.5, micro_batches=5, model={"layer": {"mixture": BIASED}}
+    ),
+    "experts of four, whose rows are cut by all": Case(
+        parallel(context=2, tensor=2, experts=4),
+        {"in_backward": True},
+        FULL,
+        model={"layer": {"mixture": MIXTURE}},
+    ),
+}
+COMPILED: dict[str, Case] = {
+    "context": Case(CONTEXT, {"in_backward": True}, FULL, compile=True),
+    "tensor": Case(TENSOR, {"in_backward": True}, FULL, compile=True, model={"output_bias": True}),
+    "tensor, adapter": Case(TENSOR, {"in_backward": True}, compile=True, model={"lora": LoRAConfig(rank=4)}),
+}
+
+
+def config(case: Case, parallel: ParallelConfig) -> Config:
+    return Config(
+        optimizer=OptimizerConfig(**{"name": "sgd", "weight_decay": 0.1, **case.optimizer}),
+        gradient_accumulation_steps=case.micro_batches,
+        clip_grad_norm=case.clip,
+        memory=MemoryConfig(loss_chunk_tokens=16, **case.memory),
+        compile=case.compile,
+        parallel=parallel,
+    )
+
+
+def outcome(case: Case, parallel: ParallelConfig = ALONE) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    cfg = config(case, parallel)
+    model, optimizer, ranks = build(cfg, **case.model)
+    numbers = list(train(cfg, model, optimizer, ranks))
+    return numbers, whole_tensors(model, optimizer)
+
+
+def work(cases: dict[str, Case]) -> dict[str, Any]:
+    return {name: outcome(case, case.parallel) for name, case in cases.items()}
+
+
+def work_of_two() -> dict[str, Any]:
+    eight_bits = state_of_eight_bits(TENSOR)
+    return {**work(TWO), "eight bits": eight_bits, "refused": [refusal(*case) for case in REFUSED]}
+
+
+def state_of_eight_bits(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+    """Of one step, after which Adam has not yet made a rounding into a step of its own."""
+    cfg = config(Case(parallel, {"name": "adamw_8bit", "in_backward": True}), parallel)
+    model, optimizer, ranks = build(cfg, **WIDE)
+    list(train(cfg, model, optimizer, ranks, steps=1))
+    return {name: tensor for name, tensor in whole_tensors(model, optimizer).items() if ".exp_avg" in name}
+
+
+WIDE = {"head_dim": 128, "intermediate_size": 512}  # a rank's columns are whole blocks of 256
+
+
+def refusal(message: str, case: Case) -> str:
+    with pytest.raises(ValueError) as raised:
+        outcome(case, case.parallel)
+    return str(raised.value)
+
+
+REFUSED = [
+    (
+        "adamw_8bit keeps one scale for 256 neighbouring numbers, and parallel.tensor cuts",
+        Case(TENSOR, {"name": "adamw_8bit"}),
+    ),
+    ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
+    ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_projections": True})),
+    ("this model norms the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),
+    ("cuts the 1 key-value heads of this model into equal parts", Case(TENSOR, model={"num_kv_heads": 1})),
+    (
+        "cuts the 129 inner features of its feed-forward layers",
+        Case(TENSOR, model={"intermediate_size": 129}),
+    ),
+    ("o_proj has a bias, which is added", Case(TENSOR, model={"output_bias": True, "lora": LoRAConfig(rank=4)})),
+    ("has 3 query and 3 key-value heads: the query heads", Case(CONTEXT, model={"num_heads": 3, "num_kv_heads": 3})),
+    ("and the model has 5. Set one that divides it", Case(EXPERTS, model={"layer": {"mixture": ODD}})),
+]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[Any]:
+    return on_ranks(2, work_of_two)
+
+
+def test_blocks_of_eight_bits_lie_in_what_is_cut(on_two):
+    alone = state_of_eight_bits(ALONE)
+    for found in (of_rank["eight bits"] for of_rank in on_two):
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            if tensor.dtype == torch.uint8:
+                assert (found[name] == tensor).float().mean() > 0.99, name
+            else:
+                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-9, msg=name)
+
+
+def test_what_does_not_divide_is_refused_by_name(on_two):
+    for found in (of_rank["refused"] for of_rank in on_two):
+        for (expected, _), said in zip(REFUSED, found, strict=True):
+            assert expected in said
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_make_the_numbers_of_one_process(on_two, name):
+    check(on_two, name, TWO[name])
+
+
+def check(found: list[Any], name: str, case: Case) -> None:
+    numbers, tensors = outcome(case)
+    for theirs, whole in (of_rank[name] for of_rank in found):
+        for step, expected in zip(theirs, numbers, strict=True):
+            assert step == pytest.approx(expected, rel=3e-6)
+        assert whole.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(
+                whole[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[Any]:
+    return on_ranks(4, work, FOUR, timeout=300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_make_the_numbers_of_one_process(on_four, name):
+    check(on_four, name, FOUR[name])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    return on_ranks(2, work, COMPILED, timeout=500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_are_cut_too(compiled, name):
+    check(compiled, name, COMPILED[name]._replace(compile=False))

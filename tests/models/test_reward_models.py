@@ -1,0 +1,37 @@
+"""Which families have a reward model, and that theirs is transformers'."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from lean_ft import load_model
+from lean_ft.models import save_model
+from lean_ft.models.config_json import SCORE_ARCHITECTURES
+from lean_ft.models.families import FAMILIES
+from tests.models.family_cases import CASES, NUM_TOKENS
+
+FIRST_CASES = {family: name for name, (family, _) in reversed(CASES.items())}
+
+
+def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
+    theirs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    assert {family: theirs[family] for family in FAMILIES if family in theirs} == SCORE_ARCHITECTURES
+
+
+@pytest.mark.parametrize("family", SCORE_ARCHITECTURES)
+@torch.no_grad()
+def test_transformers_opens_what_a_language_model_became_with_the_same_scores(
+    family, make_checkpoint, tmp_path
+) -> None:
+    """Soft caps and divisors of logits, and an output layer that is the embedding, are gone."""
+    folder, _ = make_checkpoint(FIRST_CASES[family])
+    model = load_model(folder, scores=True)
+    assert not model.output_weight.any()
+    model.output_weight.normal_(generator=torch.Generator().manual_seed(0))
+    save_model(model, tmp_path / "reward")
+    ids = torch.randint(3, 101, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32)(ids).logits
+    again = load_model(tmp_path / "reward", scores=True)
+    for one in (model, again):
+        torch.testing.assert_close(one(ids)[:, -1], expected, rtol=1e-4, atol=1e-4)

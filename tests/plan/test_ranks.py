@@ -1,0 +1,183 @@
+"""Plans for many devices: against a real run that is traced on two processes, and against bytes worked out by hand."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.data import Batches
+from lean_ft.paths import resolve_model_path
+from lean_ft.plan.devices import CPU, Machines, find_device
+from lean_ft.plan.ranks import watched_sharding
+from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.plan.search import search
+from lean_ft.plan.trace import FREED, Moment, Trace
+from lean_ft.settings_text import load_config
+from tests.distributed.processes import on_ranks
+from tests.training.toy_runs import QWEN
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+SETTINGS = (
+    "model.random_init=true",
+    "model.dtype=bfloat16",
+    "data.source=tiny/train.jsonl",
+    "data.packing=wrapped",
+    "data.max_length=128",
+    "batch_size=2",
+    "gradient_accumulation_steps=4",
+    "max_steps=1",
+    "save_every=0",
+    "plan=false",
+    "device=cpu",
+)
+# What is cut and gathered in each way, recomputed and kept, updated at once and one by one.
+TRACED = {
+    "in backward, recomputed": (
+        "optimizer.in_backward=true",
+        "optimizer.name=adamw_8bit",
+        "memory.activation_checkpointing=full",
+    ),
+    "all gradients at once": ("optimizer.name=sgd", "memory.loss_chunk_tokens=64"),
+    "layers cut by heads": ("parallel.tensor=2", "optimizer.in_backward=true", "memory.activation_checkpointing=full"),
+    "rows cut by tokens": ("parallel.context=2", "optimizer.name=sgd"),
+    "copies, whose layers stay whole": ("parallel.replicate=2", "optimizer.in_backward=true"),
+    "vocabulary cut": (
+        "parallel.vocabulary=cut",
+        "optimizer.in_backward=true",
+        "memory.activation_checkpointing=full",
+        "memory.loss_chunk_tokens=64",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({**QWEN, **SIZES}))
+    for file in resolve_model_path("tiny").glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def configured(folder: Path, *overrides: str) -> tuple[Any, Any]:
+    recipe = load_recipe(find_recipe("finetune"))
+    own = [*SETTINGS, f"model.path={folder}", f"output_dir={folder / 'run'}", *overrides]
+    return recipe, load_config(recipe.Config, None, own)
+
+
+def planned(folder: Path, machines: Machines, *overrides: str, device: Any = CPU) -> Rehearsal:
+    return rehearse(*configured(folder, *overrides), device, machines)
+
+
+def traced(folder: Path) -> dict[str, int]:
+    """The peaks of real runs, on one of the ranks that make them together, whose batches are as planned: every token a target.
+
+    They are counted as with a host pool, or on a GPU: what a CPU's heap keeps of loading is no matter here.
+    """
+    take = Batches.take
+    Batches.take = lambda self, n: [  # type: ignore[method-assign]
+        replace(batch, labels=batch.input_ids, num_targets=batch.num_tokens) for batch in take(self, n)
+    ]
+    found = {}
+    for name, overrides in TRACED.items():
+        recipe, cfg = configured(folder, "memory.host_pool=false", *overrides)
+        trace = Trace(CPU, host_pool=True)
+        with watched_sharding(trace), trace:
+            recipe.main(cfg.model_copy(update={"output_dir": folder / name}))
+        found[name] = without_freed(trace.peak)
+    return found
+
+
+def without_freed(peak: Moment) -> int:
+    return peak.total_bytes - peak.bytes_by_label.get(FREED, 0)
+
+
+def test_the_planned_peak_is_the_traced_one(model_folder):
+    first, second = on_ranks(2, traced, model_folder)
+    for name, overrides in TRACED.items():
+        plan = planned(model_folder, Machines(2), "memory.host_pool=true", *overrides).peak
+        assert first[name] == pytest.approx(without_freed(plan), rel=1e-3), (name, plan)
+        assert second[name] <= 1.001 * without_freed(plan), name
+
+
+def num_bytes(model_folder: Path) -> tuple[int, int]:
+    """Of the layers' weights, and of what is beside them, in bfloat16."""
+    import torch
+
+    from lean_ft.models.hf_format import empty_model
+
+    model = empty_model(model_folder, torch.bfloat16)
+    layers = sum(parameter.nbytes for parameter in model.layers.parameters())
+    return layers, sum(parameter.nbytes for parameter in model.parameters()) - layers
+
+
+def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
+    """Layers are gathered twice and their gradients summed once; the output layer, here the embedding, is gathered once."""
+    layers, ends = num_bytes(model_folder)
+    for devices, count in ((2, 1), (2, 2), (8, 1)):
+        n = devices * count
+        rounds = 2  # of micro-batches that each has
+        settings = (f"gradient_accumulation_steps={n * rounds}", "optimizer.name=sgd")
+        plan = planned(model_folder, Machines(devices, count), *settings)
+        here, away = (plan.sent_bytes, plan.sent_away_bytes) if count == 1 else (plan.sent_away_bytes, plan.sent_bytes)
+        assert here == pytest.approx(rounds * (3 * layers + 2 * ends) * (n - 1) / n, rel=1e-3)
+        assert away == 0
+    whole = planned(model_folder, Machines(2), "parallel.reshard_after_forward=false", "gradient_accumulation_steps=2")
+    assert whole.sent_bytes == pytest.approx((2 * layers + 2 * ends) / 2, rel=1e-3)
+    # Copies on two machines send each other the sums of their parts, once a step.
+    both = planned(model_folder, Machines(2, 2), "parallel.replicate=2", "gradient_accumulation_steps=8")
+    assert both.sent_away_bytes == pytest.approx((layers + ends) / 2, rel=1e-3)
+    assert both.sent_bytes == pytest.approx(2 * (3 * layers + 2 * ends) / 2, rel=1e-3)
+
+
+def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
+    card = find_device("H100")
+    settings = ("gradient_accumulation_steps=8", "optimizer.in_backward=true", "optimizer.name=sgd")
+    sizes = {**QWEN, **SIZES, "vocab_size": 65536}
+    (model_folder / "large").mkdir()
+    (model_folder / "large" / "config.json").write_text(json.dumps(sizes))
+    for file in model_folder.glob("*token*"):
+        (model_folder / "large" / file.name).write_bytes(file.read_bytes())
+    peaks = {
+        how: planned(
+            model_folder / "large", Machines(8), *settings, f"parallel.vocabulary={how}", device=card
+        ).peak_bytes
+        for how in ("gathered", "cut")
+    }
+    weight = 2 * 65536 * 256
+    assert peaks["gathered"] > 2 * weight
+    assert peaks["cut"] < weight
+
+
+def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
+    recipe, cfg = configured(model_folder, "optimizer.name=sgd")
+    machines, device = Machines(2, 2), find_device("H100")
+    copies = rehearse(
+        recipe, cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"replicate": 4})}), device, machines
+    )
+    found = search(recipe, cfg, device, copies.peak_bytes, machines=machines)
+    layouts = {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting}
+    assert layouts == {1, 2, 4}
+    assert all("activation_offload" not in name and "streamed" not in name for name in found.refused)
+    found = search(recipe, cfg, device, copies.peak_bytes // 2, machines=machines)
+    assert {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting} <= {1, 2}
+    assert found.fitting
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("gradient_accumulation_steps=1",), "counts the batches of a step over all processes, and there are 4"),
+        (("parallel.replicate=3",), "needs a multiple of 3 processes"),
+        (("memory.activation_offload=true",), "is for one process so far"),
+        (("parallel.vocabulary=cut", "parallel.replicate=4"), "each process has a copy of the model"),
+    ],
+)
+def test_what_a_run_refuses_its_plan_refuses(model_folder, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        planned(model_folder, Machines(4), *overrides)

@@ -1,0 +1,306 @@
+"""The recipe on the embedded model: what it equals, and that transformers, peft and leanft score read the same scores."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from lean_ft import load_model
+from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.cli.main import app
+from lean_ft.data import preference_batches
+from lean_ft.export import export_folder, export_gguf
+from lean_ft.models import save_model
+from lean_ft.paths import resolve_data_path, resolve_model_path
+from lean_ft.plan.devices import choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.scoring import open_reward_model, score, score_rows
+from lean_ft.settings_text import load_config
+from lean_ft.tokenizers import load_tokenizer
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/pairs_validation.jsonl",
+    "data.max_length=96",
+    "optimizer.lr=1e-3",
+    "schedule.name=constant",
+    "batch_size=4",
+    "max_steps=6",
+    "device=cpu",
+    "plan=false",
+)
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train(tmp_path) -> Train:
+    """Runs the recipe with settings, and returns the lines of its metrics."""
+
+    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
+        module = load_recipe(find_recipe("reward"))
+        given = [*SETTINGS, f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, given))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def rows_with_margins(tmp_path) -> str:
+    rows = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
+    file = tmp_path / "margins.jsonl"
+    file.write_text("\n".join(json.dumps(row | {"margin": i % 3 / 2}) for i, row in enumerate(rows[:60])))
+    return str(file)
+
+
+def with_a_score(**config: Any) -> Any:
+    """transformers' reward model on the embedded one, with an output layer of zeros."""
+    folder = resolve_model_path("tiny")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32, **config)
+    torch.nn.init.zeros_(model.score.weight)
+    return model
+
+
+@cache
+def by_hand(source: str, packing: str, shares: bool, num_steps: int = 20) -> tuple[list[float], list[float]]:
+    """A reward model as a person would train it: one text at a time, transformers, torch's AdamW. Returns losses, margins."""
+    given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}", f"data.source={source}"]
+    config = load_config(load_recipe(recipes()["reward"]).Config, None, given)
+    tokenizer, rows = load_tokenizer("tiny"), [json.loads(line) for line in Path(source).read_text().splitlines()]
+    batches, _ = preference_batches(config.data, tokenizer, batch_size=4, seed=config.seed, share_prompts=shares)
+    model = with_a_score()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses, margins = [], []
+    for _ in range(num_steps):
+        (batch,) = batches.take(1)
+        terms, ahead = [], []
+        for row in (rows[i] for i in batch.pairs.tolist()):
+            texts = [tokenizer.render(row["prompt"] + row[side])[0] for side in ("chosen", "rejected")]
+            chosen, rejected = (model(torch.tensor([ids])).logits[0, 0] for ids in texts)
+            terms.append(-logsigmoid(chosen - rejected - row["margin"]) + 0.1 * (chosen + rejected) ** 2)
+            ahead.append((chosen - rejected).item())
+        loss = torch.stack(terms).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        margins.append(sum(ahead) / len(ahead))
+    return losses, margins
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.shared_prompt=false",),
+        ("optimizer.in_backward=true", "memory.activation_checkpointing=full"),
+        ("data.packing=padding_free", "memory.tile_mlp=2"),
+        ("batch_size=2", "gradient_accumulation_steps=2"),
+    ],
+    ids=str,
+)
+def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
+    given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=20", "loss.centering=0.1")
+    lines = train(*given, *settings)
+    packing = "padding_free" if "data.packing=padding_free" in settings else "none"
+    losses, margins = by_hand(rows_with_margins, packing, "data.shared_prompt=false" not in settings)
+    assert max(map(abs, margins)) > 0.01
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4, abs=1e-5)
+    assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
+
+
+def texts_of(count: int) -> list[str]:
+    """Rendered chats of several lengths."""
+    rows = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer("tiny")
+    return [tokenizer.decode(tokenizer.render(row["prompt"] + row["chosen"])[0]) for row in rows[:count]]
+
+
+@torch.no_grad()
+def scores_of_transformers(model: Any, folder: Path) -> list[float]:
+    """Of `texts_of(6)` as one padded batch."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(texts_of(6), return_tensors="pt", padding=True, add_special_tokens=False)
+    assert (tokens["attention_mask"] == 0).any()
+    return model(**tokens).logits[:, 0].tolist()
+
+
+def test_transformers_opens_it_with_the_same_scores_and_so_does_training_again(train: Train, tmp_path: Path) -> None:
+    train("max_steps=4", "pad_token=<|user|>")
+    folder = tmp_path / "run" / "step_00000004"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["pad_token_id"] == load_tokenizer("tiny").added_tokens["<|user|>"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.config.num_labels == 1
+    expected = scores_of_transformers(model, folder)
+    assert max(expected) - min(expected) > 1e-3
+    ours, tokenizer = open_reward_model(tmp_path / "run", "cpu")
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
+    assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
+    assert [values[-1] for values in score(ours, ids, tokens_at_a_time=1)] == pytest.approx(expected, abs=1e-5)
+
+    (row, *_) = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
+    first = next(iter(train(f"model.path={folder}", "max_steps=1", "batch_size=206", "optimizer.lr=0", output="again")))
+    scored = list(score_rows(ours, tokenizer, "tiny/pairs_validation.jsonl"))
+    assert scored[0] == row | {"chosen_score": scored[0]["chosen_score"], "rejected_score": scored[0]["rejected_score"]}
+    assert first["rewards/chosen"] == pytest.approx(sum(row["chosen_score"] for row in scored) / 206, abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(
+        sum(row["chosen_score"] - row["rejected_score"] for row in scored) / 206, abs=1e-5
+    )
+    # What is saved of a reward model that was opened is the same.
+    save_model(ours, tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    train("max_steps=4", "lora.rank=4", "lora.lr_ratio=4")
+    folder = tmp_path / "run" / "step_00000004"
+    adapted = peft.PeftModel.from_pretrained(with_a_score(), folder)
+    expected = scores_of_transformers(adapted, folder)
+    assert max(expected) - min(expected) > 1e-3
+    ours, tokenizer = open_reward_model(folder, "cpu", "float32")
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
+    assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
+
+    export_folder(folder, tmp_path / "merged", "float32", merge=True)
+    export_folder(tmp_path / "merged", tmp_path / "exported")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert scores_of_transformers(merged, tmp_path / "exported") == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match="is a reward model"):
+        export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("lora.rank=4", "lora.dropout=0.1", "data.packing=bfd"), ("loss.per_token=true",)], ids=str
+)
+def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=3", output="parts")
+    parts = train(*settings, output="parts")
+    for line in (*whole, *parts):
+        assert math.isfinite(line["loss"])
+    assert [(line["loss"], line["grad_norm"]) for line in parts] == [
+        (line["loss"], line["grad_norm"]) for line in whole
+    ]
+    assert whole[0]["loss"] == pytest.approx(math.log(2))
+    assert whole[0]["rewards/margins"] == 0 and whole[0]["rewards/accuracies"] == 0.5
+    (name,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
+    for file in (tmp_path / "whole" / name).glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts" / name / file.name).read_bytes()
+
+
+def test_rewards_of_tokens_have_the_mean_that_was_trained(train: Train, tmp_path: Path) -> None:
+    train("loss.per_token=true", "max_steps=4")
+    (line,) = train(
+        f"model.path={tmp_path / 'run' / 'step_00000004'}",
+        "loss.per_token=true",
+        "max_steps=1",
+        "batch_size=206",
+        output="again",
+    )
+    rows = list(score_rows(*open_reward_model(tmp_path / "run", "cpu"), "tiny/pairs_validation.jsonl", per_token=True))
+    means = [sum(row["chosen_token_scores"]) / len(row["chosen_token_scores"]) for row in rows]
+    assert line["rewards/chosen"] == pytest.approx(sum(means) / 206, abs=1e-5)
+    assert rows[0]["chosen_token_scores"][-1] == rows[0]["chosen_score"]
+
+
+def test_pairs_that_end_in_the_same_text_are_left_out_and_counted(train: Train, tmp_path: Path, capsys: Any) -> None:
+    row = {"prompt": "q", "chosen": "one two three four five six", "rejected": "one two three four five seven"}
+    other = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [row, other, other])))
+    train(f"data.source={tmp_path / 'rows.jsonl'}", "data.max_completion_length=8", "max_steps=1")
+    assert "1 dropped (chosen equals rejected within the lengths); 2 pairs" in capsys.readouterr().out
+
+
+def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
+    settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
+    lines = train(*settings, "batch_size=16", "max_steps=30", "eval_every=30")
+    (evaluation,) = [line for line in lines if "eval_loss" in line]
+    assert evaluation["eval_loss"] < 0.692  # ln 2 before
+    assert evaluation["eval_rewards/accuracies"] > 0.52
+    assert "% of pairs right" in capsys.readouterr().out
+
+
+def test_scores_of_a_file_are_lines_of_json(train: Train, tmp_path: Path) -> None:
+    train("max_steps=1")
+    rows = [
+        {"prompt": "q", "completion": "yes", "number": 1},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]},
+    ]
+    for i, row in enumerate(rows):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row))
+        command = ["score", str(tmp_path / "run"), str(tmp_path / f"{i}.jsonl"), str(tmp_path / f"scored{i}.jsonl")]
+        assert CliRunner().invoke(app, command).exit_code == 0
+    scored = [json.loads((tmp_path / f"scored{i}.jsonl").read_text()) for i in range(2)]
+    assert scored == [row | {"score": scored[0]["score"]} for row in rows]
+    (tmp_path / "renamed.jsonl").write_text('{"prompt": "q", "answer": "yes"}')
+    renamed = ["score", str(tmp_path / "run"), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
+    assert json.loads(CliRunner().invoke(app, renamed).stdout)["score"] == pytest.approx(scored[0]["score"], abs=1e-6)
+    assert scored[0]["score"] != 0
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ValueError) and "there already" in str(result.exception)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "q"}')
+    result = CliRunner().invoke(app, ["score", str(tmp_path / "run"), str(tmp_path / "bad.jsonl")])
+    assert "bad.jsonl, line 1" in str(result.exception)
+    result = CliRunner().invoke(app, ["score", "tiny", str(tmp_path / "0.jsonl")])
+    assert "tiny is no reward model" in str(result.exception) or "no reward model" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("pad_token=<|end|>",), "pads with '<|end|>', which also ends a sequence.*Set pad_token"),
+        (("pad_token=<|edn|>",), "no control token of this tokenizer. Did you mean"),
+        (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
+        (("lora.targets=[score]",), "trains whole beside an adapter"),
+        (("loss.per_token=true", "data.shared_prompt=true"), "data.shared_prompt=true"),
+        (("eval_answers=3", "data.validation_fraction=0.1"), "eval_answers=3.* a reward model gives none"),
+        (("loss.beta=1",), "beta"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_one_message(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*settings)
+
+
+def test_a_margin_that_is_no_number_is_a_bad_row(train: Train, tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": "much"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="rows.jsonl, line 1: `margin` is a string"):
+        train(f"data.source={tmp_path / 'rows.jsonl'}")
+
+
+def test_a_reward_model_is_no_language_model_and_a_classifier_no_reward_model(train: Train, tmp_path: Path) -> None:
+    train("max_steps=1")
+    folder = tmp_path / "run" / "step_00000001"
+    with pytest.raises(ValueError, match="is a reward model: it gives scores and no text"):
+        load_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "bad", "1": "good"}}))
+    with pytest.raises(ValueError, match="id2label has 2 labels; expected 1"):
+        load_model(folder, scores=True)
+    config["model_type"] = "granite"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="transformers has no model for sequence classification"):
+        load_model(folder, scores=True)
+
+
+def test_it_is_planned() -> None:
+    recipe = load_recipe(recipes()["reward"])
+
+    def peak(*settings: str) -> int:
+        cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", *settings])
+        return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak_bytes
+
+    assert 0 < peak("lora.rank=4") < peak()

@@ -1,0 +1,66 @@
+"""The curves of runs: what is read, and a page that holds everything it shows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lean_ft.training.curves import draw_curves, read_curves
+from lean_ft.units import GIB
+
+
+def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more: float) -> Path:
+    """A run of `num_steps` steps whose loss is 4 - step/100, evaluated once at the end, killed as it wrote a line."""
+    folder.mkdir(parents=True)
+    step_row = {"tokens": 100, "target_tokens": 50, "step_seconds": 0.5, "tokens_per_second": 200.0, "lr": 1e-4}
+    rows = [
+        {"step": step, "epoch": step / 9, "loss": 4 - step / 100, "peak_memory_bytes": 2 * GIB, **step_row, **more}
+        for step in range(1, num_steps + 1)
+    ]
+    rows[0] |= {"loss": None, "non_finite": {"loss": "nan"}}
+    rows.append({"step": num_steps, "epoch": 1.0, "eval_loss": 3.25, "eval_entropy": 1.5})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 9', encoding="utf-8")
+    if settings is not None:
+        (folder / "run.json").write_text(json.dumps({"starts": [{"settings": {}}, {"settings": settings}]}))
+    return folder
+
+
+def test_what_a_run_has_told_is_read_and_what_is_not_finite_left_out(tmp_path):
+    paths = [write_run(tmp_path / parent / "run", 3) for parent in "ab"]
+    first, second = read_curves(paths)
+    assert (first.name, second.name) == ("a/run", "b/run")  # the shortest that tell them apart
+    assert first.points("loss") == ([2, 3], [3.98, 3.97])
+    assert first.points("memory") == ([1, 2, 3], [2.0, 2.0, 2.0])
+    assert first.points("eval_loss") == ([3], [3.25])
+    assert first.points("reward") == ([], [])
+
+
+def test_the_page_stands_alone_and_tells_how_runs_ended_and_differ(tmp_path):
+    runs = [
+        write_run(tmp_path / "slow", 3, {"optimizer.lr": 1e-5, "seed": 0, "output_dir": "slow"}),
+        write_run(tmp_path / "<fast>", 60, {"optimizer.lr": 1e-4, "seed": 0, "output_dir": "fast"}, grad_norm=1.0),
+    ]
+    picture, page = tmp_path / "curves.png", tmp_path / "curves.html"
+    draw_curves(runs, picture, page)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"(?:src|href)=\"(?!#)|<script|@import|<fast>", text)
+    for panel in ("held-out loss", "held-out entropy", "gradient norm", "memory at the peak, GiB", "tokens a second"):
+        assert f">{panel}</text>" in text
+    rows = [re.findall(r"<t[dh]>(.*?)</t[dh]>", line) for line in re.findall(r"<tr>.*?</tr>", text)]
+    assert rows[1:3] == [
+        ["slow", "3", "3.97", "3.25", "3.25", "300", "200", "2.00 GiB"],
+        ["&lt;fast&gt;", "60", "3.4", "3.25", "3.25", "6,000", "200", "2.00 GiB"],
+    ]
+    assert rows[3:] == [["setting", "slow", "&lt;fast&gt;"], ["optimizer.lr", "1e-05", "0.0001"]]
+
+
+def test_what_is_no_run_is_refused_with_the_nearest(tmp_path):
+    write_run(tmp_path / "lora_8", 1)
+    with pytest.raises(ValueError, match=r"lora8 has no metrics.jsonl.* Did you mean 'lora_8'\?"):
+        read_curves([tmp_path / "lora8"])
+    (tmp_path / "lora_8" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no line yet"):
+        read_curves([tmp_path / "lora_8"])

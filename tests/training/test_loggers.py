@@ -1,0 +1,123 @@
+"""Where else a run's lines go: the same numbers everywhere, one record for a run that was cut up, and no secret."""
+
+import csv
+import json
+import logging
+import struct
+from pathlib import Path
+
+import pytest
+
+from lean_ft.settings import LogConfig
+from lean_ft.training.loggers import MLFLOW_FILE, Loggers
+from tests.training.toy_runs import digests, metrics
+
+TOKEN = "hf_" + "a1b2c3d4" * 4
+
+
+def read_csv(run: Path) -> dict[int, float]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row["loss"]}
+
+
+def read_tensorboard(run: Path) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    told = events.Scalars("loss")
+    assert len(told) == len({event.step for event in told})  # what was made again is shown once
+    return {event.step: event.value for event in told}
+
+
+def wandb_records(file: Path) -> list[bytes]:
+    """The records of an offline run: LevelDB's log, in blocks of 32 KiB, behind seven bytes of wandb's own."""
+    data, records, at = file.read_bytes(), [b""], 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for a header: the block is filled up
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        records[-1] += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            records.append(b"")
+    return records[:-1]
+
+
+def read_wandb(run: Path) -> dict[int, float]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    told: dict[int, float] = {}
+    ids = set()
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(file):
+            record = Record()
+            record.ParseFromString(data)
+            if record.run.run_id:
+                ids.add(record.run.run_id)
+            line = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            if "loss" in line:
+                told[line["step"]] = line["loss"]
+    assert len(ids) == 1
+    return told
+
+
+def read_mlflow(run: Path) -> dict[int, float]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{(run / MLFLOW_FILE).absolute()}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "lean_ft"]
+    (record,) = client.search_runs([experiment.experiment_id])
+    assert record.info.status == "FINISHED"
+    assert record.data.params["optimizer.lr"] == "0.01"
+    return {metric.step: metric.value for metric in client.get_metric_history(record.info.run_id, "loss")}
+
+
+READERS = {"csv": read_csv, "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
+MODULES = {name: name for name in READERS} | {"csv": "csv"}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, monkeypatch):
+    pytest.importorskip(MODULES[name])
+    monkeypatch.setenv("WANDB_API_KEY", TOKEN)
+    settings = {"log__to": f"[{name},jsonl]", "log__offline": "true", "save_every": 2, "eval_every": 5, "epochs": 3}
+    whole = train(tmp_path / "whole", epochs=3, save_every=2)
+    # The first part makes steps that are made again: a crash after step 5, saved at 4.
+    monkeypatch.setattr("lean_ft.training.run.Run._save_what_is_whole", lambda self: None)
+    monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", 5)
+    with pytest.raises(KeyError):
+        train(tmp_path / "run", **settings)
+    monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", -1)
+    run = train(tmp_path / "run", **settings)
+
+    expected = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
+    assert len(expected) == 6
+    assert READERS[name](run) == pytest.approx(expected, rel=1e-6)
+    assert digests(run / "step_00000006") == digests(whole / "step_00000006")  # no random number was drawn for it
+    assert not [file for file in run.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
+
+
+def test_one_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    loggers = Loggers(LogConfig(to=["csv"]), tmp_path, {}, 0)
+    (tmp_path / "metrics.jsonl").unlink()
+    loggers.write([{"step": 2, "loss": 1.0, "new": 1}])
+    loggers.write([{"step": 3, "loss": 1.0, "new": 1}])
+    assert capsys.readouterr().out.count("log.to=csv failed and is left out from here on") == 1
+
+
+def test_a_package_that_is_missing_is_said_before_anything_starts(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"wandb is not installed here: pip install 'lean-ft\[wandb\]'"):
+        config(tmp_path / "run", log__to="[wandb]")
+
+
+@pytest.fixture(autouse=True)
+def quiet_services(monkeypatch):
+    """What they would write into the developer's home and terminal."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # seconds, on a busy machine
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
