@@ -39,7 +39,7 @@ def rehearsed(monkeypatch):
     """The settings that were rehearsed, in order."""
     settings = []
 
-    def rehearse(recipe, cfg, device):
+    def rehearse(recipe, cfg, device, machines=None):
         settings.append(cfg)
         kept, seconds = ACTIVATIONS[cfg.memory.activation_checkpointing]
         states = {"adamw": 400, "adamw_8bit": 200}[cfg.optimizer.name]
