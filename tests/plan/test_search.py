@@ -108,7 +108,7 @@ def test_remedies_are_single_and_ranked_and_the_last_is_all_of_them(cfg):
 def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):
     rehearse = search_module.rehearse
 
-    def refusing(recipe, cfg, device):
+    def refusing(recipe, cfg, device, machines=None):
         if cfg.memory.activation_checkpointing == "full":
             raise ValueError("not here")
         return rehearse(recipe, cfg, device)
