@@ -9,7 +9,7 @@ import typer
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_data_path
-from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, RecipeConfig, ReferenceConfig
+from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, PromptDataConfig, RecipeConfig, ReferenceConfig
 from lean_ft.settings_text import dump
 
 
@@ -34,6 +34,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     # Here, because they bring torch, which the other verbs must not wait for.
     import torch
 
+    from lean_ft.data import prompt_rows
     from lean_ft.models import empty_model
     from lean_ft.peft import apply_lora, quantize_as_loaded
     from lean_ft.tokenizers import load_tokenizer
@@ -41,6 +42,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.training.device import check_dtype, resolve_device
     from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
+    from lean_ft.training.rewards import Rewards
 
     def group(kind: type[Any]) -> Any:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
@@ -75,6 +77,12 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
         for source in [value] if isinstance(value, str) else value or []:
             with _gathered(problems, f"data.{setting}: "):
                 notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
+    if (prompts := group(PromptDataConfig)) is not None and model and name is None:
+        with _gathered(problems, "data.source: "):
+            found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
+            notes.append(f"data.source: {found.report}")
+        with _gathered(problems):
+            Rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
 
 

@@ -5,9 +5,11 @@ from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.policy import advantages, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs
 from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
 
 __all__ = [
@@ -15,16 +17,21 @@ __all__ = [
     "LOSSES",
     "UNPAIRED_LOSSES",
     "AnswerLogProbs",
+    "AnswerTokens",
     "Answers",
     "CrossEntropy",
     "RunningMean",
+    "TokenLogProbs",
     "TokenStatistics",
     "UnpairedStatistics",
     "add_rewards",
     "add_scores",
+    "advantages",
+    "correction",
     "linear_cross_entropy",
     "linear_log_probs",
     "loss_chunk_tokens",
+    "policy_loss",
     "preference_loss",
     "reward_loss",
     "scores_of",
