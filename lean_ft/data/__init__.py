@@ -4,15 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import (
-        Batch,
-        Batches,
-        EvalBatches,
-        PairBatch,
-        PolicyBatch,
-        UnpairedBatch,
-        longest_batch,
-    )
+    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, PolicyBatch, UnpairedBatch, longest_batch
     from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
     from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
@@ -36,8 +28,7 @@ __all__ = [
 
 # The others: batches.
 _HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
-_HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts")
-_HOMES["DataReport"] = "report"
+_HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts") | {"DataReport": "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -224,6 +224,8 @@ class ManyRanks:
         return values.tolist()
 
     def highest_of(self, values: Tensor) -> Tensor:
+        if stage() is not None:
+            return values
         import torch.distributed as dist
 
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)

@@ -54,7 +54,7 @@ def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int
     """
     if cfg.vocabulary == "gathered":
         return "as parallel.vocabulary=gathered says"
-    embedding, head, num_ranks = model.model.embed_tokens, model.lm_head, ranks.num_shards
+    embedding, head, num_ranks = model.model.embed_tokens, model.head, ranks.num_shards
     vocab_size = model.config.vocab_size
     rows = -(-vocab_size // num_ranks)
     cannot = ""
@@ -90,7 +90,7 @@ class CutVocabulary:
         self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
         self.vocab_size = model.config.vocab_size
         self.first = ranks.shard * -(-self.vocab_size // self.size)
-        self.embedding, self.head = model.model.embed_tokens, model.lm_head
+        self.embedding, self.head = model.model.embed_tokens, model.head
         self.parameters = {
             self._cut(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
         }
@@ -114,16 +114,16 @@ class CutVocabulary:
         """The embedding's rows (..., D) of `ids` (...)."""
         flat = ids.flatten()
         (most,) = self.ranks.highest(len(flat))
-        rows, handed_on = _LookUp.apply(flat, self.embedding.weight.to_local(), self, most)  # type: ignore[misc]
+        rows, handed_on = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
         self._handed_on = handed_on if self.head is None else None
         return rows.view(*ids.shape, -1)
 
     def _output_rows(self) -> Tensor:
         """(P, D): the output layer's rows here, or the embedding's as the last look-up handed them on."""
         if self.head is not None:
-            return self.head.weight.to_local()  # type: ignore[operator]
+            return _rows(self.head)
         if self._handed_on is None or not torch.is_grad_enabled():
-            return self.embedding.weight.to_local()
+            return _rows(self.embedding)
         return self._handed_on
 
     @counted_as("loss")
@@ -217,6 +217,11 @@ class CutVocabulary:
         row = ids - self.first
         is_here = (row >= 0) & (row < num_rows)
         return row.remainder(num_rows), is_here
+
+
+def _rows(module: Any) -> Tensor:
+    """(P, D): those of the module's weight that are here, with the weight as the node that made them."""
+    return module.weight.to_local()
 
 
 def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:

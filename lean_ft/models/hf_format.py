@@ -84,8 +84,9 @@ def load_model(
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
         model.unread = Unread(fill)
-        for name in [name for name, _ in model.named_modules()] if after_module is not None else ():
-            after_module(model, name)
+        if after_module is not None:
+            for name in [name for name, _ in model.named_modules()]:
+                after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"

@@ -35,10 +35,10 @@ def load_with_adapter(
 ) -> Decoder:
     """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
 
-    One that is going to be cut over many `ranks` is of shapes alone until then (`cut_loading`). Quantised layers replace the
-    others while it loads, so that it never stands in memory whole. What is frozen needs no float32 copy: with
-    `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does, whose output layer trains
-    beside an adapter. Raises as `load_model` and `apply_lora` do.
+    One that is going to be cut over many `ranks` is of shapes alone until then (`cut_loading`). Quantised layers replace
+    the others while it loads, so that it never stands in memory whole. What is frozen needs no float32 copy: with
+    `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does, whose output layer
+    trains beside an adapter. Raises as `load_model` and `apply_lora` do.
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)

@@ -47,7 +47,7 @@ def outcome(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "numbers": numbers,
         "evaluation": {name: float(value) for name, value in evaluation.items()},
-        "answers": [one.ids for one in sample(model, [[1, 2, 3], [5, 6]], Sampling(4))],
+        "answers": [answer.ids for answer in sample(model, [[1, 2, 3], [5, 6]], Sampling(4))],
         "weights": {name: tensor for name, tensor in whole_tensors(model, optimizer).items() if "." in name},
     }
 
@@ -97,7 +97,7 @@ def uneven_batches(parallel: ParallelConfig) -> tuple[float, float, dict[str, to
     for batch, is_last in ranks.share(batches):
         optimizer.scale(cross_entropy(model, batch, statistics) / 100, last=is_last).backward()
     means = statistics.means(100)
-    for _name, param in model.named_parameters():
+    for param in model.parameters():
         with torch.no_grad():
             param.copy_(param.grad)
     return float(means["loss"]), float(means["entropy"]), whole_tensors(model, optimizer)
