@@ -38,6 +38,7 @@ BENCHMARKS = (
     "optimizer_step",
     "data_preparation",
     "loading",
+    "generation",
     "tokenizers_gsm8k",
     "planner_accuracy",
     "planned_ladder",

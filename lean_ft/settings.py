@@ -101,17 +101,8 @@ class Source(Settings):
 Sources = str | list[str | Source]
 
 
-class DataConfig(Settings):
-    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
-
-    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
-    PreferenceDataConfig, or a recipe's own subclass of one of them.
-    """
-
-    sides: ClassVar[tuple[str, ...]] = ("",)
-    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
-    tells: ClassVar[Literal["", "label", "margin"]] = ""
-    """What a row tells of them beside their text."""
+class RowsConfig(Settings):
+    """Where rows come from and how they are read."""
 
     source: Sources = Field(
         description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
@@ -156,6 +147,39 @@ class DataConfig(Settings):
         "one text; in a shell 'data.separator=\"\\n\"' is a line break. null: nothing, and an empty line in alpaca.",
     )
 
+    @field_validator("validation_source")
+    @classmethod
+    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
+        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
+        return sources
+
+
+class PromptDataConfig(RowsConfig):
+    """Prompts that the model answers itself, with what its answers are judged by."""
+
+    max_prompt_length: PositiveInt = Field(
+        512, description="Tokens that a prompt may have; rows with longer ones are left out and counted."
+    )
+    chat: Literal["auto"] | bool = Field(
+        "auto",
+        description="Whether a prompt that is a text is a user's message, written with the chat template; `auto`: where there "
+        "is one.",
+    )
+
+
+class DataConfig(RowsConfig):
+    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
+
+    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
+    PreferenceDataConfig, or a recipe's own subclass of one of them.
+    """
+
+    sides: ClassVar[tuple[str, ...]] = ("",)
+    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
+    tells: ClassVar[Literal["", "label", "margin"]] = ""
+    """What a row tells of them beside their text."""
+
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
         "truncate", description="What happens to a row longer than max_length."
@@ -196,13 +220,6 @@ class DataConfig(Settings):
     def longest(self) -> int | None:
         """Tokens that one sequence may have; None where packing takes any length."""
         return self.max_length if self.packing in ("none", "bfd") else None
-
-    @field_validator("validation_source")
-    @classmethod
-    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
-            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
-        return sources
 
     @model_validator(mode="after")
     def _check_packing(self) -> "DataConfig":
@@ -559,6 +576,147 @@ class DistillConfig(Settings):
         return self
 
 
+# What a policy loss reads of its own.
+POLICY_LOSS_READS = {
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo", "rloo"), ("epsilon", "epsilon_high")),
+    "cispo": ("epsilon_max",),
+}
+
+
+class PolicyLossConfig(Settings):
+    """The loss of answers that the model sampled itself; docs/online.md has the formulas."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = Field(
+        "dapo",
+        description="Which loss: how far the ratio to the sampling model may go, and what tokens are divided by.",
+    )
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None, description="How far a ratio may fall below 1 before it gains nothing. null is 0.2, and 3e-4 for gspo."
+    )
+    epsilon_high: PositiveFloat | None = Field(
+        None,
+        description="How far it may rise above 1. null is 0.2, 0.28 for dapo and 4e-4 for gspo.",
+    )
+    epsilon_max: PositiveFloat | None = Field(
+        None, description="cispo: the largest weight that a token has by its ratio. null is 5."
+    )
+    advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = Field(
+        None,
+        description="What of a reward counts: that above the mean of the prompt's answers, divided by their standard "
+        "deviation (`group`), by that of all answers of a round (`batch`) or by nothing (`mean`); or above the mean of the "
+        "prompt's other answers (`leave_one_out`). null is group, mean for dr_grpo and leave_one_out for rloo.",
+    )
+    kl_weight: NonNegativeFloat = Field(
+        0.0, description="What the divergence from the reference counts; above 0 there has to be one, see reference."
+    )
+    kl: Literal["corrected", "k1", "k2", "k3", "in_reward"] = Field(
+        "corrected",
+        description="How it is estimated and where it stands: in the loss of each token by k1, k2, k3 or the ratio times "
+        "k3 (`corrected`); or in an answer's reward, a sum of k1 (`in_reward`).",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="Learn nothing from answers that max_new_tokens cut; their rewards still count for the others'.",
+    )
+    entropy_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0,
+        description="Learn from this share of a round's tokens, those where the model was least sure; 0.2 is usual.",
+    )
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none",
+        description="Weights for answers that were drawn from other probabilities than the trainer's (generation.top_p and the "
+        "like): their ratio, of each token or the whole answer, that is cut at correction_max or leaves out what is above.",
+    )
+    correction_max: PositiveFloat = Field(2.0, description="The largest such weight.")
+
+    @property
+    def own_settings(self) -> dict[str, float]:
+        """What is given of the settings that some losses alone read."""
+        values = {name: getattr(self, name) for name in ("epsilon", "epsilon_high", "epsilon_max")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_weight > 0
+
+    @property
+    def advantage_of_loss(self) -> Literal["group", "batch", "mean", "leave_one_out"]:
+        if self.advantage is not None:
+            return self.advantage
+        return "mean" if self.name == "dr_grpo" else "leave_one_out" if self.name == "rloo" else "group"
+
+    @property
+    def kl_of_tokens(self) -> str:
+        return "corrected" if self.kl == "in_reward" else self.kl
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "PolicyLossConfig":
+        for name, value in self.own_settings.items():
+            if name not in POLICY_LOSS_READS[self.name]:
+                whose = ", ".join(loss for loss, settings in POLICY_LOSS_READS.items() if name in settings)
+                raise ValueError(
+                    f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
+                )
+        return self
+
+
+class GenerationConfig(Settings):
+    """How a model in training answers prompts, and how the answers are learned from."""
+
+    num_answers: Annotated[int, Field(ge=2)] = Field(
+        8, description="Answers to each prompt, the group that they are compared in."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Tokens after which an answer is cut, if it has not ended.")
+    temperature: PositiveFloat = Field(
+        1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
+    )
+    eval_temperature: NonNegativeFloat | None = Field(
+        None,
+        description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
+    )
+    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the fewest tokens whose probabilities reach this share."
+    )
+    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer, beside the model's own end tokens.")
+    steps_per_round: PositiveInt = Field(
+        1,
+        description="Optimizer steps that the answers of one round of sampling are shared out to. A round has batch_size x "
+        "gradient_accumulation_steps x steps_per_round answers.",
+    )
+    passes: PositiveInt = Field(1, description="How often a round's answers are gone through.")
+    most_attempts: PositiveInt = Field(
+        1,
+        description="Dynamic sampling: from 2 on, prompts whose answers all have the same reward give way to new ones, in at "
+        "most so many samplings a round. 1 keeps them; they teach nothing and count in the means.",
+    )
+    cache_gib: PositiveFloat | None = Field(
+        None,
+        description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
+        "rest. null is a quarter of what the weights leave on the device.",
+    )
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some tokens are never drawn, so that the sampler's probabilities are not the model's."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1 or self.min_p is not None
+
+
+class Reward(Settings):
+    """One of several rewards."""
+
+    function: str = Field(
+        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`."
+    )
+    weight: float = Field(1.0, description="What it counts in the sum.")
+    pattern: Annotated[str, AfterValidator(_is_regular_expression)] | None = Field(
+        None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
+    )
+
+
 class LoRAConfig(Settings):
     """The adapter that is trained in place of the model's own weights."""
 
@@ -867,6 +1025,14 @@ class RecipeConfig(Settings):
     def most_kept(self) -> int | None:
         """Checkpoints kept for being the newest; None keeps all."""
         return 2 if self.keep_last is None and self.save_every == "auto" else self.keep_last
+
+    @property
+    def row_tokens(self) -> int | None:
+        """Tokens that a row of a batch may have; None where the recipe has no data of ours."""
+        if (data := self.group(DataConfig)) is not None:
+            return data.max_length
+        prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
+        return prompts.max_prompt_length + generation.max_new_tokens if prompts and generation else None
 
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""

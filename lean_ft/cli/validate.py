@@ -14,6 +14,7 @@ from lean_ft.settings import (
     DistillConfig,
     LoRAConfig,
     ModelConfig,
+    PromptDataConfig,
     RecipeConfig,
     ReferenceConfig,
     SamplingConfig,
@@ -42,6 +43,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     # Here, because they bring torch, which the other verbs must not wait for.
     import torch
 
+    from lean_ft.data import prompt_rows
     from lean_ft.models import empty_model
     from lean_ft.peft import apply_lora, quantize_as_loaded
     from lean_ft.tokenizers import load_tokenizer
@@ -50,6 +52,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.training.on_policy import check_on_policy
     from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
+    from lean_ft.training.rewards import Rewards
     from lean_ft.training.teacher import check_cached, check_tokenizer
 
     def group(kind: type[Any]) -> Any:
@@ -101,6 +104,12 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
         for source in [value] if isinstance(value, str) else value or []:
             with _gathered(problems, f"data.{setting}: "):
                 notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
+    if (prompts := group(PromptDataConfig)) is not None and model and name is None:
+        with _gathered(problems, "data.source: "):
+            found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
+            notes.append(f"data.source: {found.report}")
+        with _gathered(problems):
+            Rewards(cfg.rewards)
     return problems, notes
 
 

@@ -31,7 +31,14 @@ from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
-from lean_ft.settings import DataConfig, ModelConfig, PreferenceDataConfig, RecipeConfig, models_of
+from lean_ft.settings import (
+    DataConfig,
+    GenerationConfig,
+    ModelConfig,
+    PreferenceDataConfig,
+    RecipeConfig,
+    models_of,
+)
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.device import resolve_device
@@ -152,28 +159,33 @@ _WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_re
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     """Memory that no setting exceeds: everything in float32, nothing recomputed. None for a mixture of experts, whose
     activations are more than its shapes tell, and for a recipe without a model or data. Raises as `load_model` does."""
-    model_settings, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
-    if model_settings is None or data is None:
+    model_settings = getattr(cfg, "model", None)
+    if model_settings is None or cfg.row_tokens is None:
         return None
     model = empty_model(model_settings.path, torch.float32)
     if model.mixture is not None:
         return None
     # Weights, gradients, both moments, and half of them again for what a step takes on the side.
-    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    num_bytes = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
     for place, path in models_of(cfg).items():
         if place != ("model", "path"):  # a teacher: of one layer's activations, and of its logits beside the student's
             other = empty_model(path, torch.float32)
             if other.mixture is not None:
                 return None
-            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
-    return bound
+            num_bytes += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
+    generation = cfg.group(GenerationConfig)
+    if generation is None:
+        return num_bytes
+    answers = cfg.batch_size * cfg.gradient_accumulation_steps * generation.steps_per_round
+    return num_bytes + model.cache_bytes(answers, cfg.row_tokens) + 4 * 4 * answers * model.config.vocab_size
 
 
 def _activation_bytes(model: Decoder, cfg: Any) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
-    tokens = cfg.batch_size * cfg.data.max_length * len(cfg.data.sides)
+    data = cfg.group(DataConfig)
+    tokens = cfg.batch_size * cfg.row_tokens * (1 if data is None else len(data.sides))
     return 4 * tokens * (2 * features + 4 * config.vocab_size)
 
 

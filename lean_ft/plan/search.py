@@ -217,7 +217,7 @@ def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
 def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
     """More of the loss at a time, which adds the output weight's gradient up less often: as long as there are tokens."""
     for tokens in (8192, 32768):
-        if tokens < cfg.batch_size * cfg.data.max_length * 2:
+        if tokens < cfg.batch_size * cfg.row_tokens * 2:
             yield {"memory.loss_chunk_tokens": tokens}
 
 

@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lean_ft.data import Batch, PairBatch
+from lean_ft.generation import Sampling, sample
 from lean_ft.log import say
-from lean_ft.models import Decoder, generate
+from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.units import duration
 
@@ -148,7 +149,8 @@ def answer_held_out(
         rows_at_a_time = max(1, max_positions // positions)
         asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
-        given.update(zip(asked, generate(model, prompts, limit, stop_ids=stop_ids), strict=True))
+        answers = sample(model, prompts, Sampling(limit, stop_ids=frozenset(stop_ids)))
+        given.update(zip(asked, (answer.ids for answer in answers), strict=True))
         progress(len(given), len(questions))
 
     return AnswerReport(

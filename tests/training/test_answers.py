@@ -85,6 +85,18 @@ class Parrot(torch.nn.Module):
         self.said = 0
         return self
 
+    def cache_bytes(self, batch_size: int, capacity: int) -> int:
+        return 1
+
+    def part(self, start: int, end: int) -> "Parrot":
+        return self
+
+    def spread(self, parts: list, counts: list[int]) -> None:
+        pass
+
+    def keep(self, rows: list[int]) -> list[int]:
+        return rows
+
     def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
         cache.said += 1
