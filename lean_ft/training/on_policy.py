@@ -10,6 +10,7 @@ Source: Agarwal et al. 2023, arXiv:2306.13649. Left out: gradients through the s
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -82,11 +83,15 @@ class OnPolicy:
             stop_ids=frozenset(ends),
         )
         # All of the step at once: how its prompts are shared out to micro-batches changes no answer.
-        answers = [answer.ids for answer in sample(self._model, prompts, sampling)]
+        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
         texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
         ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
         own = [texts[end - len(of_batch) : end] for of_batch, end in zip(asked, ends_at, strict=True)]
         return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
+
+    def _known(self, answer: list[int]) -> list[int]:
+        """The answer up to the first id that is no token: rows by which a vocabulary is padded are the student's alone."""
+        return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
