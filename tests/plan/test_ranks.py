@@ -159,10 +159,10 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
         for how in ("gathered", "cut")
     }
     weight = 2 * 65536 * 256
-    assert peaks["gathered"] > 2 * weight
-    assert peaks["cut"] < weight
+    assert peaks["gathered"] - peaks["cut"] > 1.5 * weight  # whole: the weight, and its gradient's sum in float32
 
 
+@pytest.mark.long
 def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
     recipe, cfg = configured(model_folder, "optimizer.name=sgd")
     machines, device = Machines(2, 2), find_device("H100")
