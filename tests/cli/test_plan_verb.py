@@ -67,7 +67,7 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     answer = leanft("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert answer.code == 0, answer.err
     assert "planned for 4 x H100 in 2 machines in " in answer.out
-    assert re.search(r"peak [\d.]+ MiB on each", answer.out)
+    assert re.search(r"peak [\d.]+ GiB on each", answer.out)
     assert re.search(r"each sends 0 B to others of its machine and [\d.]+ MiB to other machines a step", answer.out)
     for arguments, message in {
         ("full_finetune_single_device", "--gpus", "2"): "it has no settings `parallel`. Plan finetune.",
