@@ -173,9 +173,6 @@ def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
     layouts = {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting}
     assert layouts == {1, 2, 4}
     assert all("activation_offload" not in name and "streamed" not in name for name in found.refused)
-    found = search(recipe, cfg, device, copies.reserved_bytes // 2, machines=machines)
-    assert {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting} <= {1, 2}
-    assert found.fitting
 
 
 @pytest.mark.parametrize(
