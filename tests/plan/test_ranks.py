@@ -146,6 +146,7 @@ def test_compiled_layers_send_what_others_do(model_folder):
 def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
     card = find_device("H100")
     settings = ("gradient_accumulation_steps=8", "optimizer.in_backward=true", "optimizer.name=sgd")
+    settings += ("memory.loss_chunk_tokens=32", "memory.activation_checkpointing=full")
     sizes = {**QWEN, **SIZES, "vocab_size": 65536}
     (model_folder / "large").mkdir()
     (model_folder / "large" / "config.json").write_text(json.dumps(sizes))
@@ -158,23 +159,20 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
         for how in ("gathered", "cut")
     }
     weight = 2 * 65536 * 256
-    assert peaks["gathered"] > 2 * weight
-    assert peaks["cut"] < weight
+    assert peaks["gathered"] - peaks["cut"] > 1.5 * weight  # whole: the weight, and its gradient's sum in float32
 
 
+@pytest.mark.long
 def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
     recipe, cfg = configured(model_folder, "optimizer.name=sgd")
     machines, device = Machines(2, 2), find_device("H100")
     copies = rehearse(
         recipe, cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"replicate": 4})}), device, machines
     )
-    found = search(recipe, cfg, device, copies.peak_bytes, machines=machines)
+    found = search(recipe, cfg, device, copies.reserved_bytes, machines=machines)
     layouts = {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting}
     assert layouts == {1, 2, 4}
     assert all("activation_offload" not in name and "streamed" not in name for name in found.refused)
-    found = search(recipe, cfg, device, copies.peak_bytes // 2, machines=machines)
-    assert {candidate.overrides.get("parallel.replicate", 1) for candidate in found.fitting} <= {1, 2}
-    assert found.fitting
 
 
 @pytest.mark.parametrize(
