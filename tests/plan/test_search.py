@@ -31,6 +31,7 @@ def cfg():
         optimizer=OptimizerConfig(name="adamw"),
         memory=MemoryConfig(),
         data=SimpleNamespace(max_length=512),
+        row_tokens=512,
     )
 
 
@@ -120,7 +121,7 @@ def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, m
 
 
 def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(cfg, rehearsed):
-    cfg = cfg.model_copy({"data": SimpleNamespace(max_length=4096)})
+    cfg = cfg.model_copy({"data": SimpleNamespace(max_length=4096), "row_tokens": 4096})
     own = search_module.rehearse(RECIPE, cfg, CPU)
     found = search(RECIPE, cfg, CPU, 2000, own=own)
     assert found.fitting[0].overrides == {}
