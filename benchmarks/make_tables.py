@@ -44,6 +44,7 @@ BENCHMARKS = (
     "planned_ladder",
     "planned_distributed",
     "pretended_ladder",
+    "pretended_updates",
     "convergence",
     "saving",
     "crashes",

@@ -109,7 +109,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
             found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
-            Rewards(cfg.rewards)
+            Rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
 
 

@@ -37,7 +37,7 @@ class FewRows:
 
     def __enter__(self) -> None:
         for module in self._modules:
-            module.forward = partial(_forward, module)
+            module.forward = partial(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __exit__(self, *_: object) -> None:
         for module in self._modules:

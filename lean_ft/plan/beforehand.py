@@ -30,7 +30,7 @@ from lean_ft.catalog import load_recipe
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
-from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
+from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
 from lean_ft.settings import (
     DataConfig,
     GenerationConfig,
@@ -60,17 +60,19 @@ class Outlook:
     room_bytes: int | None  # what the device has left for this process; None where it does not tell
     device: str
     pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
+    reserved_bytes: int = 0  # what the allocator takes from the device for the peak, where that is more
 
     @property
     def fits(self) -> bool:
-        return self.room_bytes is None or self.peak_bytes <= self.room_bytes
+        return self.room_bytes is None or max(self.peak_bytes, self.reserved_bytes) <= self.room_bytes
 
     def __str__(self) -> str:
         room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
         if not self.where:
             return f"takes less than {gibibytes(self.peak_bytes)}{room}"
         pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
-        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}{pinned}"
+        more = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
+        return f"will take {gibibytes(self.peak_bytes)}{more}{room}, at its highest in: {self.where}{pinned}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -97,15 +99,15 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
     if found is None:
         return None
-    peak_bytes, where, pinned_bytes = found
-    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes)
+    peak_bytes, where, pinned_bytes, reserved_bytes = found
+    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes, reserved_bytes)
 
 
 def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
     from lean_ft.plan.rehearsal import rehearse
 
     rehearsal = rehearse(recipe, cfg, device)
-    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes]
+    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes, rehearsal.reserved_bytes]
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -190,9 +192,9 @@ def _activation_bytes(model: Decoder, cfg: Any) -> int:
 
 
 def _room_bytes(setting: str) -> int | None:
-    """What is free on the device of `device=setting`, less what the driver keeps."""
+    """What is free on the device of `device=setting`, less what the driver takes."""
     if setting != "cpu" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] - CUDA_RESERVED_BYTES
+        return torch.cuda.mem_get_info()[0] - CUDA_CONTEXT_BYTES
     return available_bytes()
 
 

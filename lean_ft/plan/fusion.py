@@ -61,6 +61,7 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
+        self._is_tuned = False
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
@@ -83,10 +84,13 @@ class _Kernels:
                     values[node] = node.target(*args, **kwargs)
                 if node in self._stored:
                     trace.note(values[node])
+                    if not self._is_tuned and not _is_opaque(node):
+                        trace.tune()
                     self._charge(node, args, kwargs, values)
                     args = kwargs = None
             for dead in self._dead_after.get(node, ()):
                 del values[dead]
+        self._is_tuned = True
         return result
 
     def _charge(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> None:

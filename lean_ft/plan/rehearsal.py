@@ -166,7 +166,8 @@ class WatchedStage:
         for name, parameter in named_parameters:
             parameter.register_post_accumulate_grad_hook(self._note_gradient(name))
         if streamed:  # one step alone fetches nothing ahead
-            self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
+            with self.trace.on_stream("copying"):
+                self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
         self.trace.begin_step()
@@ -266,6 +267,10 @@ class _PlannedLink(HostLink):
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return self._host_memory(tensor)
+
+    def _device_memory(self, like: Tensor) -> Tensor:
+        with self._trace.on_stream("copying" if like.nbytes <= self._in_flight_bytes else self._trace.stream):
+            return torch.empty_like(like)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
         self._trace.travel(source.nbytes)

@@ -33,6 +33,16 @@ def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch)
     assert all(re.match(r"peak [\d.]+ MiB as it is; rehearsing [a-z_.]+=[a-z0-9_]+", line) for line in others)
 
 
+def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
+    answer = leanft("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
+    assert answer.code == 0
+    reserved = re.search(r"the allocator reserves ([\d.]+ [MG]iB); the driver's own context", answer.out)
+    assert "\nfits 23.50 GiB (0.50 GiB of it kept for the driver), from the fastest on:\n" in answer.out
+    first = next(line for line in answer.out.splitlines() if line.startswith("  *"))
+    assert reserved is not None and reserved[1] in first
+    assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
+
+
 @pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
 def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
     figures = []

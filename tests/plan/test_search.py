@@ -13,6 +13,7 @@ from lean_ft.settings import MemoryConfig, OptimizerConfig
 
 RECIPE = SimpleNamespace()
 # What a row of the batch keeps, and the time it takes.
+HOLES = 0  # and what lies free between its tensors
 ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
 
 
@@ -46,7 +47,7 @@ def rehearsed(monkeypatch):
         sums = 20 if cfg.memory.loss_accumulation_dtype == "weight" else 40
         seconds *= 1.02 if cfg.optimizer.name == "adamw_8bit" else 1.0
         peak = Moment("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
-        return Rehearsal(peak, seconds, 1000, 100, [])
+        return Rehearsal(peak, seconds, 1000, 100, [], reserved_bytes=peak.total_bytes + cfg.batch_size * HOLES)
 
     monkeypatch.setattr(search_module, "rehearse", rehearse)
     return settings
@@ -69,6 +70,14 @@ def test_for_each_way_to_keep_the_state_the_fastest_that_fits(cfg, rehearsed):
     assert speeds == sorted(speeds, reverse=True)
     assert any("optimizer.name" not in candidate.overrides for candidate in found.fitting)
     assert len(rehearsed) <= 6, "bisection, not every rung"
+
+
+def test_what_is_reserved_must_fit_and_not_the_peak_alone(cfg, monkeypatch):
+    for holes, fits in ((0, True), (10, False)):
+        monkeypatch.setitem(globals(), "HOLES", holes)
+        found = search(RECIPE, cfg, CPU, 680)
+        assert any(candidate.peak_bytes == 200 + 4 * 60 + 200 + 40 for candidate in found.fitting) is fits
+        assert all(candidate.reserved_bytes <= 680 for candidate in found.fitting)
 
 
 def test_where_nothing_fits_smaller_batches_are_tried_and_the_nearest_is_told(cfg):
