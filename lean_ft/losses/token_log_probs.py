@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.output_layer import output_layer_settings
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import GenerationConfig, MemoryConfig, ModelConfig
 
@@ -41,13 +41,7 @@ class TokenLogProbs:
         """Takes what `cfg` says of sampling, memory and arithmetic for `model`, a `Decoder`."""
         self._device_type = model.output_weight.device.type
         self._is_float16 = cfg.model.dtype == "float16"
-        self._settings: dict[str, Any] = {
-            "temperature": cfg.generation.temperature,
-            "chunk_tokens": loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens),
-            "accumulation_dtype": cfg.memory.loss_accumulation_dtype,
-            "softcap": model.config.logits_softcap,
-            "compile": cfg.compile,
-        }
+        self._settings = {"temperature": cfg.generation.temperature, **output_layer_settings(model, cfg)}
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
         """batch: on the model's device, as `lean_ft.data.PolicyBatch` is; statistics: where to add what tokens tell."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from lean_ft.data import Batch, PairBatch
+from lean_ft.data import Batch, PairBatch, UnpairedBatch
 from lean_ft.generation import Sampling, sample
 from lean_ft.log import say
 from lean_ft.models import Decoder
@@ -173,10 +173,11 @@ def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
-    right: set[int] | None = None
-    if isinstance(batch, PairBatch):  # the rejected answer is none
+    right: set[int] | None = None  # positions in sequences that have a right answer, where some have another
+    if isinstance(batch, PairBatch):
         lengths = batch.answer_tokens.flatten()
-        right = set(batch.index[(lengths.cumsum(0) - lengths)[::2]].tolist())
+        firsts = batch.index[(lengths.cumsum(0) - lengths)[:: batch.answer_tokens.shape[1]]]
+        right = set((firsts[batch.is_desirable] if isinstance(batch, UnpairedBatch) else firsts).tolist())
     for start, end in pairwise(boundaries):
         if right is not None and right.isdisjoint(range(start, end)):
             continue
