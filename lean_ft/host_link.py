@@ -11,6 +11,11 @@ memory is free for what comes next. What has time is sent in parts (`lean_ft.opt
 Pinned memory is taken in the sizes that are asked for. PyTorch's own allocator rounds up to powers of two, which for
 the states and activations of a 3 B model is 11.4 GiB in place of 8.1.
 
+What comes back lies in memory that the allocator keeps for the copies' stream, apart from the computation's: pieces of other
+sizes, come and gone between its tensors, would leave holes that none of them fits into. The next to have such memory is
+again a copy back, which the first rule keeps behind all that the computation did with it. What is larger than all that may be
+in flight comes alone, and takes the place of what the computation has let go of.
+
 Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which postpones the reuse of
 memory to a moment that no one can predict.
 """
@@ -150,7 +155,7 @@ class HostLink:
     def prefetch(self, sent: Sent) -> None:
         """Starts the copy back, unless the tensor is on the device still or again."""
         if sent.source is None and sent.arrival is None:
-            value = torch.empty_like(sent.host, device=self.device)
+            value = self._device_memory(sent.host)
             sent.arrival = next(self._numbers)
             self._arriving[sent.arrival] = value, self._copy(sent.host, value)
 
@@ -200,6 +205,10 @@ class HostLink:
 
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return self._pinned.empty_like(like, new=new)
+
+    def _device_memory(self, like: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream if like.nbytes <= self._in_flight_bytes else None):
+            return torch.empty_like(like, device=self.device)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
         """Starts a copy after what the computing stream has queued; returns the event of its end."""

@@ -101,17 +101,8 @@ class Source(Settings):
 Sources = str | list[str | Source]
 
 
-class DataConfig(Settings):
-    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
-
-    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
-    PreferenceDataConfig, or a recipe's own subclass of one of them.
-    """
-
-    sides: ClassVar[tuple[str, ...]] = ("",)
-    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
-    tells: ClassVar[Literal["", "label", "margin"]] = ""
-    """What a row tells of them beside their text."""
+class RowsConfig(Settings):
+    """Where rows come from and how they are read."""
 
     source: Sources = Field(
         description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
@@ -156,6 +147,39 @@ class DataConfig(Settings):
         "one text; in a shell 'data.separator=\"\\n\"' is a line break. null: nothing, and an empty line in alpaca.",
     )
 
+    @field_validator("validation_source")
+    @classmethod
+    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
+        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
+        return sources
+
+
+class PromptDataConfig(RowsConfig):
+    """Prompts that the model answers itself, with what its answers are judged by."""
+
+    max_prompt_length: PositiveInt = Field(
+        512, description="Tokens that a prompt may have; rows with longer ones are left out and counted."
+    )
+    chat: Literal["auto"] | bool = Field(
+        "auto",
+        description="Whether a prompt that is a text is a user's message, written with the chat template; `auto`: where there "
+        "is one.",
+    )
+
+
+class DataConfig(RowsConfig):
+    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
+
+    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
+    PreferenceDataConfig, or a recipe's own subclass of one of them.
+    """
+
+    sides: ClassVar[tuple[str, ...]] = ("",)
+    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
+    tells: ClassVar[Literal["", "label", "margin"]] = ""
+    """What a row tells of them beside their text."""
+
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
         "truncate", description="What happens to a row longer than max_length."
@@ -196,13 +220,6 @@ class DataConfig(Settings):
     def longest(self) -> int | None:
         """Tokens that one sequence may have; None where packing takes any length."""
         return self.max_length if self.packing in ("none", "bfd") else None
-
-    @field_validator("validation_source")
-    @classmethod
-    def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
-            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
-        return sources
 
     @model_validator(mode="after")
     def _check_packing(self) -> "DataConfig":
@@ -489,6 +506,215 @@ class ReferenceConfig(Settings):
         "in 4 bits, so that margins do not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
         "the loss reads none, adapter_off for an adapter that sees no answer twice, and cached otherwise.",
     )
+
+
+# What a policy loss reads of its own.
+POLICY_LOSS_READS = {
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo", "rloo"), ("epsilon", "epsilon_high")),
+    "cispo": ("epsilon_max",),
+}
+
+
+class PolicyLossConfig(Settings):
+    """The loss of answers that the model sampled itself; docs/online.md has the formulas."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = Field(
+        "dapo",
+        description="Which loss: how far the ratio to the sampling model may go, and what tokens are divided by.",
+    )
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None, description="How far a ratio may fall below 1 before it gains nothing. null is 0.2, and 3e-4 for gspo."
+    )
+    epsilon_high: PositiveFloat | None = Field(
+        None,
+        description="How far it may rise above 1. null is 0.2, 0.28 for dapo and 4e-4 for gspo.",
+    )
+    epsilon_max: PositiveFloat | None = Field(
+        None, description="cispo: the largest weight that a token has by its ratio. null is 5."
+    )
+    advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = Field(
+        None,
+        description="What of a reward counts: that above the mean of the prompt's answers, divided by their standard "
+        "deviation (`group`), by that of all answers of a round (`batch`) or by nothing (`mean`); or above the mean of the "
+        "prompt's other answers (`leave_one_out`). null is group, mean for dr_grpo and leave_one_out for rloo.",
+    )
+    kl_weight: NonNegativeFloat = Field(
+        0.0, description="What the divergence from the reference counts; above 0 there has to be one, see reference."
+    )
+    kl: Literal["corrected", "k1", "k2", "k3", "in_reward"] = Field(
+        "corrected",
+        description="How it is estimated and where it stands: in the loss of each token by k1, k2, k3 or the ratio times "
+        "k3 (`corrected`); or in an answer's reward, a sum of k1 (`in_reward`).",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="Learn nothing from answers that max_new_tokens cut; their rewards still count for the others'.",
+    )
+    entropy_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0,
+        description="Learn from this share of a round's tokens, those where the model was least sure; 0.2 is usual.",
+    )
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none",
+        description="Weights for answers that were drawn from other probabilities than the trainer's (generation.top_p and the "
+        "like): their ratio, of each token or the whole answer, that is cut at correction_max or leaves out what is above.",
+    )
+    correction_max: PositiveFloat = Field(2.0, description="The largest such weight.")
+
+    @property
+    def own_settings(self) -> dict[str, float]:
+        """What is given of the settings that some losses alone read."""
+        values = {name: getattr(self, name) for name in ("epsilon", "epsilon_high", "epsilon_max")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_weight > 0
+
+    @property
+    def advantage_of_loss(self) -> Literal["group", "batch", "mean", "leave_one_out"]:
+        if self.advantage is not None:
+            return self.advantage
+        return "mean" if self.name == "dr_grpo" else "leave_one_out" if self.name == "rloo" else "group"
+
+    @property
+    def kl_of_tokens(self) -> str:
+        return "corrected" if self.kl == "in_reward" else self.kl
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "PolicyLossConfig":
+        for name, value in self.own_settings.items():
+            if name not in POLICY_LOSS_READS[self.name]:
+                whose = ", ".join(loss for loss, settings in POLICY_LOSS_READS.items() if name in settings)
+                raise ValueError(
+                    f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
+                )
+        return self
+
+
+class GenerationConfig(Settings):
+    """How a model in training answers prompts, and how the answers are learned from."""
+
+    num_answers: Annotated[int, Field(ge=2)] = Field(
+        8, description="Answers to each prompt, the group that they are compared in."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Tokens after which an answer is cut, if it has not ended.")
+    temperature: PositiveFloat = Field(
+        1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
+    )
+    eval_temperature: NonNegativeFloat | None = Field(
+        None,
+        description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
+    )
+    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the fewest tokens whose probabilities reach this share."
+    )
+    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer, beside the model's own end tokens.")
+    steps_per_round: PositiveInt = Field(
+        1,
+        description="Optimizer steps that the answers of one round of sampling are shared out to. A round has batch_size x "
+        "gradient_accumulation_steps x steps_per_round answers.",
+    )
+    passes: PositiveInt = Field(1, description="How often a round's answers are gone through.")
+    most_attempts: PositiveInt = Field(
+        1,
+        description="Dynamic sampling: from 2 on, prompts whose answers all have the same reward give way to new ones, in at "
+        "most so many samplings a round. 1 keeps them; they teach nothing and count in the means.",
+    )
+    cache_gib: PositiveFloat | None = Field(
+        None,
+        description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
+        "rest. null is a quarter of what the weights leave on the device.",
+    )
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some tokens are never drawn, so that the sampler's probabilities are not the model's."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1 or self.min_p is not None
+
+
+class Reward(Settings):
+    """One of several rewards."""
+
+    function: str = Field(
+        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`."
+    )
+    weight: float = Field(1.0, description="What it counts in the sum.")
+    pattern: Annotated[str, AfterValidator(_is_regular_expression)] | None = Field(
+        None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
+    )
+
+
+class DistillConfig(Settings):
+    """The teacher, and how far from its predictions the model is; docs/distillation.md has the formulas."""
+
+    teacher: str | None = Field(
+        None,
+        description="The frozen model to learn from: what model.path takes, of any family and size, with the same tokenizer.",
+    )
+    teacher_dtype: Literal["bfloat16", "float32", "float16", "nf4"] | None = Field(
+        None,
+        description="Type of the teacher's weights and arithmetic; nf4 keeps its linear layers in 4 bits. null is "
+        "model.dtype.",
+    )
+    cached: Path | None = Field(
+        None,
+        description="In place of a teacher: the folder of its likeliest next tokens that `leanft score` wrote, for a teacher "
+        "that does not fit beside the student.",
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="What is made small at each target: KL(teacher || student), KL(student || teacher), or jsd, both to "
+        "what lies beta of the way to the teacher.",
+    )
+    beta: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+        None, description="jsd: how near it is to reverse_kl, which 1 is; 0 is forward_kl. null is 0.5."
+    )
+    temperature: PositiveFloat = Field(
+        1.0, description="What the logits of both are divided by; above 1 unlikely tokens count more."
+    )
+    cross_entropy_weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest.",
+    )
+    on_policy: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="Share of the steps, drawn by the seed, in which the student answers the prompts itself and learns what "
+        "the teacher makes of its answers.",
+    )
+
+    @property
+    def beta_of_jsd(self) -> float:
+        return 0.5 if self.beta is None else self.beta
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "DistillConfig":
+        if (self.teacher is None) == (self.cached is None):
+            raise ValueError(
+                "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` writes; "
+                f"came {'neither' if self.cached is None else 'both'}."
+            )
+        if self.beta is not None and self.divergence != "jsd":
+            raise ValueError(
+                f"beta={self.beta:g} is not read by divergence={self.divergence}, but by jsd. Leave it out, or choose jsd."
+            )
+        if self.cached is not None and self.teacher_dtype is not None:
+            raise ValueError(
+                f"teacher_dtype={self.teacher_dtype} is of a teacher in memory, and cached={self.cached} is what one said "
+                "before. Leave it out."
+            )
+        if self.cached is not None and self.on_policy:
+            raise ValueError(
+                f"on_policy={self.on_policy:g}: the teacher has to read what the student writes, and cached={self.cached} "
+                "knows the data alone. Set teacher, or on_policy=0."
+            )
+        if self.cross_entropy_weight == 1:
+            raise ValueError("cross_entropy_weight=1 leaves nothing of the teacher in the loss: run finetune for that.")
+        return self
 
 
 class LoRAConfig(Settings):
@@ -800,6 +1026,14 @@ class RecipeConfig(Settings):
         """Checkpoints kept for being the newest; None keeps all."""
         return 2 if self.keep_last is None and self.save_every == "auto" else self.keep_last
 
+    @property
+    def row_tokens(self) -> int | None:
+        """Tokens that a row of a batch may have; None where the recipe has no data of ours."""
+        if (data := self.group(DataConfig)) is not None:
+            return data.max_length
+        prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
+        return prompts.max_prompt_length + generation.max_new_tokens if prompts and generation else None
+
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""
         return next((value for _, value in self if isinstance(value, kind)), None)
@@ -811,6 +1045,47 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
     if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
         return False
     return abs(long / short - round(long / short)) < 1e-9
+
+
+class SamplingConfig(Settings):
+    """How the student answers, in the steps that distill.on_policy asks for."""
+
+    max_new_tokens: PositiveInt = Field(
+        256,
+        description="Tokens after which an answer is cut, if it has not ended; with its prompt it has data.max_length.",
+    )
+    temperature: NonNegativeFloat = Field(
+        1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
+    )
+
+
+class KeepTeacherConfig(Settings):
+    """What `leanft score --top-k` keeps of a teacher's predictions."""
+
+    model: ModelConfig
+    data: SFTDataConfig
+    destination: Path = Field(description="The folder to write, for distill.cached.")
+    top_k: PositiveInt = Field(64, description="Likeliest next tokens kept of each target; 8 bytes each.")
+    temperature: PositiveFloat = Field(1.0, description="That of the student's distill.temperature.")
+    nf4: bool = Field(False, description="Keep the model's linear layers in 4 bits.")
+    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
+    memory: MemoryConfig = MemoryConfig.model_validate({})
+    compile: bool = Field(False, description="torch.compile each layer.")
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+
+
+_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher"}
+
+
+def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
+    """Every model that settings name, by its group and name there: {("model", "path"): "tiny"}."""
+    found: dict[tuple[str, str], str | None] = {
+        (group, name): getattr(value, name)
+        for group, value in cfg
+        for kind, name in _NAMES_A_MODEL.items()
+        if isinstance(value, kind)
+    }
+    return {place: path for place, path in found.items() if path is not None}
 
 
 class TrainingConfig(Protocol):

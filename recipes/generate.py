@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from rich.progress import track
 
-from lean_ft.generation import generate, open_model, read_prompts, stream
+from lean_ft.generation import answers, open_model, read_prompts, stream
 from lean_ft.log import console
 from lean_ft.settings import ModelConfig, Settings
 
@@ -46,7 +46,7 @@ class Config(Settings):
         None, description="A new JSONL file for the answers: the rows of prompts_file, each with its `generated_text`."
     )
     batch_size: PositiveInt = Field(
-        1, description="Prompts of prompts_file that are answered together. Drawn ones depend on those beside them."
+        1, description="Prompts of prompts_file that are answered together; what is drawn does not depend on it."
     )
     chat: Literal["auto"] | bool = Field(
         "auto",
@@ -58,7 +58,11 @@ class Config(Settings):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None, description="Draw among the fewest tokens whose probabilities reach this share."
     )
-    seed: NonNegativeInt = Field(0, description="Seeds the drawing; the same for every batch of prompts.")
+    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
+    seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
 
 
@@ -70,7 +74,7 @@ def main(cfg: Config) -> None:
         raise ValueError(f"output={cfg.output} is there already; name a new file.")
     rows = [{"prompt": cfg.prompt}] if cfg.prompts_file is None else read_prompts(cfg.prompts_file)
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "chat", "seed")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "chat", "seed")
     sampling = {name: getattr(cfg, name) for name in names}
 
     if cfg.prompt is not None and cfg.output is None:
@@ -79,14 +83,13 @@ def main(cfg: Config) -> None:
         print()
         return
     with cfg.output.open("x", encoding="utf-8") if cfg.output else nullcontext() as output:
-        starts = range(0, len(rows), cfg.batch_size)
-        for start in track(starts, "answering", console=console, disable=output is None):
-            batch = rows[start : start + cfg.batch_size]
-            for row, text in zip(batch, generate(model, batch, tokenizer, **sampling), strict=True):
-                line = f"> {last_question(row)}\n{text}"
-                if output is not None:
-                    line = json.dumps({**row, "generated_text": text}, ensure_ascii=False)
-                print(line, file=output, flush=True)
+        texts = answers(model, tokenizer, rows, batch_size=cfg.batch_size, **sampling)
+        shown = track(texts, "answering", total=len(rows), console=console, disable=output is None)
+        for row, text in zip(rows, shown, strict=True):
+            line = f"> {last_question(row)}\n{text}"
+            if output is not None:
+                line = json.dumps({**row, "generated_text": text}, ensure_ascii=False)
+            print(line, file=output, flush=True)
 
 
 def last_question(row: dict[str, Any]) -> str:

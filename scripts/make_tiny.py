@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_world import documents, instruction_rows, preference_rows
+from tiny_world import documents, instruction_rows, preference_rows, problem_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from lean_ft.models import build_decoder, decoder_config, save_model
 
 SEED = 0
 NUM_PAIRS = 800  # to train on; of the held-out rows all
+NUM_PROBLEMS = {"train": 800, "validation": 100}
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny"
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -78,6 +79,9 @@ def make_data(folder: Path) -> None:
         lines = [json.dumps(pair) + "\n" for pair in pairs]
         (folder / f"pairs_{name}.jsonl").write_text("".join(lines))
         print(f"pairs_{name}.jsonl: {len(lines)} pairs")
+        lines = [json.dumps(row) + "\n" for row in problem_rows(held_out, SEED, NUM_PROBLEMS[name])]
+        (folder / f"problems_{name}.jsonl").write_text("".join(lines))
+        print(f"problems_{name}.jsonl: {len(lines)} problems")
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -541,6 +541,18 @@ def instruction_rows(held_out: bool, seed: int) -> list[dict]:
     return rows
 
 
+def problem_rows(held_out: bool, seed: int, count: int) -> list[dict]:
+    """Statements of what can be worked out, cut before their last word, which is the answer; no prompt twice."""
+    rng = random.Random(f"problems {held_out} {seed}")
+    rows: dict[str, str] = {}
+    while len(rows) < count:
+        item = rng.choice((addition, subtraction, largest, smallest))(rng)
+        if item.held_out == held_out:
+            prompt, _, answer = rng.choice(item.statements).rpartition(" ")
+            rows[prompt] = answer
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
+
+
 def preference_rows(rows: list[dict], seed: int) -> list[dict]:
     """For each row a pair: its answer is chosen, and one that is wrong in the same words is rejected."""
     rng = random.Random(f"pairs {seed}")

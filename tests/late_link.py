@@ -26,6 +26,9 @@ class LateLink(HostLink):
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return torch.empty_like(like)
 
+    def _device_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
     def _copy(self, source: Tensor, target: Tensor) -> Any:
         with torch.no_grad():
             target.fill_(float("nan") if target.is_floating_point() else 255)

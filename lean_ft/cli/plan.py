@@ -52,7 +52,7 @@ def plan(
     module, cfg = load_run(recipe, config, overrides, writes=False)
 
     # Here, because it brings torch, which the other verbs must not wait for.
-    from lean_ft.plan.devices import CUDA_RESERVED_BYTES, DEVICES, Machines, choose_device
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
     from lean_ft.plan.rehearsal import rehearse
     from lean_ft.plan.search import search
 
@@ -64,14 +64,14 @@ def plan(
             f"--gpus {machines.num_devices}: this recipe is for one process, as it has no settings `parallel`. Plan finetune."
         )
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
-    reserved = 0 if device.is_cpu else CUDA_RESERVED_BYTES
+    context_bytes = 0 if device.is_cpu else CUDA_CONTEXT_BYTES
     started, found = time.perf_counter(), None
     with progress() as tell:
         tell("rehearsing a step on shapes")
         own = rehearse(module, cfg, device, machines)
         if budget_bytes is not None:
             peak = f"peak {gibibytes(own.peak_bytes)} as it is; rehearsing "
-            found = search(module, cfg, device, budget_bytes - reserved, lambda s: tell(peak + s), own, machines)
+            found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
@@ -80,7 +80,7 @@ def plan(
         typer.echo(f"\ndrawn: {png}")
     if found is not None and budget_bytes is not None:
         typer.echo("")
-        _print_search(found, own, budget_bytes, reserved)
+        _print_search(found, own, budget_bytes, context_bytes)
 
 
 def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -> None:
@@ -97,6 +97,9 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
     labels = sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1])
     shown = [("  " + label, gibibytes(count)) for label, count in labels if count >= 2**20]
     print_table(("", ">"), shown)
+    if not device.is_cpu:
+        reserved = gibibytes(rehearsal.reserved_bytes)
+        console.print(f"the allocator reserves {reserved}; the driver's own context comes on top")
     if rehearsal.pinned_bytes:
         console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
     if not is_alone:
@@ -108,13 +111,13 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print("Times are estimates at the rates of the card and its links. NCCL's own buffers are not counted.")
 
 
-def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, reserved: int) -> None:
-    console = stdout()
-    held_back = f" ({gibibytes(reserved)} of it kept for the driver and between blocks)" if reserved else ""
+def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
+    console, is_gpu = stdout(), context_bytes > 0
+    held_back = f" ({gibibytes(context_bytes)} of it kept for the driver)" if is_gpu else ""
     if not found.fitting:
         nearest = found.too_large[0]
         console.print(
-            f"nothing fits {gibibytes(budget_bytes)}{held_back}. The nearest takes {gibibytes(nearest.peak_bytes)}: "
+            f"nothing fits {gibibytes(budget_bytes)}{held_back}. The nearest takes {gibibytes(nearest.reserved_bytes)}: "
             f"{nearest.command_line or 'the settings as they are'}"
         )
         console.print("A shorter data.max_length or a smaller model takes less.")
@@ -125,11 +128,12 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, re
         (
             "" if i else "  *",
             gibibytes(candidate.peak_bytes),
+            *([gibibytes(candidate.reserved_bytes)] if is_gpu else []),
             f"{candidate.tokens_per_second / own_speed:.2f}x",
             candidate.command_line or "(as they are)",
         )
         for i, candidate in enumerate(found.fitting[:_SHOWN])
     ]
-    print_table(("", ">peak", ">speed", "overrides"), rows)
+    print_table(("", ">peak", *([">reserved"] if is_gpu else []), ">speed", "overrides"), rows)
     console.print(f"\nto use the first, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
     console.print("Speeds are estimates against the settings as they are; good for comparing, not for promises.")

@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, UnpairedBatch, longest_batch
+    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, PolicyBatch, UnpairedBatch, longest_batch
     from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
+    from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
 
 __all__ = [
@@ -14,16 +15,20 @@ __all__ = [
     "DataReport",
     "EvalBatches",
     "PairBatch",
+    "PolicyBatch",
+    "Prompt",
+    "Prompts",
     "UnpairedBatch",
     "longest_batch",
     "preference_batches",
+    "prompt_rows",
     "sft_batches",
     "unpaired_batches",
 ]
 
 # The others: batches.
 _HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
-_HOMES["DataReport"] = "report"
+_HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts") | {"DataReport": "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pi
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,6 +50,9 @@ class Batch:
     """B * T: all positions that are computed."""
     is_token: Tensor | None = None
     """(B, T) bool: False on padding. None: nothing is padding."""
+    documents: np.ndarray | None = None
+    """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
+    cut or joined, or it is not of prepared data."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
@@ -89,6 +92,75 @@ class PairBatch(Batch):
         names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
         nothing = {name: getattr(self, name)[:0] for name in names}
         return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch(Batch):
+    """A batch of B answers that the model sampled, one a row behind its prompt; A are the tokens of the longest."""
+
+    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts a token of an answer
+    label: Tensor  # (N,) int64
+    place: Tensor  # (N,) int64: where that token stands in the B * A flattened tokens of answers
+    counts: Tensor  # (B, A) bool: the tokens that are learned from
+    sampled: Tensor  # (B, A) float32: log-probabilities as they were drawn; 0 behind an answer
+    old: Tensor | None  # (B, A) float32: the trainer's own, before the first update; None: those of now
+    advantages: Tensor  # (B,) float32
+    answers: range
+    """Which of the round's answers they are."""
+    num_answers: int
+    """Those with a token that is learned from; `num_targets` counts the tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        pad_id: int,
+        first: int,
+        counts: Sequence[Sequence[bool]],
+        sampled: Sequence[Sequence[float]],
+        old: Sequence[Sequence[float]] | None,
+        advantages: Sequence[float],
+    ) -> "PolicyBatch":
+        """The batch of answers that are numbered from `first` on, each list of one token or more."""
+        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        width, longest = int(_rounded_up(np.array([len(row) for row in rows])).max()), max(map(len, answers))
+        input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+        labels = torch.full_like(input_ids, IGNORED)
+        is_token = torch.zeros(input_ids.shape, dtype=torch.bool)
+        index, label, place = list[int](), list[int](), list[int]()
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            row = torch.tensor(rows[i])
+            input_ids[i, : len(row)], is_token[i, : len(row)] = row, True
+            # The last token of the prompt predicts the answer's first.
+            labels[i, len(prompt) - 1 : len(row) - 1] = row[len(prompt) :]
+            index += range(i * width + len(prompt) - 1, i * width + len(row) - 1)
+            label += answer
+            place += range(i * longest, i * longest + len(answer))
+
+        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+            return torch.tensor([[*row, *[0] * (longest - len(row))] for row in values], dtype=dtype)
+
+        counted = grid(counts, torch.bool)
+        return cls(
+            input_ids=input_ids,
+            labels=labels,
+            positions=torch.arange(width).expand(len(rows), -1).contiguous(),
+            cu_seqlens=None,
+            num_targets=int(counted.sum()),
+            num_tokens=input_ids.numel(),
+            is_token=is_token,
+            index=torch.tensor(index),
+            label=torch.tensor(label),
+            place=torch.tensor(place),
+            counts=counted,
+            sampled=grid(sampled, torch.float32),
+            old=None if old is None else grid(old, torch.float32),
+            advantages=torch.tensor(advantages, dtype=torch.float32),
+            answers=range(first, first + len(rows)),
+            num_answers=int(counted.any(1).sum()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +306,11 @@ class Layout:
         return len(self.offsets) - 1
 
     @property
+    def cuts(self) -> bool:
+        """Whether what stands in a row may be a part of a document, or several in one text."""
+        return self.joined or self.goes_on is not None
+
+    @property
     def taken(self) -> np.ndarray:
         """(P,) positions that each piece takes."""
         return self.lengths if self.shared is None else self.lengths - self.shared
@@ -326,6 +403,7 @@ class Layout:
             num_targets=sum(num_labels),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
+            documents=None if self.cuts else self.first_pair * self.sides + np.concatenate(list(contents)),
         )
         if self.values is None:
             return batch

@@ -10,14 +10,14 @@ from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.text_files import read_text_file
 from lean_ft.paths import resolve_data_path
-from lean_ft.settings import DataConfig, Source, Sources
+from lean_ft.settings import RowsConfig, Source, Sources
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 
 
-def read_rows(source: Sources, digest: Digest | None = None, config: DataConfig | None = None) -> Iterator[Row]:
+def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig | None = None) -> Iterator[Row]:
     """Rows of `source`, one source after another, each in its order; `digest` is fed everything read.
 
     `config` says which part of a Hugging Face dataset is meant. A row that cannot be read comes with its problem. Raises
@@ -28,7 +28,7 @@ def read_rows(source: Sources, digest: Digest | None = None, config: DataConfig 
             yield row._replace(source=number) if number else row
 
 
-def first_rows(source: Sources, count: int, config: DataConfig | None = None) -> list[Row]:
+def first_rows(source: Sources, count: int, config: RowsConfig | None = None) -> list[Row]:
     """The first `count` rows of every source, to tell their formats by."""
     rows: list[Row] = []
     for number, one in enumerate(list_sources(source, config)):
@@ -37,13 +37,13 @@ def first_rows(source: Sources, count: int, config: DataConfig | None = None) ->
     return rows
 
 
-def list_sources(source: Sources, config: DataConfig | None = None) -> list[Source]:
+def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Source]:
     """`source` as a list; what one does not say of itself is as `config` says."""
     given = [source] if isinstance(source, str) else source
     if not given:
         raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or several.")
     sources = [Source(path=one) if isinstance(one, str) else one for one in given]
-    common = config or DataConfig.model_validate({"source": source})
+    common = config or RowsConfig.model_validate({"source": source})
     missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
     return [
         one.model_copy(update={name: getattr(common, name) for name in names})

@@ -3,11 +3,15 @@
 from lean_ft.losses.answer_log_probs import AnswerLogProbs, Answers
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
+from lean_ft.losses.distillation import Distillation, Teacher
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.policy import advantages, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs
 from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
 
 __all__ = [
@@ -15,18 +19,29 @@ __all__ = [
     "LOSSES",
     "UNPAIRED_LOSSES",
     "AnswerLogProbs",
+    "AnswerTokens",
     "Answers",
     "CrossEntropy",
+    "Distillation",
     "RunningMean",
+    "Teacher",
+    "TeacherStates",
+    "TokenLogProbs",
     "TokenStatistics",
+    "TopLogProbs",
     "UnpairedStatistics",
     "add_rewards",
     "add_scores",
+    "advantages",
+    "correction",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_log_probs",
     "loss_chunk_tokens",
+    "policy_loss",
     "preference_loss",
     "reward_loss",
     "scores_of",
+    "top_log_probs",
     "unpaired_loss",
 ]

@@ -50,6 +50,7 @@ def linear_log_probs(
     accumulation_dtype: Literal["float32", "weight"] = "float32",
     softcap: float | None = None,
     log_sum_squares: Tensor | None = None,
+    entropies: Tensor | None = None,
     statistics: TokenStatistics | None = None,
     compile: bool = False,
 ) -> Tensor:
@@ -65,6 +66,7 @@ def linear_log_probs(
         accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
         softcap: logits become `softcap * tanh(logit / softcap)` first; None leaves them.
         log_sum_squares: where to write, if given (N,), the logarithm of the sum of the squared probabilities of all tokens.
+        entropies: where to write, if given (N,), the entropy of each pair's distribution, in nats.
         statistics: where to add `token_accuracy`, the number of right predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
 
@@ -99,6 +101,8 @@ def linear_log_probs(
     if statistics is not None:
         sums = rows.sum(0)
         statistics.add(token_accuracy=sums[IS_RIGHT], entropy=sums[ENTROPY])
+    if entropies is not None:
+        entropies.copy_(rows[:, ENTROPY])
     if log_sum_squares is not None:
         log_sum_squares.copy_(rows[:, LOG_SUM_SQUARES])
     return log_probs

@@ -4,7 +4,7 @@ from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Block, Decoder
-from lean_ft.models.generation import generate, generate_steps
+from lean_ft.models.few_rows import FewRows
 from lean_ft.models.hf_format import (
     build_decoder,
     empty_model,
@@ -22,6 +22,7 @@ __all__ = [
     "Block",
     "Decoder",
     "DecoderConfig",
+    "FewRows",
     "KVCache",
     "LayerConfig",
     "RMSNorm",
@@ -29,8 +30,6 @@ __all__ = [
     "build_decoder",
     "decoder_config",
     "empty_model",
-    "generate",
-    "generate_steps",
     "load_model",
     "parts_on_disk",
     "read_weights",

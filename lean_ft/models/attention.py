@@ -212,17 +212,24 @@ def attend_cached(
     if cache.owner.starts_empty:
         return attend_rows(query, key, value, scoring, sinks)
     visible = cache.owner.visible(scoring.window)  # (B, T, C)
+    num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
-        attended = F.scaled_dot_product_attention(q, k, v, visible[:, None], scale=scoring.scale, enable_gqa=True)
+        mask = None if visible is None else visible[:, None]
+        if query.shape[1] == 1:
+            # The queries of a group see the same: as rows of one product they need no copies of keys and values.
+            q = q.reshape(len(q), num_kv_heads, -1, q.shape[-1])  # (B, K, H / K, D)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scoring.scale)
+            return attended.reshape(query.shape)
+        attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scoring.scale, enable_gqa=True)
         return attended.transpose(1, 2)
-    num_kv_heads = keys.shape[2]
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     grouped = query.float().unflatten(2, (num_kv_heads, -1)) * scale  # (B, T, K, H / K, D)
     scores = torch.einsum("btkgd,bckd->bkgtc", grouped, keys.float())
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), -1)

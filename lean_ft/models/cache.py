@@ -1,12 +1,15 @@
 """The key-value cache of generation: keys and values of all positions so far, in memory taken once.
 
 Rows of a batch may have different lengths. Position p of a row lies at index p of its cache, so a row's padding is
-overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p.
+overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p. A row can be filled
+once and spread to several that go on from it, and rows that have ended leave.
 
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,11 +27,14 @@ class LayerCache:
 
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
-        positions = self.owner.positions
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.keys[rows, positions] = key
-        self.values[rows, positions] = value
-        return self.keys[:, : self.owner.filled], self.values[:, : self.owner.filled]
+        filled, rows = self.owner.filled, len(key)
+        if self.owner.shortest == filled:  # all rows have come as far
+            new = slice(filled - key.shape[1], filled)
+            self.keys[:rows, new], self.values[:rows, new] = key, value
+        else:
+            places = self.owner.rows, self.owner.positions
+            self.keys[places], self.values[places] = key, value
+        return self.keys[:rows, :filled], self.values[:rows, :filled]
 
 
 class KVCache:
@@ -42,15 +48,23 @@ class KVCache:
     ) -> None:
         shape = (config.num_layers, batch_size, capacity, config.num_kv_heads, config.head_dim)
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
-        keys = torch.zeros(shape, dtype=dtype, device=device)
-        values = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = [LayerCache(keys[i], values[i], self) for i in range(config.num_layers)]
-        self.capacity = capacity
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
-        self.filled = 0  # at least every row's length; known without asking the device
+        self._take(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values  # (layers, rows, C, K, D)
+        self.capacity = keys.shape[2]
+        self.lengths = torch.zeros(keys.shape[1], dtype=torch.int64, device=keys.device)  # (B,)
+        self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
+        self.shortest = 0
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
-        self.positions = torch.empty(0, device=device)
+        self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
+        self._visible: dict[int | None, Tensor | None] = {}
+
+    def layer(self, i: int) -> LayerCache:
+        """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
+        garbage."""
+        return LayerCache(self.keys[i], self.values[i], self)
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
@@ -65,13 +79,26 @@ class KVCache:
                 "Build it with a larger capacity."
             )
         self.filled += num_tokens
+        self.shortest += num_tokens if lengths is None else 0
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
+        self.rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
+        self._visible.clear()
         return self.positions
 
-    def visible(self, window: int | None) -> Tensor:
-        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, or `window` of them."""
+    def visible(self, window: int | None) -> Tensor | None:
+        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, or `window` of them.
+
+        None where each row has one new token, and that sees all.
+        """
+        if window not in self._visible:
+            self._visible[window] = self._mask(window)
+        return self._visible[window]
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        if self.shortest == self.filled and self.positions.shape[1] == 1 and (window is None or self.filled <= window):
+            return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]
         seen = indices <= positions
@@ -80,3 +107,37 @@ class KVCache:
     def advance(self) -> None:
         """Counts as filled what `begin` made room for."""
         self.lengths = self.next_lengths
+
+    def part(self, start: int, end: int) -> "KVCache":
+        """An empty cache in the memory of some of the rows of this one, to be filled for them."""
+        part = KVCache.__new__(KVCache)
+        part._take(self.keys[:, start:end], self.values[:, start:end])
+        return part
+
+    def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
+        """Row i of those that `parts` filled, which lie at the beginning, becomes `counts[i]` rows one behind the other, and
+        the cache has as many rows as that."""
+        assert sum(counts) <= self.keys.shape[1], "more rows than there are"
+        self.filled, self.shortest = max(p.filled for p in parts), min(p.shortest for p in parts)
+        ends = list(accumulate(counts))
+        for row in reversed(range(len(counts))):  # from behind, so that no row is written before it was read
+            if (start := ends[row] - counts[row]) != row or counts[row] > 1:
+                for tensor in (self.keys, self.values):
+                    tensor[:, start : ends[row], : self.filled] = tensor[:, row : row + 1, : self.filled].clone()
+        repeats = torch.tensor(counts, device=self.lengths.device)
+        lengths = torch.cat([part.lengths for part in parts])
+        self.lengths = self.next_lengths = lengths.repeat_interleave(repeats, output_size=sum(counts))
+
+    def keep(self, rows: Sequence[int]) -> list[int]:
+        """Lets go of all rows but these; returns which row each of those that are left was. Moves no more rows than it
+        lets go of."""
+        kept = set(rows)
+        from_behind = iter([row for row in rows if row >= len(rows)])
+        order = [row if row in kept else next(from_behind) for row in range(len(rows))]
+        moved = [row for row in range(len(rows)) if order[row] != row]
+        if moved:
+            sources = [order[row] for row in moved]
+            for tensor in (self.keys, self.values):
+                tensor[:, moved, : self.filled] = tensor[:, sources, : self.filled]
+        self.lengths = self.next_lengths = self.lengths[order]
+        return order

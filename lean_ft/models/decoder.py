@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.config import DecoderConfig
+from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layers[i], seen)
+            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i), seen)
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
                 if balances:
@@ -249,7 +249,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
         cut = self.cut_vocabulary
-        logits = F.linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
+        logits = few_rows_linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -279,6 +279,12 @@ class Decoder(nn.Module):
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
         weight = self.output_weight
         return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device)
+
+    def cache_bytes(self, batch_size: int, capacity: int) -> int:
+        """What such a cache takes."""
+        config = self.config
+        numbers = 2 * config.num_layers * batch_size * capacity * config.num_kv_heads * config.head_dim
+        return numbers * self.output_weight.element_size()
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -75,6 +75,20 @@ def _block(length: int, most: int) -> int:
 
 
 @triton.jit
+def _load(start, i, i_stride, is_i, j, j_stride, is_j):
+    """A tile of a matrix, (i, j); zeros beyond its edges."""
+    places = start + i[:, None] * i_stride + j[None, :] * j_stride
+    return tl.load(places, mask=is_i[:, None] & is_j[None, :], other=0.0)
+
+
+@triton.jit
+def _store(start, tile, i, i_stride, is_i, j, is_j):
+    """Writes what lies within the matrix's edges, rounded to its type."""
+    places = start + i[:, None] * i_stride + j[None, :]
+    tl.store(places, tile.to(start.dtype.element_ty), mask=is_i[:, None] & is_j[None, :])
+
+
+@triton.jit
 def _multiply(
     rows,
     matrices,
@@ -116,22 +130,10 @@ def _multiply(
     for first in range(0, num_summed, SUMMED):
         k = first + tl.arange(0, SUMMED)
         is_summed = k < num_summed
-        left = tl.load(
-            rows + m[:, None] * row_stride + k[None, :] * row_feature_stride,
-            mask=is_row[:, None] & is_summed[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            matrix + k[:, None] * summed_stride + n[None, :] * column_stride,
-            mask=is_summed[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        left = _load(rows, m, row_stride, is_row, k, row_feature_stride, is_summed)
+        right = _load(matrix, k, summed_stride, is_summed, n, column_stride, is_column)
         total = tl.dot(left, right, total, input_precision="ieee")
-    tl.store(
-        out + m[:, None] * num_columns + n[None, :],
-        total.to(out.dtype.element_ty),
-        mask=is_row[:, None] & is_column[None, :],
-    )
+    _store(out, total, m, num_columns, is_row, n, is_column)
 
 
 @triton.jit
@@ -160,19 +162,7 @@ def _multiply_outer(
     for first in range(start, end, SUMMED):
         m = (first + tl.arange(0, SUMMED)).to(tl.int64)
         is_summed = m < end
-        lefts = tl.load(
-            left + m[None, :] * left_stride + k[:, None] * left_feature_stride,
-            mask=is_summed[None, :] & is_row[:, None],
-            other=0.0,
-        )
-        rights = tl.load(
-            right + m[:, None] * right_stride + n[None, :] * right_feature_stride,
-            mask=is_summed[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        lefts = _load(left, k, left_feature_stride, is_row, m, left_stride, is_summed)
+        rights = _load(right, m, right_stride, is_summed, n, right_feature_stride, is_column)
         total = tl.dot(lefts, rights, total, input_precision="ieee")
-    tl.store(
-        out + group * num_rows * num_columns + k[:, None] * num_columns + n[None, :],
-        total.to(out.dtype.element_ty),
-        mask=is_row[:, None] & is_column[None, :],
-    )
+    _store(out + group * num_rows * num_columns, total, k, num_columns, is_row, n, is_column)

@@ -97,7 +97,7 @@ class _LowRankLinear(torch.autograd.Function):
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = (grad_inner.T @ dropped.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[0]:
-            weight, thin = whole(frozen, b.shape[0], x), a.to(x.dtype)
+            weight, thin = whole(frozen, b.shape[0], x, in_backward=True), a.to(x.dtype)
             if mask is None:
                 grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin, 1.0)  # (N, I)
             else:

@@ -39,8 +39,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     return levels, state.absmax, state.state2.absmax, state.offset, state.state2.code
 
 
-def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
-    """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype."""
+def whole(frozen: Frozen, out_features: int, like: Tensor, *, in_backward: bool = False) -> Tensor:
+    """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype.
+
+    `in_backward` says that forward has made it before. A compiler that recomputes a layer in backward would see that these
+    are the same values, and keep every weight of the layer whole from the one product to the other.
+    """
     if len(frozen) == 1:
         return frozen[0].to(like.dtype)
     levels, scales, scale_scales, mean_scale, scale_levels = frozen
@@ -48,7 +52,8 @@ def whole(frozen: Frozen, out_features: int, like: Tensor) -> Tensor:
     ops = torch.ops.bitsandbytes
     scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
     shape = (out_features, like.shape[-1])
-    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", shape, like.dtype)
+    made_as = (1, *shape) if in_backward else shape  # of other arguments it is another call
+    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", made_as, like.dtype).view(shape)
 
 
 class NF4Linear(nn.Module):
@@ -121,7 +126,7 @@ class _NF4Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_like = grad.new_empty(0, ctx.num_inputs)
-        weight = whole(ctx.saved_tensors, grad.shape[-1], input_like)
+        weight = whole(ctx.saved_tensors, grad.shape[-1], input_like, in_backward=True)
         return grad @ weight, None, None, *(None for _ in ctx.saved_tensors)
 
 

@@ -30,8 +30,15 @@ from lean_ft.catalog import load_recipe
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
-from lean_ft.plan.devices import CUDA_RESERVED_BYTES, Device, choose_device
-from lean_ft.settings import DataConfig, ModelConfig, PreferenceDataConfig, RecipeConfig
+from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
+from lean_ft.settings import (
+    DataConfig,
+    GenerationConfig,
+    ModelConfig,
+    PreferenceDataConfig,
+    RecipeConfig,
+    models_of,
+)
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.device import resolve_device
@@ -53,17 +60,19 @@ class Outlook:
     room_bytes: int | None  # what the device has left for this process; None where it does not tell
     device: str
     pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
+    reserved_bytes: int = 0  # what the allocator takes from the device for the peak, where that is more
 
     @property
     def fits(self) -> bool:
-        return self.room_bytes is None or self.peak_bytes <= self.room_bytes
+        return self.room_bytes is None or max(self.peak_bytes, self.reserved_bytes) <= self.room_bytes
 
     def __str__(self) -> str:
         room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
         if not self.where:
             return f"takes less than {gibibytes(self.peak_bytes)}{room}"
         pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
-        return f"will take {gibibytes(self.peak_bytes)}{room}, at its highest in: {self.where}{pinned}"
+        more = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
+        return f"will take {gibibytes(self.peak_bytes)}{more}{room}, at its highest in: {self.where}{pinned}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -90,15 +99,15 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
     if found is None:
         return None
-    peak_bytes, where, pinned_bytes = found
-    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes)
+    peak_bytes, where, pinned_bytes, reserved_bytes = found
+    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes, reserved_bytes)
 
 
 def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
     from lean_ft.plan.rehearsal import rehearse
 
     rehearsal = rehearse(recipe, cfg, device)
-    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes]
+    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes, rehearsal.reserved_bytes]
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -152,28 +161,40 @@ _WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_re
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     """Memory that no setting exceeds: everything in float32, nothing recomputed. None for a mixture of experts, whose
     activations are more than its shapes tell, and for a recipe without a model or data. Raises as `load_model` does."""
-    model_settings, data = getattr(cfg, "model", None), getattr(cfg, "data", None)
-    if model_settings is None or data is None:
+    model_settings = getattr(cfg, "model", None)
+    if model_settings is None or cfg.row_tokens is None:
         return None
     model = empty_model(model_settings.path, torch.float32)
     if model.mixture is not None:
         return None
     # Weights, gradients, both moments, and half of them again for what a step takes on the side.
-    return 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    for place, path in models_of(cfg).items():
+        if place != ("model", "path"):  # a teacher: of one layer's activations, and of its logits beside the student's
+            other = empty_model(path, torch.float32)
+            if other.mixture is not None:
+                return None
+            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
+    generation = cfg.group(GenerationConfig)
+    if generation is None:
+        return bound
+    answers = cfg.batch_size * cfg.gradient_accumulation_steps * generation.steps_per_round
+    return bound + model.cache_bytes(answers, cfg.row_tokens) + 4 * 4 * answers * model.config.vocab_size
 
 
 def _activation_bytes(model: Decoder, cfg: Any) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
-    tokens = cfg.batch_size * cfg.data.max_length * len(cfg.data.sides)
+    data = cfg.group(DataConfig)
+    tokens = cfg.batch_size * cfg.row_tokens * (1 if data is None else len(data.sides))
     return 4 * tokens * (2 * features + 4 * config.vocab_size)
 
 
 def _room_bytes(setting: str) -> int | None:
-    """What is free on the device of `device=setting`, less what the driver keeps."""
+    """What is free on the device of `device=setting`, less what the driver takes."""
     if setting != "cpu" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] - CUDA_RESERVED_BYTES
+        return torch.cuda.mem_get_info()[0] - CUDA_CONTEXT_BYTES
     return available_bytes()
 
 

@@ -10,10 +10,15 @@ from lean_ft.spelling import did_you_mean
 from lean_ft.units import GIB
 
 _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
-# The driver's context, the libraries' workspaces and what the allocator cannot use between its blocks.
-CUDA_RESERVED_BYTES = int(0.75 * GIB)
+# The driver's context and the code of kernels, beside what PyTorch's allocator reserves.
+CUDA_CONTEXT_BYTES = GIB // 2
 # PyTorch's getChosenWorkspaceSize, where it is not the 8.125 MiB of most cards.
 _WORKSPACES: dict[str, int] = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
+# MiB of the cards' second-level cache.
+_CACHES = {
+    "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
+    "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Device:
     host_bytes_per_second: float  # to and from the host's memory
     peer_bytes_per_second: float = 10e9  # that it sends to others of its machine
     network_bytes_per_second: float = 1e9  # and to other machines
+    l2_cache_bytes: int = 0
     cublas_workspace_bytes: int = 0  # that PyTorch gives each thread which multiplies matrices, and keeps
 
     @property
@@ -76,6 +82,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         host_bytes_per_second=link_gb_s * 1e9 * _BANDWIDTH,
         peer_bytes_per_second=peer_gb_s * 1e9 * _BANDWIDTH,
         network_bytes_per_second=network_gb_s * 1e9 * _BANDWIDTH,
+        l2_cache_bytes=_CACHES.get(name, 0) * 2**20,
         cublas_workspace_bytes=_WORKSPACES.get(name, 8320 * 1024),
     )
 
@@ -146,7 +153,7 @@ def choose_device(name: str | None, setting: str) -> Device:
             key=lambda card: len(card.name),
             default=DEVICES["A100 80GB"],
         )
-        return replace(known, name=here.name, memory_bytes=here.total_memory)
+        return replace(known, name=here.name, memory_bytes=here.total_memory, l2_cache_bytes=here.L2_cache_size)
     if setting == "cuda":
         return DEVICES["A100 80GB"]
     return CPU

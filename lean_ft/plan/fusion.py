@@ -61,6 +61,7 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
+        self._is_tuned = False
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
@@ -83,14 +84,19 @@ class _Kernels:
                     values[node] = node.target(*args, **kwargs)
                 if node in self._stored:
                     trace.note(values[node])
+                    if not self._is_tuned and not _is_opaque(node):
+                        trace.tune()
                     self._charge(node, args, kwargs, values)
                     args = kwargs = None
             for dead in self._dead_after.get(node, ()):
                 del values[dead]
+        self._is_tuned = True
         return result
 
     def _charge(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> None:
-        if _is_opaque(node):
+        if getattr(node.target, "namespace", None) == "_c10d_functional":
+            self._trace.exchange(node.target, args)
+        elif _is_opaque(node):
             self._trace.charge(node.target, args, kwargs, values[node])
         elif not getattr(node.target, "is_view", False):
             tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])

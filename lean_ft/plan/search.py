@@ -40,6 +40,11 @@ class Candidate:
         return self.rehearsal.peak_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """What must be there for it: on a GPU more than the peak."""
+        return self.rehearsal.reserved_bytes
+
+    @property
     def tokens_per_second(self) -> float:
         """Estimated; good for comparing candidates."""
         return self.rehearsal.tokens / self.rehearsal.step_seconds
@@ -98,7 +103,7 @@ def search(
     own: Rehearsal | None = None,
     machines: Machines = ONE_DEVICE,
 ) -> Search:
-    """Rehearses the settings that `cfg` can be varied to and ranks them against `budget_bytes`, of each device.
+    """Rehearses the settings that `cfg` can be varied to and ranks what they reserve against `budget_bytes`, of each device.
 
     `own` is what a step takes as `cfg` is, where that is known; if it fits it comes first.
     """
@@ -107,7 +112,7 @@ def search(
         rehearsals.found[str({})] = Candidate({}, own)
 
     def fits(candidate: Candidate | None) -> bool:
-        return candidate is not None and candidate.peak_bytes <= budget_bytes
+        return candidate is not None and candidate.reserved_bytes <= budget_bytes
 
     is_alone = machines.num_devices == 1
     all_states, ladder = _states(cfg, device, is_alone), _ladder(cfg, device, is_alone)
@@ -127,14 +132,14 @@ def search(
                 if not fits(rehearsals.of({**rungs[first], **chunk})):
                     break
     if not any(map(fits, rehearsals.found.values())) and rehearsals.found and cfg.batch_size > 1:
-        leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.peak_bytes)
+        leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.reserved_bytes)
         for batch in _smaller_batches(cfg):
             if fits(rehearsals.of(leanest.overrides | batch)):
                 break
     found = list(rehearsals.found.values())
     return Search(
-        sorted(filter(fits, found), key=lambda c: (bool(c.overrides), -c.tokens_per_second, c.peak_bytes)),
-        sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.peak_bytes),
+        sorted(filter(fits, found), key=lambda c: (bool(c.overrides), -c.tokens_per_second, c.reserved_bytes)),
+        sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
         rehearsals.refused,
     )
 
@@ -217,7 +222,7 @@ def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
 def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
     """More of the loss at a time, which adds the output weight's gradient up less often: as long as there are tokens."""
     for tokens in (8192, 32768):
-        if tokens < cfg.batch_size * cfg.data.max_length * 2:
+        if tokens < cfg.batch_size * cfg.row_tokens * 2:
             yield {"memory.loss_chunk_tokens": tokens}
 
 

@@ -9,14 +9,16 @@ What the host reads of it is 1 or True.
 An operation's time is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
 (the roofline of Williams et al. 2009), plus a launch. It is good for comparing settings, not for promises.
 
-What the tracer cannot see is what a kernel takes and gives back inside itself; the kernels here take little.
+What the tracer cannot see is what a kernel takes and gives back inside itself. Of the kernels here that is little, but for
+flash attention's backward pass on a GPU, which is counted by its shapes.
 
 A CPU's memory is counted as the operating system does, by what is resident. A page is that from the first write to it,
 so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
 until enough of it lies free at the top (see `lean_ft.training.host_memory`). With a host pool large tensors count as on a
 GPU: their pages are another's, filled before.
 
-On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives.
+On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives; as the
+real one, it keeps the blocks of each stream apart.
 
 Of many ranks this is the first, whose parts are the largest. What it sends to the others in a collective is counted, and
 takes the time of that at the rate of the link within a machine, or of the network where the group is on several.
@@ -24,7 +26,7 @@ takes the time of that at the rate of the link within a machine, or of the netwo
 
 import contextlib
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +110,8 @@ class Trace(TorchDispatchMode):
         self.longest_document = 1
         self._peak_bytes = 0
         self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
-        self._allocator = None if device.is_cpu else CachingAllocator()
+        self.stream = "computing"
+        self._allocators: defaultdict[str, CachingAllocator] = defaultdict(CachingAllocator)  # of a GPU, by stream
         self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
 
@@ -156,9 +159,10 @@ class Trace(TorchDispatchMode):
         resident_bytes = num_bytes if written else min(known.resident_bytes, num_bytes)
         self._count(known, 0)
         known.num_bytes = num_bytes  # it may have been resized
-        if self._allocator is not None:
-            self._allocator.free(known.block)
-            known.block = self._allocator.allocate(num_bytes)
+        if not self.device.is_cpu:
+            allocator = self._allocators[self.stream]
+            allocator.free(known.block)
+            known.block = allocator.allocate(num_bytes)
         self._count(known, resident_bytes)
 
     def write(self, tensors: Any) -> None:
@@ -201,13 +205,59 @@ class Trace(TorchDispatchMode):
         storage = self._storages.pop(address, None)
         if storage is not None:
             self._count(storage, 0)
-            if self._allocator is not None:
-                self._allocator.free(storage.block)
+            if not self.device.is_cpu:
+                self._allocators[self.stream].free(storage.block)
+
+    def _occupy(self, sizes: list[int]) -> None:
+        """Counts so much memory for a moment."""
+        allocator = self._allocators[self.stream]
+        taken = [_Storage(num_bytes, 0, self.label, allocator.allocate(num_bytes)) for num_bytes in sizes]
+        for storage in taken:
+            self._count(storage, storage.num_bytes)
+        for storage in taken:
+            self._count(storage, 0)
+            allocator.free(storage.block)
+
+    def _inside(self, func: Any, args: Any) -> list[int]:
+        """The tensors that an operation makes for itself, in bytes.
+
+        PyTorch's flash attention adds the queries' gradient up in float32, each document filled up to 128 tokens and each
+        head to 32 or 64 features; and makes one of the keys and of the values for each query head.
+        """
+        if self.device.is_cpu or str(func.overloadpacket) != "lean_ft.document_attention_backward":
+            return []
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        query, key, cu_seqlens = named["query"], named["key"], named["cu_seqlens"]
+        if query.itemsize != 2 or any(named.get(other) is not None for other in ("sinks", "softcap")):
+            return []  # not flash attention
+        num_tokens, num_heads, head_dim = query.shape
+        filled_tokens = num_tokens + 128 * (len(cu_seqlens) - 1)
+        multiple = 32 if head_dim <= 128 else 64
+        expanded = [query.nbytes] * 2 if key.shape[1] < num_heads else []
+        return [*expanded, 4 * filled_tokens * num_heads * -(-head_dim // multiple) * multiple]
+
+    def tune(self) -> None:
+        """On a GPU the compiler tries its kernels when they are first called, and empties the cache between with as much
+        memory: reserved is what that takes, and `peak`, of a step like all later ones, does not have it."""
+        if not self.device.is_cpu:
+            allocator = self._allocators[self.stream]
+            allocator.free(allocator.allocate(self.device.l2_cache_bytes))
 
     @property
     def reserved_bytes(self) -> int:
         """What was taken from the driver so far; on a CPU, where nothing is held back, the peak."""
-        return self.peak.total_bytes if self._allocator is None else self._allocator.reserved_bytes
+        if self.device.is_cpu:
+            return self.peak.total_bytes
+        return sum(allocator.reserved_bytes for allocator in self._allocators.values())
+
+    @contextlib.contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """What is made inside is in memory that the allocator keeps for the stream of that name."""
+        before, self.stream = self.stream, name
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @property
     def seconds(self) -> float:
@@ -217,7 +267,8 @@ class Trace(TorchDispatchMode):
     # Time -----------------------------------------------------------------------------------------------------------
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds the time of one operation."""
+        """Adds the time of one operation, and what it takes and gives back inside itself."""
+        self._occupy(self._inside(func, args))
         moved = sum(_num_bytes(tensor) for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor))
         self.spend(self._flops(func, args, kwargs, result), moved, _itemsize(result))
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from lean_ft.data import Batch, PairBatch
+from lean_ft.data import Batch, PairBatch, UnpairedBatch
+from lean_ft.generation import Sampling, sample
 from lean_ft.log import say
-from lean_ft.models import Decoder, generate
+from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.units import duration
 
@@ -114,7 +115,7 @@ def answer_held_out(
     text has not, and where the pattern finds nothing in a right answer.
     """
     batches = list(held_out)
-    questions = _spread([question for batch in batches for question in _questions(batch)], max_questions)
+    questions = _spread([question for batch in batches for question in questions_of(batch)], max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
             "a held-out sequence is trained from its start, so it has no question to answer. Set eval_answers=0 for "
@@ -148,7 +149,8 @@ def answer_held_out(
         rows_at_a_time = max(1, max_positions // positions)
         asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
-        given.update(zip(asked, generate(model, prompts, limit, stop_ids=stop_ids), strict=True))
+        answers = sample(model, prompts, Sampling(limit, stop_ids=frozenset(stop_ids)))
+        given.update(zip(asked, (answer.ids for answer in answers), strict=True))
         progress(len(given), len(questions))
 
     return AnswerReport(
@@ -165,16 +167,17 @@ def _last_match(pattern: str, text: str) -> str | None:
     return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
 
-def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
+def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     """(prompt ids, right answer's ids) of every sequence in `batch` that has a trained stretch."""
     num_columns = batch.input_ids.shape[1]
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
-    right: set[int] | None = None
-    if isinstance(batch, PairBatch):  # the rejected answer is none
+    right: set[int] | None = None  # positions in sequences that have a right answer, where some have another
+    if isinstance(batch, PairBatch):
         lengths = batch.answer_tokens.flatten()
-        right = set(batch.index[(lengths.cumsum(0) - lengths)[::2]].tolist())
+        firsts = batch.index[(lengths.cumsum(0) - lengths)[:: batch.answer_tokens.shape[1]]]
+        right = set((firsts[batch.is_desirable] if isinstance(batch, UnpairedBatch) else firsts).tolist())
     for start, end in pairwise(boundaries):
         if right is not None and right.isdisjoint(range(start, end)):
             continue

@@ -73,7 +73,7 @@ class BadSteps:
     def look_at(self, row: Row, *, loss_scale: float = 1.0) -> None:
         """Judge a step by its line."""
         micro_batches = self._kept.pop(row["step"], [])
-        if row["loss"] is not None:
+        if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0, whatever it learns
             self._look_for_spike(row)
             self._look_for_uniform_loss(row)
         overflowed = row["loss"] is not None and loss_scale > 1

@@ -11,7 +11,7 @@ from lean_ft.distributed import refuse_cuts
 from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
-from lean_ft.settings import DataConfig, LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
@@ -123,8 +123,7 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
 def _settle_host_memory(cfg: RecipeConfig) -> str:
     """Decides where a CPU's freed memory goes, and says so."""
     returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
-    data = cfg.group(DataConfig)
-    keep_compiled_products(num_product_shapes(2048 if data is None else data.max_length) + OTHER_SHAPES)
+    keep_compiled_products(num_product_shapes(cfg.row_tokens or 2048) + OTHER_SHAPES)
     if memory is None or not wants_host_pool(memory):
         return "freed memory goes back to the system at once (glibc's malloc thresholds fixed)" if returned else ""
     try:

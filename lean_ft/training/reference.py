@@ -31,18 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.data import Batches, EvalBatches, PairBatch
+from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
-from lean_ft.distributed import parallelize
 from lean_ft.log import say
-from lean_ft.losses import AnswerLogProbs
-from lean_ft.memory import apply_memory
-from lean_ft.models import Decoder, load_model
-from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off, quantize_as_loaded
-from lean_ft.settings import LoRAConfig
+from lean_ft.losses import AnswerLogProbs, TokenLogProbs
+from lean_ft.models import Decoder
+from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
+from lean_ft.settings import PolicyLossConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
+from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
@@ -74,7 +73,15 @@ def load_reference(
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in ("model", "nf4"):
-        frozen = _second_model(cfg, device, kind == "nf4", ranks)
+        frozen = load_frozen(
+            cfg.model,
+            device,
+            nf4=kind == "nf4",
+            memory=cfg.memory,
+            compile=cfg.compile,
+            parallel=cfg.parallel,
+            ranks=ranks,
+        )
 
         @torch.no_grad()
         def of_second_model(batch: PairBatch) -> Tensor:
@@ -99,9 +106,36 @@ def load_reference(
     return lambda batch: table[batch.pairs]
 
 
+def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) -> Callable[[PolicyBatch], Tensor] | None:
+    """Returns what gives the reference's log-probabilities of sampled tokens, (B, A), without gradients; None where
+    `cfg.loss` measures no divergence from it.
+
+    `auto` is adapter_off for an adapter, and else a second model: answers are new in every round, so nothing is cached.
+    Raises ValueError for a kind that cannot be.
+    """
+    kind, why = choose_kind(cfg)
+    if kind == "none":
+        return None
+    if stage() is None:
+        say("reference", f"{kind}{why}")
+    if kind in ("model", "nf4"):
+        device = model.output_weight.device
+        frozen = load_frozen(cfg.model, device, nf4=kind == "nf4", memory=cfg.memory, compile=cfg.compile)
+        return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
+
+    @torch.no_grad()
+    def without_adapter(batch: PolicyBatch) -> Tensor:
+        with adapter_off(model):
+            return log_probs(model, batch).log_probs
+
+    return without_adapter
+
+
 def choose_kind(cfg: Any) -> tuple[str, str]:
     """The kind of reference, and why if it was not the user's choice. Raises ValueError as `load_reference` does."""
     asked = cfg.reference.kind
+    if isinstance(cfg.loss, PolicyLossConfig):
+        return _kind_for_samples(cfg, asked)
     if not cfg.loss.needs_reference:
         if asked not in ("auto", "none"):
             raise ValueError(
@@ -123,16 +157,23 @@ def choose_kind(cfg: Any) -> tuple[str, str]:
     return "cached", ", each answer's log-probability once for all epochs, and no second model in memory"
 
 
-def _second_model(cfg: Any, device: torch.device, in_4_bits: bool, ranks: Ranks) -> Decoder:
-    quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if in_4_bits else "none"}))
-    is_cut_first = ranks.size > 1 and not in_4_bits
-    frozen = load_model(cfg.model, "meta" if is_cut_first else device, after_module=quantize).requires_grad_(False)
-    # What is recomputed or moved away is for a backward pass, and here is none.
-    for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
-    apply_memory(frozen, cfg.memory.model_copy(update=for_forward), compile=cfg.compile)
-    if ranks.size > 1:
-        parallelize(frozen, cfg.parallel, ranks)
-    return frozen
+def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
+    if not cfg.loss.needs_reference:
+        if asked not in ("auto", "none"):
+            raise ValueError(
+                f"reference.kind={asked}, and with loss.kl_weight=0 nothing reads a reference. Leave it out, or set "
+                "loss.kl_weight."
+            )
+        return "none", ", as loss.kl_weight is 0"
+    kind = ("model" if cfg.lora is None else "adapter_off") if asked == "auto" else asked
+    if kind in ("cached", "none") or (kind == "adapter_off" and cfg.lora is None):
+        why = {
+            "cached": "answers are sampled anew in every round, and none is known beforehand",
+            "none": "loss.kl_weight weighs the divergence from one",
+            "adapter_off": "all parameters train, and the model that it began with is gone",
+        }[kind]
+        raise ValueError(f"reference.kind={kind} cannot be: {why}. Set reference.kind=model or nf4, or turn lora on.")
+    return kind, ""
 
 
 def _filled(

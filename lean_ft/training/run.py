@@ -426,6 +426,8 @@ class Run:
         row = self._metrics.write_evaluation(self._step, eval_loss, more)
         self._totals.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
         loss = "no token held out has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
+        if (reward := row.get("eval_reward")) is not None:
+            loss = f"held-out reward {number(reward)}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
             loss += f", {right:.1%} of pairs right"
         say("evaluation", f"after step {row['step']}: {loss}")

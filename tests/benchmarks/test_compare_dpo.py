@@ -36,7 +36,13 @@ def test_prompts_are_as_long_as_they_are_to_be(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "side"), [("cached", TRL), ("lora", TRL), ("long_prompts", OURS), ("long_prompts", SEPARATE)]
+    ("name", "side"),
+    [
+        ("cached", TRL),
+        pytest.param("lora", TRL, marks=pytest.mark.long),
+        ("long_prompts", OURS),
+        pytest.param("long_prompts", SEPARATE, marks=pytest.mark.long),
+    ],
 )
 def test_each_side_trains_on_the_rows_that_it_is_to(name, side, monkeypatch):
     """In processes of their own, as the benchmark does; ours without a compiler, which takes long to begin."""

@@ -33,6 +33,16 @@ def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch)
     assert all(re.match(r"peak [\d.]+ MiB as it is; rehearsing [a-z_.]+=[a-z0-9_]+", line) for line in others)
 
 
+def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
+    answer = leanft("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
+    assert answer.code == 0
+    reserved = re.search(r"the allocator reserves ([\d.]+ [MG]iB); the driver's own context", answer.out)
+    assert "\nfits 23.50 GiB (0.50 GiB of it kept for the driver), from the fastest on:\n" in answer.out
+    first = next(line for line in answer.out.splitlines() if line.startswith("  *"))
+    assert reserved is not None and reserved[1] in first
+    assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
+
+
 @pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
 def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
     figures = []
@@ -49,3 +59,23 @@ def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path
     assert told[3:] == (["budget: 3.00 GiB"] if budget_bytes else [])
     top = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
     assert top == [1.0, 2.0]  # one on the other
+
+
+def test_many_gpus_are_planned_with_what_they_send(leanft):
+    tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
+    answer = leanft(
+        "plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2", "--budget", "1GiB"
+    )
+    assert answer.code == 0, answer.err
+    assert "planned for 4 x H100 in 2 machines in " in answer.out
+    assert re.search(r"peak [\d.]+ MiB on each", answer.out)
+    assert re.search(r"each sends 0 B to others of its machine and [\d.]+ MiB to other machines a step", answer.out)
+    assert "parallel.replicate=4" in answer.out  # of what fits, copies send least
+    for arguments, message in {
+        ("full_finetune_single_device", "--gpus", "2"): "it has no settings `parallel`. Plan finetune.",
+        ("finetune", "--nodes", "2"): "--nodes 2 needs --gpus N",
+        ("finetune", "--gpus", "2"): "gradient_accumulation_steps=1 counts the batches of a step over all",
+    }.items():
+        answer = leanft("plan", *arguments, *tiny)
+        assert answer.code == 2
+        assert message in answer.err

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lean_ft.models import build_decoder, generate, load_model
+from lean_ft.generation import Sampling, sample
+from lean_ft.models import build_decoder, load_model
 
 
 def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -166,10 +167,10 @@ def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint, c
         loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    tokens = generate(model, [[1, 2, 3], [4]], max_new_tokens=12)
+    samples = sample(model, [[1, 2, 3], [4]], Sampling(12))
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=1e-5, rtol=1e-4, msg=name)
-    assert tokens == generate(build(), [[1, 2, 3], [4]], max_new_tokens=12)
+    assert samples == sample(build(), [[1, 2, 3], [4]], Sampling(12))
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma3_text"])

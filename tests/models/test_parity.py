@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lean_ft.export import export_folder
-from lean_ft.models import Decoder, build_decoder, decoder_config, generate, load_model, save_model
+from lean_ft.generation import Sampling, sample
+from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.families import FAMILIES
+from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
 
@@ -138,14 +140,25 @@ def test_packed_documents_equal_each_alone(checkpoint, case):
 def test_generation_with_the_cache_equals_without(checkpoint, case):
     folder, reference = checkpoint(case)
     model = load_model(folder)
-    prompts = [token_ids(17).tolist(), token_ids(4, seed=3).tolist()]
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        for _ in range(12):  # across the windows and the original contexts of the cases
-            ids = torch.cat((ids, logits_of(reference, ids)[:, -1:].argmax(-1)), 1)
-        expected.append(ids[0, len(prompt) :].tolist())
-    assert generate(model, prompts, max_new_tokens=12) == expected
+    long, short = token_ids(17).tolist(), token_ids(4, seed=3).tolist()
+    prompts = [long, short, long]  # the first and the last share a pass
+
+    def plain(temperature: float) -> list[list[int]]:  # across the windows and the original contexts of the cases
+        rows = zip(prompts, (0, 0, 1), strict=True)
+        return [
+            samples(lambda ids: logits_of(reference, ids), prompt, 12, temperature, seed=5, sample=number)
+            for prompt, number in rows
+        ]
+
+    for temperature in (0.0, 1.3):
+        found = sample(model, prompts, Sampling(12, temperature, seed=5))
+        assert [answer.ids for answer in found] == plain(temperature)
+        for prompt, answer in zip(prompts, found, strict=True):
+            told = []
+            for end in range(12):  # each with the text of its own length, which some frequencies depend on
+                logits = logits_of(reference, torch.tensor([[*prompt, *answer.ids[:end]]]))[0, -1]
+                told.append((logits / (temperature or 1)).log_softmax(-1)[answer.ids[end]].item())
+            assert answer.log_probs == pytest.approx(told, abs=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,6 +15,7 @@ from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.units import GIB
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,12 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
     outlook = foresee(recipe, configure())
     assert outlook is not None and outlook.fits and not outlook.where
     assert "takes less than" in str(outlook)
+
+
+def test_on_a_gpu_what_the_allocator_reserves_must_fit():
+    outlook = beforehand.Outlook(10 * GIB, "loss", 11 * GIB, "A100", reserved_bytes=12 * GIB)
+    assert not outlook.fits
+    assert str(outlook).startswith("will take 10.00 GiB (12.00 GiB reserved) of the 11.00 GiB that A100 has free")
 
 
 def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):

@@ -13,6 +13,7 @@ from lean_ft.settings import MemoryConfig, OptimizerConfig
 
 RECIPE = SimpleNamespace()
 # What a row of the batch keeps, and the time it takes.
+HOLES = 0  # and what lies free between its tensors
 ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
 
 
@@ -38,7 +39,7 @@ def rehearsed(monkeypatch):
     """The settings that were rehearsed, in order."""
     settings = []
 
-    def rehearse(recipe, cfg, device):
+    def rehearse(recipe, cfg, device, machines=None):
         settings.append(cfg)
         kept, seconds = ACTIVATIONS[cfg.memory.activation_checkpointing]
         states = {"adamw": 400, "adamw_8bit": 200}[cfg.optimizer.name]
@@ -46,7 +47,7 @@ def rehearsed(monkeypatch):
         sums = 20 if cfg.memory.loss_accumulation_dtype == "weight" else 40
         seconds *= 1.02 if cfg.optimizer.name == "adamw_8bit" else 1.0
         peak = Moment("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
-        return Rehearsal(peak, seconds, 1000, 100, [])
+        return Rehearsal(peak, seconds, 1000, 100, [], reserved_bytes=peak.total_bytes + cfg.batch_size * HOLES)
 
     monkeypatch.setattr(search_module, "rehearse", rehearse)
     return settings
@@ -69,6 +70,14 @@ def test_for_each_way_to_keep_the_state_the_fastest_that_fits(cfg, rehearsed):
     assert speeds == sorted(speeds, reverse=True)
     assert any("optimizer.name" not in candidate.overrides for candidate in found.fitting)
     assert len(rehearsed) <= 6, "bisection, not every rung"
+
+
+def test_what_is_reserved_must_fit_and_not_the_peak_alone(cfg, monkeypatch):
+    for holes, fits in ((0, True), (10, False)):
+        monkeypatch.setitem(globals(), "HOLES", holes)
+        found = search(RECIPE, cfg, CPU, 680)
+        assert any(candidate.peak_bytes == 200 + 4 * 60 + 200 + 40 for candidate in found.fitting) is fits
+        assert all(candidate.reserved_bytes <= 680 for candidate in found.fitting)
 
 
 def test_where_nothing_fits_smaller_batches_are_tried_and_the_nearest_is_told(cfg):
@@ -99,7 +108,7 @@ def test_remedies_are_single_and_ranked_and_the_last_is_all_of_them(cfg):
 def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):
     rehearse = search_module.rehearse
 
-    def refusing(recipe, cfg, device):
+    def refusing(recipe, cfg, device, machines=None):
         if cfg.memory.activation_checkpointing == "full":
             raise ValueError("not here")
         return rehearse(recipe, cfg, device)

@@ -31,7 +31,8 @@ comm -23 "$build/called.txt" "$build/defined.txt" |
     sed -E 's/^(cublas(Set|Destroy|.*SetAttribute).*)$/SETS(\1)/; t; s/^(cublas.*)$/LAUNCHES(\1)/; t; s/^(.*)$/UNEXPECTED(\1)/' > "$build/other_functions.inc"
 
 g++ -O1 -std=c++20 -shared -fPIC -w -I"$cuda_headers" -I"$site/triton/backends/nvidia/include" -I"$build" \
-    -Wl,-soname,libcuda.so.1 -o "$build/libcuda.so.1" "$here/pretended_cuda.cpp" -ldl
+    -Wl,-soname,libcuda.so.1 -o "$build/libcuda.so.1.new" "$here/pretended_cuda.cpp" -ldl
+mv "$build/libcuda.so.1.new" "$build/libcuda.so.1" # who runs with the old one keeps it
 ln -sf libcuda.so.1 "$build/libcuda.so"
 ln -sf libcuda.so.1 "$build/libnvidia-ml.so.1"
 echo "built $build/libcuda.so.1: $(wc -l < "$build/called.txt") functions are called," \

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -136,7 +137,7 @@ def install() -> None:
 
     torch.cuda._sleep = sleep
     for name in ("multiply", "multiply_outer"):  # which are Triton's
-        setattr(grouped_kernels, name, _grouped_product)
+        setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
 
     import bitsandbytes  # noqa: F401
 
@@ -170,11 +171,10 @@ def drawn_as_on_a_cpu() -> Iterator[None]:
         _twins = None
 
 
-def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_product(host_code: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    out = host_code(left, right, ends)
     product = grouped_matmul if right.ndim == 3 else grouped_outer
-    found = product(*map(on_cpu, (left, right, ends)))
-    out = left.new_empty(found.shape)
-    on_cpu(out).copy_(found)
+    on_cpu(out).copy_(product(*map(on_cpu, (left, right, ends))))
     return out
 
 
@@ -299,10 +299,15 @@ def _put(result: Any, wanted: Any, op: Any) -> None:
 
 
 def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Tells the library what an operation on the current stream reads and writes, where it watches for races."""
+    """Tells the library what an operation on the current stream reads and writes, where it watches for races.
+
+    bitsandbytes' optimizers alone launch on the default stream, whatever the current one is.
+    """
     if _races is None:
         return
-    _races.pretended_begin_kernel(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), op._schema.name.encode())
+    is_elsewhere = op._schema.name.startswith("bitsandbytes::optimizer")
+    stream = torch.cuda.default_stream() if is_elsewhere else torch.cuda.current_stream()
+    _races.pretended_begin_kernel(ctypes.c_void_p(stream.cuda_stream), op._schema.name.encode())
 
     def note(value: Any, is_write: bool) -> None:
         if isinstance(value, (list, tuple)):

@@ -429,12 +429,15 @@ API void pretended_access(const void* start, size_t n, int is_write) {
   Lock lock(mutex);
   if (find(start)) access(kernel, start, n, is_write);
 }
-API void pretended_host_access(const void* start, size_t n, int is_write) {
-  Lock lock(mutex);
+void host_access(const void* start, size_t n, bool is_write) {
   static Stream host{{}, -1, {}};
   host.clock = host_clock;
   host.clock[host.id] = ++host_clock[host.id];
-  if (find(start)) access({&host, "the host"}, start, n, is_write);
+  access({&host, "the host"}, start, n, is_write);
+}
+API void pretended_host_access(const void* start, size_t n, int is_write) {
+  Lock lock(mutex);
+  if (find(start)) host_access(start, n, is_write);
 }
 API void pretended_write_races(const char* path) {
   Lock lock(mutex);
@@ -657,6 +660,7 @@ API cudaError_t cudaFreeHost(void* p) {
 }
 API cudaError_t cudaHostRegister(void* p, size_t n, unsigned) {
   Lock lock(mutex);
+  if (count.pinned_bytes + n > most_pinned) return last_error = cudaErrorMemoryAllocation;
   ranges()[(uintptr_t)p] = {n, PINNED};
   count.pinned_bytes += n;
   LOG("cudaHostRegister %zu", n);
@@ -666,6 +670,9 @@ API cudaError_t cudaHostUnregister(void* p) {
   Lock lock(mutex);
   auto it = ranges().find((uintptr_t)p);
   if (it == ranges().end()) return last_error = cudaErrorInvalidValue;
+  host_access(p, it->second.bytes, true);  // whose memory it is from now on
+  finish_all();                            // what is late would come to memory that is gone
+  forget_memory(p, it->second.bytes);
   count.pinned_bytes -= it->second.bytes;
   ranges().erase(it);
   return cudaSuccess;

@@ -1,5 +1,7 @@
 """What goes wrong on a GPU alone: it is recognised, or refused before it can."""
 
+from contextlib import suppress
+
 import bitsandbytes.cextension
 import pytest
 import torch
@@ -7,8 +9,11 @@ from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary
 
 from lean_ft import load_model
 from lean_ft.cli.errors import is_out_of_memory
+from lean_ft.host_link import HostLink
+from lean_ft.memory import float8_products
 from lean_ft.peft import quantize_as_loaded
 from lean_ft.settings import LoRAConfig
+from lean_ft.training.device import _device_of_rank, check_dtype
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
 from tests.pretended_gpu.counters import limit_pinned_bytes
 
@@ -48,3 +53,36 @@ def test_compiling_with_dynamo_turned_off_is_not_compiling(monkeypatch: pytest.M
         batches = [[ids.cuda() for ids in step] for step in make_batches(3)]
         train(model, build(model, settings, compile=compile), batches, [1e-2] * 3)
     assert same_weights(*models)
+
+
+def test_memory_that_cannot_be_pinned_is_told_with_the_settings_that_want_it() -> None:
+    link = HostLink(torch.device("cuda", 0))
+    limit_pinned_bytes(2**20)
+    try:
+        with pytest.raises(RuntimeError, match=r"did not pin 4,194,304 bytes .*optimizer.state=streamed.*ulimit -l"):
+            link.send(torch.ones(2**20, device="cuda"))
+    finally:
+        limit_pinned_bytes(None)
+        with suppress(torch.AcceleratorError):  # the runtime's last error is still to be told, with the next launch
+            torch.ones(1, device="cuda")
+
+
+def test_each_process_of_several_has_a_gpu_to_itself_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _device_of_rank(here) == here and torch.cuda.current_device() == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=r"process 1 of this machine.*there are 1.*--nproc-per-node 1"):
+        _device_of_rank(here)
+
+
+@pytest.mark.cards("T4", "A100")
+def test_what_an_older_card_has_no_arithmetic_for_is_refused() -> None:
+    device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"float8.*has none \(compute capability (7\.5|8\.0); 8.9 or newer has\)"):
+        float8_products(load_model("tiny", "cuda", torch.bfloat16))
+    if torch.cuda.get_device_capability() < (8, 0):
+        with pytest.raises(ValueError, match=r"bfloat16 needs a CUDA card of compute capability 8.0.*T4 has 7.5"):
+            check_dtype("bfloat16", device)
+    else:
+        assert check_dtype("bfloat16", device) == []

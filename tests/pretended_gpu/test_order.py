@@ -16,7 +16,7 @@ from lean_ft.memory.offload import Offloaded, offload_to
 from lean_ft.optim.adamw import AdamW
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.optim.rule import ParameterState, Rule
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import StreamedState
 from tests.memory.tiny_step import tiny
 from tests.pretended_gpu.order import host_uses, late_streams, watched_for_races, without
@@ -154,6 +154,53 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
                 unnoticed.append((workload.__name__, missing))
     assert num_places >= 12
     # A tensor that several layers share lives until the step ends, when later copies of that stream were waited for:
-    # the last workload alone can tell. Memory is unpinned when no copy uses it here, which the library cannot know.
+    # the last workload alone can tell. What is unpinned here, other waits have come to before: the next test is of that.
     unnoticed = [place for place in unnoticed if not place[1].endswith("_unpin: synchronize")]
     assert [place for place in unnoticed if place != ("everything", "HostLink.keep > HostLink._wait: wait_event")] == []
+
+
+def test_memory_is_not_unpinned_under_a_copy() -> None:
+    """The memory of a copy that may be under way becomes the system's again, as something larger is to be pinned."""
+
+    def unpin() -> None:
+        link = new_link()
+        for num_elements in (2**10, 2**12):
+            link.send(torch.ones(num_elements, device="cuda"))
+            link.let_all_go()  # the computation waits for the copy, the host does not
+
+    with without(None, LIBRARY) as places, late_streams(), watched_for_races() as races:
+        unpin()
+    assert races == []
+    (wait,) = [place for place in places if place.endswith("empty_like > _unpin: synchronize")]
+    with without(wait, LIBRARY), late_streams(), watched_for_races() as races:
+        unpin()
+    assert races and all(race.startswith("the host on stream -1 writes what") for race in races)
+
+
+def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_waited_for() -> None:
+    """bitsandbytes launches on the default stream; gradients of a model that is cut come on another."""
+
+    def update() -> None:
+        param = torch.nn.Parameter(torch.zeros(4096, device="cuda"))
+        rule = AdamW8bit(paged=False, **RULE)
+        optimizer = Optimizer([("w", param)], rule, in_backward=False)
+        optimizer.set_lr(1.0)
+        param.grad = torch.ones(4096, device="cuda")
+        rule.update(optimizer._states, StepInfo(1.0, 1, None))  # the first brings its tables, for which the host waits
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            param.grad = torch.ones(4096, device="cuda")
+            rule.update(optimizer._states, StepInfo(1.0, 2, None))
+            param.detach().mul(2.0)
+        torch.cuda.synchronize()
+
+    with without(None, LIBRARY) as places, watched_for_races() as races:
+        update()
+    assert races == []
+    (waits,) = [place for place in places if "_update_by_bitsandbytes" in place]  # both, which are called alike
+    with without(waits, LIBRARY), watched_for_races() as races:
+        update()
+    kernel = "bitsandbytes::optimizer_update_8bit_blockwise on stream 0"
+    assert any(race.startswith(kernel) and "what aten::fill_" in race for race in races), races
+    assert any(f"what {kernel} wrote" in race for race in races), races

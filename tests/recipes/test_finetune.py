@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft.catalog import copy_to, find_recipe, load_recipe, recipes
-from lean_ft.models import generate, load_model, save_model
+from lean_ft.generation import Sampling, sample
+from lean_ft.models import load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
 from lean_ft.paths import resolve_model_path
 from lean_ft.peft import load_adapter
@@ -181,8 +182,8 @@ def test_what_was_learned_answers_through_the_adapter(train, tmp_path, capsys):
         load_adapter(model, *adapters)
         ids = tokenizer.encode("The capital of Zanemar is", add_special_tokens=True)
         assert (model(torch.tensor([ids])) - load_model("tiny")(torch.tensor([ids]))).norm() > 0.01
-        (expected,) = generate(model, [ids], 8, stop_ids={tokenizer.eos_id})
-        text = tokenizer.decode(expected, skip_special_tokens=True)
+        (expected,) = sample(model, [ids], Sampling(8, stop_ids=frozenset({tokenizer.eos_id})))
+        text = tokenizer.decode(expected.ids, skip_special_tokens=True)
         assert answer(f"adapter=[{','.join(map(str, adapters))}]") == f"{text}\n"
     assert answer(f"adapter={checkpoint}") == answer(f"adapter=[{checkpoint}]")
 

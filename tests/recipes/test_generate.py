@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.generation import _text
+from lean_ft.generation.texts import _text
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings_text import load_config

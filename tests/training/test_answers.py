@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.data import EvalBatches, preference_batches, sft_batches
 from lean_ft.models import Decoder, load_model
 from lean_ft.paths import resolve_model_path
-from lean_ft.settings import RecipeConfig, SFTDataConfig
+from lean_ft.settings import PreferenceDataConfig, RecipeConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.training.answers import answer_held_out, say_answers
+from lean_ft.training.answers import _questions, answer_held_out, say_answers
 
 QUESTIONS = ["What is 7 plus 5?", "Count the words: fig, saw.", "Hello", "Reverse this list: red, fox, axe, nail."]
 MAX_NEW_TOKENS = 12
@@ -84,6 +84,18 @@ class Parrot(torch.nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
         self.said = 0
         return self
+
+    def cache_bytes(self, batch_size: int, capacity: int) -> int:
+        return 1
+
+    def part(self, start: int, end: int) -> "Parrot":
+        return self
+
+    def spread(self, parts: list, counts: list[int]) -> None:
+        pass
+
+    def keep(self, rows: list[int]) -> list[int]:
+        return rows
 
     def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
@@ -183,3 +195,16 @@ def test_refuses_what_has_no_question(tmp_path: Path, model: Decoder, tokenizer:
         say_answers("before", model, tokenizer, None, 5)
     with pytest.raises(ValueError, match="no question"):
         answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [{"text": "Just text."}]), 5)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_of_a_pair_the_chosen_answer_is_the_right_one(packing, share_prompts, tokenizer, tmp_path):
+    pairs = [{"prompt": question, "chosen": "good", "rejected": "b"} for question in QUESTIONS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    config = PreferenceDataConfig(source=str(tmp_path / "pairs.jsonl"), max_length=64, packing=packing)
+    batches, _ = preference_batches(config, tokenizer, 3, 0, share_prompts)
+    taken = batches.take(batches.batches_per_epoch)
+    asked = [tuple(map(tokenizer.decode, both)) for batch in taken for both in _questions(batch)]
+    assert {answer for _, answer in asked} == {"good<|end|>"}
+    assert sorted(question for prompt, _ in asked for question in QUESTIONS if question in prompt) == sorted(QUESTIONS)

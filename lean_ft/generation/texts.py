@@ -1,10 +1,10 @@
 """Text in, text out: opens whatever training left, and answers prompts and chats with it.
 
-What decodes tokens is `lean_ft.models.generation`; here are the questions around it: which folders, how a prompt is
+What samples tokens is `lean_ft.generation.decoding`; here are the questions around it: which folders, how a prompt is
 written, what ends an answer, and where a character is whole.
 """
 
-import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 
 from lean_ft.data.sources import read_rows
-from lean_ft.models import Decoder, generate_steps, load_model
-from lean_ft.models import generate as generate_ids
+from lean_ft.generation.choosing import Sampling
+from lean_ft.generation.decoding import sample, sample_steps
+from lean_ft.generation.stopping import stop_ids
+from lean_ft.models import Decoder, load_model
 from lean_ft.peft import is_adapter, load_adapter
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
@@ -55,6 +57,30 @@ def open_model(
     return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
 
 
+def answers(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    batch_size: int,
+    chat: Literal["auto"] | bool = "auto",
+    **sampling: Any,
+) -> Iterator[str]:
+    """Yields the text that follows each prompt, in order, of `batch_size` prompts at a time; the rest is as in `generate`.
+
+    What is drawn does not depend on the batches: prompts that are the same are samples of one, counted over all of them."""
+    how, ids = _asked_of(model, tokenizer, prompts, chat, sampling)
+    seen = Counter[tuple[int, ...]]()
+    for start in range(0, len(ids), batch_size):
+        some = ids[start : start + batch_size]
+        numbers = []
+        for prompt in some:
+            numbers.append(seen[tuple(prompt)])
+            seen[tuple(prompt)] += 1
+        for answer in sample(model, some, how, numbers=numbers, decode=tokenizer.decode):
+            yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
+
+
 def generate(
     model: Decoder | str | Path,
     prompts: Prompt | Sequence[Prompt],
@@ -64,15 +90,17 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    stop: Sequence[str] = (),
     chat: Literal["auto"] | bool = "auto",
     seed: int = 0,
 ) -> list[str]:
-    """Returns the text that follows each prompt; all are computed together.
+    """Returns the text that follows each prompt; all are computed together, as far as the memory goes.
 
     model: one that is loaded, or what `open_model` opens; tokenizer: None takes the one in its folder. chat: whether a
     text is a user's message, written with the chat template; auto: where there is one. Of messages that end in an
-    answer, that answer is what is asked for. `seed` seeds the drawing; the rest is as `lean_ft.models.generate` takes
-    it. Raises ValueError as these do, and for a prompt that is none.
+    answer, that answer is what is asked for. stop: texts that end an answer, and are left out of it. The rest is as in
+    `Sampling`. Raises ValueError as these do, and for a prompt that is none.
     """
     if not isinstance(model, Decoder):
         model, own = open_model(model)
@@ -82,30 +110,44 @@ def generate(
             raise ValueError("the model was not loaded from a folder: give its tokenizer too.")
         tokenizer = load_tokenizer(model.source_folder)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
-    ids, asked = _encoded(model, tokenizer, several, chat, seed)
-    answers = generate_ids(model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, **asked)
-    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
+    all_at_once = max(1, len(several))
+    sampling["max_new_tokens"] = max_new_tokens
+    return list(answers(model, tokenizer, several, batch_size=all_at_once, chat=chat, **sampling))
 
 
 def stream(
-    model: Decoder, tokenizer: Tokenizer, prompt: Prompt, *, chat: Literal["auto"] | bool, seed: int, **sampling: Any
+    model: Decoder, tokenizer: Tokenizer, prompt: Prompt, *, chat: Literal["auto"] | bool, **sampling: Any
 ) -> Iterator[str]:
-    """The text that `generate` returns, as it grows. A character cut between two tokens waits for its second part."""
-    ids, asked = _encoded(model, tokenizer, [prompt], chat, seed)
-    return _text(tokenizer, (token for (token,) in generate_steps(model, ids, **sampling, **asked)))
+    """The text that `generate` returns, as it grows. A character cut between two tokens waits for its second part, and what
+    may be the beginning of a stop text until it is told."""
+    how, ids = _asked_of(model, tokenizer, [prompt], chat, sampling)
+    tokens = (token for (token,) in sample_steps(model, ids, how, tokenizer.decode))
+    return _text(tokenizer, tokens, how.stop_texts)
 
 
-def _text(tokenizer: Tokenizer, tokens: Iterable[int | None]) -> Iterator[str]:
+def _text(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
     ids: list[int] = []
     told = text = ""
     for token in tokens:
         ids += [] if token is None else [token]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
-            yield text[len(told) :]
-            told = text
+        shown = _before(text, stop_texts, and_its_beginning=True)
+        if not text.endswith("\ufffd") and len(shown) > len(told):
+            yield shown[len(told) :]
+            told = shown
+    text = _before(text, stop_texts)
     if len(told) < len(text):
         yield text[len(told) :]
+
+
+def _before(text: str, stop_texts: Sequence[str], and_its_beginning: bool = False) -> str:
+    """What of `text` stands before the first of the stop texts, or before what may become one at its end."""
+    end = min((text.find(stop) for stop in stop_texts if stop in text), default=len(text))
+    if and_its_beginning and end == len(text):
+        lengths = (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end -= max(lengths, default=0)
+    return text[:end]
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
@@ -141,14 +183,19 @@ def _asked(prompt: Prompt) -> Any:
     )
 
 
-def _encoded(
-    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: Literal["auto"] | bool, seed: int
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """The ids of prompts, and what else of them and of `seed` goes to `lean_ft.models.generate`."""
+def _asked_of(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    chat: Literal["auto"] | bool,
+    settings: dict[str, Any],
+) -> tuple[Sampling, list[list[int]]]:
+    """How to sample, and the ids of the prompts."""
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
-    generator = torch.Generator(model.output_weight.device).manual_seed(seed)
-    ids = [_prompt_ids(tokenizer, prompt, chat) for prompt in prompts]
-    return ids, {"stop_ids": _stop_ids(model, tokenizer), "generator": generator}
+    settings = dict(settings)
+    stop_texts = tuple(settings.pop("stop", ()))
+    sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
+    return sampling, [_prompt_ids(tokenizer, prompt, chat) for prompt in prompts]
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool) -> list[int]:
@@ -160,10 +207,3 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool) -> list[int]:
         messages.pop()
     tools = prompt.get("tools") if isinstance(prompt, Mapping) else None
     return tokenizer.render(messages, tools, add_generation_prompt=True)[0]
-
-
-def _stop_ids(model: Decoder, tokenizer: Tokenizer) -> set[int]:
-    """What ends a text: the tokenizer's eos, and the ids that the model's generation_config.json adds to it."""
-    configured = json.loads(model.generation_config or b"{}").get("eos_token_id")
-    ids = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*ids, tokenizer.eos_id) if token is not None}

@@ -1,0 +1,165 @@
+"""Generating: lean_ft against transformers' generate, and prompts that are shared against those that are not.
+
+    python benchmarks/generation.py                                   # Qwen2.5-0.5B's shape, some minutes
+    python benchmarks/generation.py --shape tiny --rounds 1           # small, to see that it runs
+    python benchmarks/generation.py --device cuda --rows 32
+
+One process, one set of random weights in bfloat16, no token that ends an answer. Three comparisons, whose sides take turns:
+
+    greedy      `--rows` prompts of `--prompt-tokens`, as many new ones: lean_ft and transformers, the likeliest tokens
+    drawn       the same at temperature 1, with the log-probabilities of what was drawn: transformers' by output_logits
+    shared      `--rows` answers to one prompt of `--shared-tokens`, and to as many prompts of that length: both lean_ft
+
+A ratio is formed within a round, and the median over the rounds is told. Random weights answer nonsense, and no faster.
+
+Writes `results/generation_<shape>_<rows>x<prompt>+<new>_<hardware>.json`.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from results import RESULTS, print_result, require_hardware, tokens_per_second, write_result
+from shapes import shape_of, write_model_folder
+
+from lean_ft.generation import Sampling, sample
+from lean_ft.models import load_model, save_model
+
+COLUMNS = ["what", "sides", "tokens/s", "against", "tokens/s", "ratio"]
+LABELS = {
+    "greedy": "likeliest tokens",
+    "drawn": "drawn, with log-probabilities",
+    "shared": "answers to one long prompt",
+}
+SIDES = {
+    "greedy": ("lean_ft", "transformers"),
+    "drawn": ("lean_ft", "transformers"),
+    "shared": ("one prompt", "as many prompts"),
+}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    s = result["settings"]
+    return (
+        f"{s['shape']}, bfloat16, random weights: {s['rows']} x {s['prompt_tokens']} + {s['new_tokens']} tokens, shared "
+        f"prompt {s['shared_tokens']} + {s['new_tokens']}; new tokens a second, {s['rounds']} rounds"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    return [
+        [
+            row["label"],
+            row["sides"][0],
+            tokens_per_second(row["tokens_per_second"][0]),
+            row["sides"][1],
+            tokens_per_second(row["tokens_per_second"][1]),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+
+
+def contestants(folder: Path, device: torch.device, rows: int, tokens: dict[str, int]) -> dict[str, list[Callable]]:
+    """What each side of each comparison runs; it returns the new tokens that it made."""
+    import transformers
+
+    torch.manual_seed(0)
+    ours = load_model(folder, device, torch.bfloat16, random_init=True)
+    save_model(ours, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    vocab_size, new = ours.config.vocab_size, tokens["new"]
+    prompts = torch.randint(vocab_size, (rows, tokens["prompt"]), device=device)
+    long = torch.randint(vocab_size, (rows, tokens["shared"]), device=device)
+
+    def with_ours(ids: torch.Tensor, temperature: float) -> Callable[[], int]:
+        listed = ids.tolist()
+        return lambda: sum(len(one.ids) for one in sample(ours, listed, Sampling(new, temperature)))
+
+    def with_theirs(**how: Any) -> Callable[[], int]:
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, "return_dict_in_generate": True}
+
+        @torch.no_grad()
+        def run() -> int:
+            out = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings, **how)
+            if out.logits is not None:
+                drawn = out.sequences[:, prompts.shape[1] :]
+                for i, logits in enumerate(out.logits):
+                    logits.float().log_softmax(-1).gather(1, drawn[:, i : i + 1])
+            return out.sequences[:, prompts.shape[1] :].numel()
+
+        return run
+
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "output_logits": True}
+    return {
+        "greedy": [with_ours(prompts, 0.0), with_theirs(do_sample=False)],
+        "drawn": [with_ours(prompts, 1.0), with_theirs(**drawn)],
+        "shared": [with_ours(long[:1].expand(rows, -1), 1.0), with_ours(long, 1.0)],
+    }
+
+
+def measure(sides: list[Callable[[], int]], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Tokens a second of both sides, which take turns in going first, after one pass each that is not timed."""
+    speeds: list[list[float]] = [[], []]
+    for round_number in range(-1, rounds):
+        for side in (0, 1) if round_number % 2 == 0 else (1, 0):
+            started = time.perf_counter()
+            made = sides[side]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if round_number >= 0:
+                speeds[side].append(made / (time.perf_counter() - started))
+    ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
+    return {"tokens_per_second": [statistics.median(one) for one in speeds], "ratio": statistics.median(ratios)}
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
+    rows: Annotated[int, typer.Option(help="Answers at a time.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that follow each.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens of the prompt that several answers share.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds that are timed.")] = 3,
+    only: Annotated[str, typer.Option(help="greedy, drawn or shared; several with commas.")] = "greedy,drawn,shared",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
+    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+) -> None:
+    """Measures, prints and writes."""
+    hardware = require_hardware(device)
+    where = torch.device("cuda" if hardware["gpu"] is not None and device != "cpu" else "cpu")
+    wanted = only.split(",")
+    if unknown := [name for name in wanted if name not in LABELS]:
+        raise typer.BadParameter(f"expected some of {', '.join(LABELS)}, came {unknown[0]!r}", param_hint="--only")
+    tokens = {"prompt": prompt_tokens, "new": new_tokens, "shared": shared_tokens}
+    with tempfile.TemporaryDirectory(prefix="lean_ft_generation_") as place:
+        sides = contestants(write_model_folder(shape, Path(place)), where, rows, tokens)
+        measured = [
+            {"label": LABELS[name], "sides": SIDES[name], "status": "ok", **measure(sides[name], rounds, where)}
+            for name in wanted
+        ]
+    settings = {
+        "shape": shape,
+        "model": shape_of(shape)["model_type"],
+        "rows": rows,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "shared_tokens": shared_tokens,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+    }
+    name = f"generation_{shape}_{rows}x{prompt_tokens}+{new_tokens}"
+    path = write_result(
+        name, benchmark="generation", hardware=hardware, settings=settings, rows=measured, folder=results_dir
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)

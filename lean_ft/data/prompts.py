@@ -1,0 +1,152 @@
+"""Prompts that a model answers itself, each with the other columns of its row, which its answers are judged by.
+
+A row has its `prompt`, as a text or as messages; or `messages`, whose last answer, if they end in one, becomes the column
+`answer`. A text is a user's message where there is a chat template, unless `data.chat` says otherwise. Prompts are few beside
+what is made of them, so they stay in memory.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lean_ft.data.chats import check_text, parse_if_json, read_chat, read_tools
+from lean_ft.data.formats import reading
+from lean_ft.data.prepare import hash_of, tokenizer_digest
+from lean_ft.data.rows import Row, names_of
+from lean_ft.data.sources import list_sources, read_rows
+from lean_ft.settings import PromptDataConfig, Sources
+from lean_ft.shapes_only import stage
+from lean_ft.tokenizers import Tokenizer
+
+OF_THE_PROMPT = ("prompt", "messages", "tools")  # columns that no answer is judged by
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and what is known of the right answer."""
+
+    ids: list[int]
+    asked: Any
+    """As the row has it: a text, or messages."""
+    columns: dict[str, Any]
+    place: str
+    """`train.jsonl, line 12`: for messages to the user."""
+
+
+@dataclass
+class PromptReport:
+    """What became of the rows of a source."""
+
+    rows: int = 0
+    kept: int = 0
+    too_long: int = 0
+    bad_rows: int = 0
+    left_out: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept:,} prompts of {self.rows:,} rows"]
+        parts += [f"{self.too_long:,} longer than max_prompt_length left out"] if self.too_long else []
+        parts += [f"{self.bad_rows:,} bad rows left out"] if self.bad_rows else []
+        return "; ".join(parts)
+
+
+class Prompts:
+    """Prompts without end, shuffled anew each epoch by the seed and the epoch alone; one who takes them keeps the place."""
+
+    def __init__(self, prompts: list[Prompt], *, seed: int, report: PromptReport, fingerprint: str) -> None:
+        self._prompts, self._seed = prompts, seed
+        self.report, self.fingerprint = report, fingerprint
+        self._orders: dict[int, np.ndarray] = {}  # of the epoch under way
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def take(self, first: int, count: int) -> list[int]:
+        """Which prompts come from place `first` on, counted over all epochs."""
+        return [self._at(place) for place in range(first, first + count)]
+
+    def __getitem__(self, number: int) -> Prompt:
+        return self._prompts[number]
+
+    def _at(self, place: int) -> int:
+        epoch, i = divmod(place, len(self._prompts))
+        if epoch not in self._orders:
+            self._orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))}
+        return int(self._orders[epoch][i])
+
+
+def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
+    """The prompts of `config.source`, and those that are held out, if any are: of `validation_source`, or a share that `seed`
+    draws. Raises ValueError for unreadable files and rows, with their place, and where nothing is left."""
+    if stage() is not None:
+        longest = Prompt([0] * config.max_prompt_length, "", {}, "")
+        return Prompts([longest], seed=seed, report=PromptReport(), fingerprint=""), None
+    digest = hashlib.blake2b(digest_size=16)
+    report = PromptReport()
+    prompts, held_out = list(_read(config, tokenizer, config.source, digest, report)), None
+    if config.validation_source is not None:
+        held_out = list(_read(config, tokenizer, config.validation_source, digest, PromptReport()))
+    elif config.validation_fraction > 0:
+        count = max(1, round(len(prompts) * config.validation_fraction))
+        drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
+        held_out = [prompts[i] for i in sorted(drawn)]
+        prompts = [prompt for i, prompt in enumerate(prompts) if i not in drawn]
+    if not prompts:
+        raise ValueError(f"nothing in {config.source} is left to ask: {report}. Raise data.max_prompt_length.")
+    report.kept = len(prompts)
+    settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
+    fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
+    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint), held_out
+
+
+def _read(
+    config: PromptDataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, report: PromptReport
+) -> Iterator[Prompt]:
+    columns = [one.columns or {} for one in list_sources(source, config)]
+    chat = tokenizer.chat_template is not None if config.chat == "auto" else config.chat
+    for row in read_rows(source, digest, config):
+        report.rows += 1
+        try:
+            with reading(row):
+                prompt = _prompt(row, columns[row.source], config, tokenizer, chat)
+        except ValueError:
+            report.bad_rows += 1
+            if config.on_bad_row == "raise" or report.bad_rows > config.max_bad_rows:
+                raise
+            continue
+        if len(prompt.ids) > config.max_prompt_length:
+            report.too_long += 1
+            continue
+        yield prompt
+
+
+def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokenizer: Tokenizer, chat: bool) -> Prompt:
+    if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
+        raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
+    fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
+    fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
+    further = {name: value for name, value in fields.items() if name not in OF_THE_PROMPT}
+    asked = parse_if_json(fields.get("prompt"), "prompt")
+    if asked is None and "messages" in fields:
+        asked = read_chat(fields["messages"], "messages").messages
+        if asked[-1]["role"] == "assistant":
+            further.setdefault("answer", asked[-1]["content"])
+            asked = asked[:-1]
+    if asked is None or asked == []:
+        raise ValueError(
+            f"the row has {names_of(row.fields)}; expected `prompt`, a text or messages, or `messages`. Rename with "
+            "data.columns, ours to yours: data.columns.prompt=question."
+        )
+    messages = read_chat(asked, "prompt").messages if isinstance(asked, list) else None
+    if messages is None and not chat:
+        text = check_text(asked, "`prompt`") + (config.separator or "")
+        return Prompt(tokenizer.encode(text, add_special_tokens=True), asked, further, row.place)
+    if messages is None:
+        messages = [{"role": "user", "content": check_text(asked, "`prompt`")}]
+    if config.system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": config.system}, *messages]
+    ids = tokenizer.render(messages, read_tools(fields.get("tools")), add_generation_prompt=True)[0]
+    return Prompt(ids, asked, further, row.place)

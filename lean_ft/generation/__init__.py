@@ -1,0 +1,34 @@
+"""Sampling: `sample` from token ids for whoever trains and evaluates, and above that texts and chats, of whatever training
+left.
+
+The second part knows runs and checkpoints and comes on first use, as training itself samples by the first.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lean_ft.generation.choosing import Sampling
+from lean_ft.generation.decoding import Sample, sample, sample_steps
+from lean_ft.generation.stopping import stop_ids
+
+if TYPE_CHECKING:
+    from lean_ft.generation.texts import answers, generate, open_model, read_prompts, stream
+
+__all__ = [
+    "Sample",
+    "Sampling",
+    "answers",
+    "generate",
+    "open_model",
+    "read_prompts",
+    "sample",
+    "sample_steps",
+    "stop_ids",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'lean_ft.generation' has no attribute {name!r}")
+    return getattr(import_module("lean_ft.generation.texts"), name)

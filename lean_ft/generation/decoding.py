@@ -1,0 +1,261 @@
+"""Generates tokens: one pass over the prompts fills the key-value cache, then one pass a token, of all rows that still run.
+
+Prompts of different lengths go through together. They are padded on the right, where causality hides the padding, and each
+row then goes on from its own end. Several answers to one prompt share its pass. A row that has ended leaves the batch, and
+its place in the cache goes to another. What does not fit into the cache's memory waits for the next wave.
+
+Which tokens a row gets depends on its prompt, its sample's number and the seed (`choosing`), and not on its batch. A batch of
+another size may round logits otherwise, in the last bit, and a kernel of 16 bits more; that changes a token only where two
+were equally good to that bit.
+
+Where rotary frequencies depend on the length of the text, all that came before is read again once they change: with
+`longrope` when a text outgrows the original context, with `dynamic` at every token from there on.
+
+Source: our own; a cache that is taken once and shared prompts as in vLLM (Kwon et al. 2023, arXiv:2309.06180), without pages.
+
+Shapes: B rows that run, T tokens of the longest prompt, V vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from lean_ft.context import context_length
+from lean_ft.environment import memory_bytes
+from lean_ft.generation.choosing import RowKey, Sampling, choose
+from lean_ft.log import say
+from lean_ft.models import Decoder, FewRows, KVCache
+from lean_ft.shapes_only import counted_as, stage
+
+PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
+CACHE_SHARE = 4  # the cache takes at most this part of the memory beside the weights
+UNKNOWN_MEMORY_ROWS = 64  # at a time, where the system does not tell its size
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class Sample:
+    """An answer as it was sampled."""
+
+    ids: list[int] = field(default_factory=list)
+    """With the token that ended it."""
+    log_probs: list[float] = field(default_factory=list)
+    """Of each token, as it was drawn."""
+    ended: bool = False
+    """By a stop id or a stop text, and not by its length."""
+
+
+@dataclass
+class _Row:
+    """One answer under way."""
+
+    place: int  # in the order that was asked
+    prompt: Sequence[int]
+    key: RowKey
+    sample: Sample
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.prompt, *self.sample.ids]
+
+
+def sample(
+    model: Decoder,
+    prompts: Tensor | Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int] | None = None,
+    decode: Decode | None = None,
+    cache_gib: float | None = None,
+) -> list[Sample]:
+    """Returns an answer to each of `prompts`, in their order.
+
+    Args:
+        model: on any device. Its layers run as they are, without gradients.
+        prompts: lists of token ids, of any lengths, without padding; or a tensor (B, T) int64. One that is to have several
+            answers stands here several times; it is read once.
+        sampling: how tokens are chosen and what ends an answer.
+        numbers: which sample of its prompt each is, so that they differ; where left out the first, second ... of those here.
+        decode: of ids their text, for `sampling.stop_texts`.
+        cache_gib: the most memory that keys and values take, in GiB; what does not fit is generated after the others. None
+            is a quarter of what the weights leave on the device.
+
+    Raises:
+        ValueError: for an empty prompt, stop texts without `decode`, and where not even one row fits.
+        FloatingPointError: where the model's logits are not finite.
+    """
+    rows = _rows(prompts, sampling, numbers)
+    if sampling.max_new_tokens and rows:
+        for wave in _waves(model, rows, sampling, cache_gib):
+            for _ in _decode_rows(model, wave, sampling, decode):
+                pass
+    return [row.sample for row in rows]
+
+
+def sample_steps(
+    model: Decoder,
+    prompts: Tensor | Sequence[Sequence[int]],
+    sampling: Sampling,
+    decode: Decode | None = None,
+) -> Iterator[list[int | None]]:
+    """Yields each step as it is computed: a token that follows each prompt, None for rows that have ended; else as `sample`,
+    all in one wave."""
+    rows = _rows(prompts, sampling, None)
+    if sampling.max_new_tokens and rows:
+        for tokens in _decode_rows(model, rows, sampling, decode):
+            yield [tokens.get(row.place) for row in rows]
+
+
+def _rows(prompts: Tensor | Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
+    asked = [tuple(int(token) for token in prompt) for prompt in prompts]
+    seen = Counter[tuple[int, ...]]()
+    rows = []
+    for place, prompt in enumerate(asked):
+        if not prompt:
+            raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
+        number = seen[prompt] if numbers is None else numbers[place]
+        seen[prompt] += 1
+        rows.append(_Row(place, prompt, RowKey(sampling.seed, prompt, number), Sample()))
+    return rows
+
+
+def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> Iterator[list[_Row]]:
+    """The rows, as many at a time as the cache has room for, those of one prompt and of one length together."""
+    limit = _most_bytes(model, cache_gib)
+    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    while waiting:
+        capacity = len(waiting[0].prompt) + sampling.max_new_tokens
+        row_bytes = model.cache_bytes(1, capacity)
+        room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
+        if room < 1:
+            raise ValueError(
+                f"one answer's keys and values take {row_bytes / 2**30:.2f} GiB at {capacity} tokens, and generation may "
+                f"take {(limit or 0) / 2**30:.2f} GiB for them. Raise generation.cache_gib, or lower max_new_tokens."
+            )
+        yield waiting[:room]
+        waiting = waiting[room:]
+
+
+def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
+    if cache_gib is not None:
+        return cache_gib * 2**30
+    # Of the device's size, and not of what is free: waves are the same whenever a run is resumed.
+    total = memory_bytes(model.output_weight.device)
+    if total is None:
+        return None
+    return (total - sum(parameter.nbytes for parameter in model.parameters())) / CACHE_SHARE
+
+
+@torch.no_grad()
+def _decode_rows(
+    model: Decoder, rows: list[_Row], sampling: Sampling, decode: Decode | None
+) -> Iterator[dict[int, int]]:
+    """Fills the rows' samples; yields after each step its tokens, by the rows' places."""
+    if sampling.stop_texts and decode is None:
+        raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
+    capacity, context = max(len(row.prompt) for row in rows) + sampling.max_new_tokens, context_length(model.hf_config)
+    running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    if stage() is not None:
+        _rehearse(model, running, capacity)
+        return
+    caches, hidden = _read(model, running, capacity)
+    few_rows = FewRows(model)
+    for position in range(sampling.max_new_tokens):
+        if context is not None and max(len(row.prompt) for row in running) + position > context:
+            _say_too_long(context)
+        keys = None
+        if sampling.temperature > 0:
+            keys = torch.tensor([row.key.at(position) for row in running], dtype=torch.int32, device=hidden.device)
+        chosen, log_probs = choose(model.logits(hidden), keys, sampling)
+        # One transfer for both; float64 holds either exactly.
+        tokens, told = torch.stack((chosen.double(), log_probs.double())).tolist()
+        goes_on = [
+            _take(row, int(token), log_prob, sampling, decode)
+            for row, token, log_prob in zip(running, tokens, told, strict=True)
+        ]
+        yield {row.place: row.sample.ids[-1] for row in running}
+        left = [i for i, on in enumerate(goes_on) if on]
+        if not left or position + 1 == sampling.max_new_tokens:
+            return
+        if len(left) < len(running):
+            order = caches.keep(left)
+            running = [running[i] for i in order]
+            chosen = chosen[order]
+        length = [len(row.prompt) + position + 1 for row in running]
+        if all(rope.same_frequencies(n - 1, n) for rope in model.rotary for n in length):
+            with few_rows:  # and between two steps the model is as it was
+                hidden = _forward(model, chosen[:, None], caches)[:, 0]
+        else:
+            caches, hidden = _read(model, running, capacity)
+
+
+def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: Decode | None) -> bool:
+    """Adds a token to a row; returns whether the row goes on."""
+    if log_prob != log_prob or log_prob == float("-inf"):
+        raise FloatingPointError(
+            f"the logits behind token {len(row.prompt) + len(row.sample.ids)} are not finite, so no token can be chosen: the "
+            "model's weights are not finite, or its arithmetic overflows (float16; take bfloat16 or float32)."
+        )
+    found = row.sample
+    found.ids.append(token)
+    found.log_probs.append(log_prob)
+    found.ended = token in sampling.stop_ids
+    if sampling.stop_texts and not found.ended:
+        assert decode is not None
+        # A token is a byte at least, so a stop text that ends with this one is in so many last tokens.
+        longest = max(len(text.encode()) for text in sampling.stop_texts)
+        tail = decode(found.ids[-longest - 4 :])
+        found.ended = any(text in tail for text in sampling.stop_texts)
+    return not found.ended
+
+
+@cache
+def _say_too_long(context: int | None) -> None:  # once, however many texts are
+    say("WARNING", f"a text is longer than the model's context of {context:,} tokens: it was not made for what follows")
+
+
+def _read(model: Decoder, rows: list[_Row], capacity: int) -> tuple[KVCache, Tensor]:
+    """Fills a new cache with the texts of rows, equal neighbours once; returns it and the hidden state (B, D) of each
+    one's last token."""
+    device = model.output_weight.device
+    groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
+    caches = model.new_cache(len(rows), capacity)
+    parts, lasts = [], []
+    start = 0
+    while start < len(groups):
+        longest = max(len(text) for text, _ in groups[start:])
+        texts = [text for text, _ in groups[start : start + max(1, PROMPT_TOKENS // longest)]]
+        longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts], device=device)
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)  # (B, T)
+        part = caches.part(start, start + len(texts))
+        hidden = _forward(model, padded, part, None if min(map(len, texts)) == longest else lengths)
+        lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
+        parts.append(part)
+        start += len(texts)
+    counts = [count for _, count in groups]
+    caches.spread(parts, counts)
+    return caches, torch.cat(lasts).repeat_interleave(torch.tensor(counts, device=device), 0, output_size=len(rows))
+
+
+# The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
+@torch.compiler.set_stance("force_eager")
+def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | None = None) -> Tensor:
+    return model(ids, cache=caches, return_hidden=True, lengths=lengths)
+
+
+@counted_as("generation", "generation")
+def _rehearse(model: Decoder, rows: list[_Row], capacity: int) -> None:
+    """What generation takes on shapes alone: the cache, the prompts' pass, and the last token's."""
+    longest = max(len(row.prompt) for row in rows)
+    caches = model.new_cache(len(rows), capacity)
+    texts = min(len({tuple(row.prompt) for row in rows}), max(1, PROMPT_TOKENS // longest))
+    _forward(model, torch.zeros(texts, longest, dtype=torch.int64), caches.part(0, texts))
+    caches.filled = capacity - 1
+    hidden = _forward(model, torch.zeros(len(rows), 1, dtype=torch.int64), caches)[:, 0]
+    choose(model.logits(hidden), torch.zeros(len(rows), 2, dtype=torch.int32), Sampling(1, temperature=0.5))

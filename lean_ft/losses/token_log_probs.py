@@ -1,0 +1,68 @@
+"""Log-probabilities of the tokens of answers, without logits: what losses of sampled answers are made of.
+
+A pass of the model over a `PolicyBatch`, at the temperature that the answers were sampled at. The same batch gives the same
+bits with gradients and without, so before the first update every ratio is exactly 1.
+
+Shapes: B answers, A tokens of the longest, N tokens of all.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.output_layer import output_layer_settings
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings import GenerationConfig, MemoryConfig, ModelConfig
+
+
+class PolicyConfig(Protocol):
+    """What the Config of a recipe that learns from sampled answers has."""
+
+    model: ModelConfig
+    generation: GenerationConfig
+    memory: MemoryConfig
+    compile: bool
+
+
+class AnswerTokens(NamedTuple):
+    """What a model makes of the tokens of B answers; 0 behind an answer's end."""
+
+    log_probs: Tensor  # (B, A)
+    entropies: Tensor  # (B, A), without gradients
+    router_loss: Tensor | None  # what a mixture of experts adds to a mean loss
+
+
+class TokenLogProbs:
+    """`log_probs(model, batch, statistics)`: the `AnswerTokens` of a batch, with gradients where they are on."""
+
+    def __init__(self, model: Any, cfg: PolicyConfig) -> None:
+        """Takes what `cfg` says of sampling, memory and arithmetic for `model`, a `Decoder`."""
+        self._device_type = model.output_weight.device.type
+        self._is_float16 = cfg.model.dtype == "float16"
+        self._settings = {"temperature": cfg.generation.temperature, **output_layer_settings(model, cfg)}
+
+    def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
+        """batch: on the model's device, as `lean_ft.data.PolicyBatch` is; statistics: where to add what tokens tell."""
+        with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
+            hidden, router_loss = model(
+                batch.input_ids,
+                batch.positions,
+                return_hidden=True,
+                return_router_loss=True,
+                is_token=batch.is_token,
+            )
+            entropies = torch.empty(len(batch.label), device=hidden.device)
+            log_probs = linear_log_probs(
+                hidden, model.output_weight, batch.index, batch.label, entropies=entropies, **self._settings
+            )
+
+        def grid(values: Tensor) -> Tensor:  # no position is written twice, so no order is left to chance
+            flat = values.new_zeros(batch.counts.numel())
+            return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
+
+        tokens = AnswerTokens(grid(log_probs), grid(entropies), router_loss)
+        if statistics is not None:
+            statistics.add(entropy=(tokens.entropies * batch.counts).sum())
+        return tokens

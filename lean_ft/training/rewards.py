@@ -1,0 +1,231 @@
+"""What answers are worth: functions of the user's own, and a few that are there.
+
+A function takes `prompts` and `completions`, lists of as many, and returns a number for each, or None for an answer that it
+cannot judge. Whatever else it names is given by name: further columns of the rows (`answer`), `completion_ids`, `ended` (whether
+an answer ended by itself). It may be `async`; several of these run beside one another. A reward is the sum of all functions, each
+by its weight; an answer that none of them judges has none.
+
+    def right(prompts, completions, answer):
+        return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
+
+Source: the protocol is TRL's, so that functions written for it run here.
+"""
+
+import asyncio
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from lean_ft.data import Prompt
+from lean_ft.generation import Sample
+from lean_ft.settings import Reward
+from lean_ft.shapes_only import stage
+from lean_ft.spelling import did_you_mean
+from lean_ft.training.bad_steps import TrainingFailed
+
+GIVEN = ("prompts", "completions", "completion_ids", "ended")
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of N answers."""
+
+    totals: list[float | None]  # (N,)
+    each: list[list[float | None]]  # (N, functions): not weighed
+    texts: list[str]  # (N,)
+
+
+def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 where what `pattern` finds last in the completion is what it finds in the column `answer`, to the letter; without a
+    pattern, or where it finds nothing in the column, all of the text counts."""
+
+    def found(text: str) -> str | None:
+        matches = list(re.finditer(pattern, text)) if pattern is not None else []
+        return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
+
+    def right(said: str, expected: str) -> bool:
+        if pattern is None:
+            return said.strip() == expected.strip()
+        expected_part = found(expected)
+        return found(said) == (expected.strip() if expected_part is None else expected_part)
+
+    return [float(right(said, str(expected))) for said, expected in zip(completions, answer, strict=True)]
+
+
+def format_found(pattern: str | None, completions: Sequence[str], **_: Any) -> list[float]:
+    """1 where the whole completion is as `pattern` says, a dot standing for any character."""
+    if pattern is None:
+        raise ValueError("the reward `format` looks for a regular expression: give its pattern.")
+    return [float(re.fullmatch(pattern, said.strip(), re.DOTALL) is not None) for said in completions]
+
+
+def length(
+    pattern: str | None, completion_ids: Sequence[Sequence[int]], ended: Sequence[bool], **_: Any
+) -> list[float]:
+    """Less for every token, from 0 down to -1 for the longest answer of the round, and -1 for one that was cut."""
+    longest = max(len(ids) for ids in completion_ids)
+    return [-len(ids) / longest if done else -1.0 for ids, done in zip(completion_ids, ended, strict=True)]
+
+
+BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_found, "length": length}
+
+
+class Rewards:
+    """`score(prompts, samples, decode)`: what N answers are worth, as the settings say."""
+
+    def __init__(self, settings: Sequence[Reward | str]) -> None:
+        """Loads the functions. Raises ValueError where there is none, or one is not there or cannot be run."""
+        if not settings:
+            raise ValueError(
+                "rewards is empty, and answers are learned from by their rewards. Name a function of your own "
+                "(rewards=[my_rewards.py:right]) or one that is there (rewards=[exact_answer])."
+            )
+        self._settings = [Reward.model_validate({"function": one}) if isinstance(one, str) else one for one in settings]
+        self._functions = [_load(one) for one in self._settings]
+
+    def __call__(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
+    ) -> Scores:
+        """prompts, samples: N of each. Raises TrainingFailed where a function fails, with the row's place, or returns
+        something else than a finite number or None for each answer."""
+        if stage() is not None:
+            return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
+        texts = [decode(one.ids) for one in samples]
+        given = {
+            "prompts": [prompt.asked for prompt in prompts],
+            "completions": texts,
+            "completion_ids": [one.ids for one in samples],
+            "ended": [one.ended for one in samples],
+        }
+        for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
+            given[name] = [prompt.columns.get(name) for prompt in prompts]
+        columns = asyncio.run(self._all(prompts, given))
+        each = [list(row) for row in zip(*columns, strict=True)]
+        weights = [one.weight for one in self._settings]
+        totals: list[float | None] = []
+        for row in each:
+            judged = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
+            totals.append(sum(judged) if judged else None)
+        return Scores(totals, each, texts)
+
+    async def _all(self, prompts: Sequence[Prompt], given: dict[str, list[Any]]) -> list[list[float | None]]:
+        calls = [
+            self._one(one.function, function, prompts, given)
+            for one, function in zip(self._settings, self._functions, strict=True)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    async def _one(
+        self, name: str, function: Function, prompts: Sequence[Prompt], given: dict[str, list[Any]]
+    ) -> list[float | None]:
+        taken = _taken(name, function, given)
+        try:
+            values = await _call(function, taken)
+        except Exception as error:
+            place = await _failing(function, prompts, taken)
+            raise TrainingFailed(
+                f"the reward {name} failed at {place}: {type(error).__name__}: {error}\nThe run keeps what it has learned; "
+                "mend the function and start the same command again."
+            ) from error
+        return _checked(name, values, prompts)
+
+
+async def _call(function: Function, taken: dict[str, list[Any]]) -> Any:
+    values = function(**taken)
+    return await values if inspect.isawaitable(values) else values
+
+
+async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[str, list[Any]]) -> str:
+    """The place of the first row that fails by itself."""
+    for i, prompt in enumerate(prompts):
+        try:
+            await _call(function, {name: values[i : i + 1] for name, values in taken.items()})
+        except Exception:
+            return prompt.place
+    return f"a round of {len(prompts)} answers, and at none of them alone (the first is to {prompts[0].place})"
+
+
+def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What of the given a function takes: all, or what it names."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        taken = dict(given)
+    else:
+        taken = {one.name: given[one.name] for one in parameters if one.name in given}
+    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
+    missing = [
+        one
+        for one in missing
+        if not any(p.name == one and p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+    ]
+    if missing:
+        columns = [column for column in given if column not in GIVEN]
+        raise ValueError(
+            f"the reward {name} takes {', '.join(missing)}, and the rows have no such column; they have "
+            f"{', '.join(columns) or 'none'}, and there are {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
+        )
+    return taken
+
+
+def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | None]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple) or len(values) != len(prompts):
+        came = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+        raise TrainingFailed(
+            f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for each."
+        )
+    for value, prompt in zip(values, prompts, strict=True):
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise TrainingFailed(
+                f"the reward {name} returned {value!r} at {prompt.place}; expected a finite number, or None for no reward."
+            )
+    return [None if value is None else float(value) for value in values]
+
+
+def _load(reward: Reward) -> Function:
+    file, colon, name = reward.function.rpartition(":")
+    if not colon:
+        if reward.function not in BUILT_IN:
+            raise ValueError(
+                f"no reward is called '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} There are "
+                f"{', '.join(BUILT_IN)}; one of your own is given as my_rewards.py:name."
+            )
+        built_in, pattern = BUILT_IN[reward.function], reward.pattern
+        if reward.function == "format" and pattern is None:
+            raise ValueError("the reward `format` looks for a regular expression: give its pattern.")
+
+        def with_pattern(**given: Any) -> Any:
+            return built_in(pattern, **given)
+
+        with_pattern.__signature__ = _without_first(built_in)  # type: ignore[attr-defined]
+        return with_pattern
+    if reward.pattern is not None:
+        raise ValueError(
+            f"rewards: a pattern is for {' and '.join(BUILT_IN)}; {reward.function} is a function of yours."
+        )
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"rewards: {path} is no file; expected FILE.py:FUNCTION, came {reward.function}.")
+    spec = spec_from_file_location(f"rewards.{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"rewards: {path} cannot be run: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [own for own, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"rewards: {path} has no function {name}; it has {', '.join(there) or 'none'}.")
+    return function
+
+
+def _without_first(function: Function) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,0 +1,46 @@
+"""samples.jsonl: what the model answered, as it learned; a few lines every so many steps, and some of them on the console."""
+
+import json
+from typing import Any
+
+from lean_ft.log import say
+from lean_ft.shapes_only import stage
+from lean_ft.training.metrics import trim_metrics
+from lean_ft.training.rollouts import Rollouts
+from lean_ft.training.run import Run
+from lean_ft.units import number
+
+FILE = "samples.jsonl"
+WRITTEN, SHOWN = 8, 2  # answers of a round, into the file and onto the console
+SHOWN_CHARACTERS = 60
+
+
+class SampleLog:
+    """The samples.jsonl of a run that was opened; what came behind the step that it goes on from is cut off."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._every, self._writes = every, stage() is None and run.ranks.rank == 0
+        if self._writes:
+            self._path = run.directory / FILE
+            trim_metrics(self._path, run.start_step)
+
+    def say_before(self, told: dict[str, Any]) -> None:
+        """Tells an evaluation that was made before the first step."""
+        say("evaluation", f"before training: held-out reward {number(told['eval_reward'])}")
+
+    def write(self, step: int, rollouts: Rollouts) -> None:
+        """Adds a few answers of the round, after step `step` (from 0), every so many steps; the first time at once."""
+        if not self._writes or not self._every or step % self._every:
+            return
+        rows = rollouts.shown(WRITTEN)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n" for row in rows))
+        for row in rows[:: max(1, len(rows) // SHOWN)][:SHOWN]:
+            asked = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+            worth = "none" if row["reward"] is None else number(row["reward"])
+            say("sample", f"{_one_line(asked)}  ->  {_one_line(row['answer'])}  (reward {worth})")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 4]} ..."

@@ -1,0 +1,179 @@
+"""Generation against transformers' greedy search, alone and in batches, and against draws that are computed plainly."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lean_ft.generation import Sampling, decoding, sample, sample_steps
+from lean_ft.models import build_decoder, load_model
+from tests.generation.plain_draws import samples
+
+PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
+
+
+def greedy(model, prompts, max_new_tokens: int, **settings) -> list[list[int]]:
+    return [answer.ids for answer in sample(model, prompts, Sampling(max_new_tokens, **settings))]
+
+
+@pytest.mark.parametrize("case", ["llama_llama3_rope", "llama_biases", "qwen2"])
+def test_greedy_tokens_equal_transformers_and_do_not_depend_on_the_batch(make_checkpoint, case):
+    folder, reference = make_checkpoint(case)
+    model = load_model(folder)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [reference.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    assert greedy(model, PROMPTS, 24) == expected
+    assert [greedy(model, [p], 24)[0] for p in PROMPTS] == expected
+    assert greedy(model, torch.tensor([PROMPTS[3]] * 2), 24) == [expected[3]] * 2
+
+
+def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    free = greedy(model, PROMPTS, 20)
+    stops = {free[0][6], free[3][2]}
+    ends = [next((i + 1 for i, token in enumerate(tokens) if token in stops), 20) for tokens in free]
+    assert min(ends) < 20 and len(set(ends)) > 2
+    widths = []
+    model.register_forward_pre_hook(lambda model, args: widths.append(args[0].shape))
+    found = sample(model, PROMPTS, Sampling(20, stop_ids=frozenset(stops)))
+    assert [answer.ids for answer in found] == [tokens[:end] for tokens, end in zip(free, ends, strict=True)]
+    assert [answer.ended for answer in found] == [
+        tokens[end - 1] in stops for tokens, end in zip(free, ends, strict=True)
+    ]
+    assert [rows for rows, _ in widths[1:]] == [sum(end > n for end in ends) for n in range(1, max(ends))]
+
+
+def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_checkpoint):
+    """Whatever stands beside it, in any order, in waves, ended early or gone on with: as computed plainly without a cache."""
+    folder, reference = make_checkpoint("qwen2", num_hidden_layers=3)
+    model = load_model(folder)
+    asked = [(prompt, number) for prompt in PROMPTS for number in range(3)]
+    expected = {
+        (tuple(prompt), number): samples(lambda ids: reference(ids).logits, prompt, 16, 1.4, seed=7, sample=number)
+        for prompt, number in asked
+    }
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(asked)
+    stop_ids = frozenset(range(0, 101, 17))
+    for trial in range(6):
+        mates = random.Random(trial).sample(asked, random.Random(trial).randint(1, len(asked)))
+        prompts, numbers = [prompt for prompt, _ in mates], [number for _, number in mates]
+        row_gib = model.cache_bytes(1, 7 + 16) / 2**30
+        stops = stop_ids if trial % 2 else frozenset()
+        sampling = Sampling(16 if trial < 4 else 9, 1.4, seed=7, stop_ids=stops)
+        found = sample(
+            model, prompts, sampling, numbers=numbers, cache_gib=[None, 1 * row_gib, 3.5 * row_gib][trial % 3]
+        )
+        for (prompt, number), answer in zip(mates, found, strict=True):
+            whole = expected[tuple(prompt), number][: sampling.max_new_tokens]
+            end = next((i + 1 for i, token in enumerate(whole) if token in stops), len(whole))
+            assert answer.ids == whole[:end]
+    assert sample(model, PROMPTS, Sampling(16, 1.4, seed=8)) != sample(model, PROMPTS, Sampling(16, 1.4, seed=7))
+
+
+def test_a_prompt_is_read_once_for_all_its_samples_and_waves_stay_within_the_cache(make_checkpoint):
+    model, read, caches = load_model(make_checkpoint("llama")[0]), [], []
+    model.register_forward_pre_hook(lambda model, args: read.append(args[0].shape))
+    made = model.new_cache
+    model.new_cache = lambda *shape: caches.append(shape) or made(*shape)
+    prompts = [PROMPTS[2]] * 5 + [PROMPTS[0]] * 2 + [PROMPTS[3]]
+    whole = sample(model, prompts, Sampling(4, 1.0))
+    assert (read.pop(0), caches.pop(0)) == ((3, 7), (8, 11)) and set(read) == {(8, 1)}
+    read.clear()
+    in_waves = sample(model, prompts, Sampling(4, 1.0), cache_gib=model.cache_bytes(3, 11) / 2**30)
+    assert [answer.ids for answer in in_waves] == [answer.ids for answer in whole]
+    assert caches == [(3, 11), (3, 11), (2, 7)]
+    with pytest.raises(ValueError, match="one answer's keys and values take 0.00 GiB at 11 tokens"):
+        sample(model, prompts, Sampling(4), cache_gib=1e-9)
+
+
+def test_stop_texts_end_an_answer_wherever_tokens_are_cut(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+
+    def decode(ids):
+        return "".join(f"<{token}>" for token in ids)
+
+    (free,) = greedy(model, PROMPTS[:1], 12)
+    stop = decode(free[4:6])[1:-2]  # the end of one token and the beginning of the next
+    end = next(n for n in range(1, 13) if stop in decode(free[:n]))
+    (found,) = sample(model, PROMPTS[:1], Sampling(12, stop_texts=("nowhere", stop)), decode=decode)
+    assert (found.ids, found.ended) == (free[:end], True)
+    with pytest.raises(ValueError, match="give `decode` too"):
+        sample(model, PROMPTS, Sampling(12, stop_texts=("x",)))
+
+
+def test_logits_that_are_not_finite_end_it_with_a_reason(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    with torch.no_grad():
+        model.output_weight[3] = float("nan")
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="the logits behind token 7 are not finite"):
+            sample(model, PROMPTS[2:3], Sampling(4, temperature))
+
+
+@torch.no_grad()
+def test_a_cache_goes_on_from_any_point(make_checkpoint):
+    folder, reference = make_checkpoint("qwen2")
+    model = load_model(folder)
+    ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(0))
+    expected = reference(ids).logits
+    cache = model.new_cache(batch_size=2, capacity=30)
+    with torch.enable_grad(), pytest.raises(ValueError, match="keeps no gradients"):
+        model(ids, cache=cache)
+    parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 11), (11, 12), (12, 30))]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="holds 30 positions; 30 are taken and 1 more"):
+        model(ids[:, :1], cache=cache)
+    with pytest.raises(ValueError, match="neither cu_seqlens nor positions"):
+        model(ids, cache=cache, positions=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="lengths go with a cache alone"):
+        model(ids, lengths=torch.tensor([30, 12]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softcap):
+    config = load_model(make_checkpoint("llama")[0]).config
+    layers = tuple(replace(layer, window=window) for layer in config.layers)
+    config = replace(config, layers=layers, attention_softcap=softcap, attention_sinks=True, initializer_range=0.3)
+    torch.manual_seed(0)
+    model = build_decoder(config)
+    ids = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model(ids)
+    cache = model.new_cache(batch_size=2, capacity=20)
+    parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 7), (7, 8), (8, 15), (15, 20))]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+    for layer in model.layers:
+        layer.self_attn.sinks.fill_(-1e9)
+    assert (model(ids) - expected).abs().max() > 1e-2
+
+
+def test_texts_are_read_again_where_the_frequencies_change_and_nowhere_else(make_checkpoint):
+    for case, lengths in (("llama_longrope", [20, 25]), ("llama_dynamic_rope", [20, 25, 26, 27]), ("llama", [20])):
+        model, read = load_model(make_checkpoint(case)[0]), []
+        model.register_forward_pre_hook(lambda model, args, read=read: read.append(args[0].shape[1]))
+        sample(model, [list(range(20)), [1]], Sampling(8))
+        assert [length for length in read if length > 1] == lengths
+
+
+@pytest.mark.parametrize(("prompt", "new", "said_before"), [(3, 6, None), (3, 9, 7), (9, 3, 1)])
+def test_a_text_that_outgrows_the_context_is_said_once(make_checkpoint, capsys, prompt, new, said_before):
+    folder, _ = make_checkpoint("llama", max_position_embeddings=8)
+    decoding._say_too_long.cache_clear()
+    steps, said = sample_steps(load_model(folder), [[5] * prompt, [7]], Sampling(new)), []
+    for step, _ in enumerate(steps, start=1):
+        said += [step] * capsys.readouterr().out.count("longer than the model's context of 8 tokens")
+    assert said == ([] if said_before is None else [said_before])
+
+
+def test_nothing_to_do_gives_nothing(make_checkpoint):
+    model = load_model(make_checkpoint("llama")[0])
+    assert sample(model, [], Sampling(5)) == []
+    assert greedy(model, [[1], [2, 3]], 0) == [[], []]
+
+
+def test_an_empty_prompt_is_refused(make_checkpoint):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        sample(load_model(make_checkpoint("llama")[0]), [[1], []], Sampling(1))

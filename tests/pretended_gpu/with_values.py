@@ -1,0 +1,16 @@
+"""with_values.py -m MODULE ARGUMENTS: python's `-m`, in a process whose kernels have values (for those that tests start)."""
+
+import runpy
+import sys
+
+from lean_ft.before_torch import prepare_torch
+
+prepare_torch()
+
+from tests.pretended_gpu import device_values, plugin  # noqa: E402
+
+device_values.install()
+plugin.compile_without_triton()
+assert sys.argv[1] == "-m"
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

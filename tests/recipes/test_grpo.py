@@ -1,0 +1,303 @@
+"""The recipe on the embedded model: where it begins, that it learns, and that nothing about memory, layout or a crash changes it."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.plan.devices import choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/problems_train.jsonl",
+    "data.chat=false",
+    "data.max_prompt_length=32",
+    "rewards=[exact_answer]",
+    "generation.max_new_tokens=8",
+    "generation.num_answers=4",
+    "optimizer.lr=3e-4",
+    "batch_size=8",
+    "gradient_accumulation_steps=2",
+    "max_steps=4",
+    "device=cpu",
+    "plan=false",
+)
+Train = Callable[..., list[dict[str, Any]]]
+REWARDS = '''
+import asyncio
+
+def right(prompts, completions, answer):
+    """Part of the way for a number at all, and none known for some."""
+    return [None if len(said) % 5 == 0 else float(said.strip() == a) for said, a in zip(completions, answer)]
+
+async def short(completions, completion_ids, ended, **columns):
+    await asyncio.sleep(0)
+    assert set(columns) == {"prompts", "answer"}
+    return [0.1 * done - 0.01 * len(ids) for ids, done in zip(completion_ids, ended)]
+
+def fails(prompts, completions):
+    if any("less" in prompt for prompt in prompts):
+        raise KeyError("less")
+    return [0.0] * len(prompts)
+
+def few(completions):
+    return [1.0]
+
+def nothing(completions):
+    return [float("nan")] * len(completions)
+'''
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Runs the recipe with settings, and returns the lines of its metrics."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+
+    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
+        module = load_recipe(find_recipe("grpo"))
+        given = [*SETTINGS, f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, [one.replace("MINE", str(tmp_path / "mine.py")) for one in given]))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
+    return [tuple(line.get(name) for name in ("loss", "grad_norm", "reward", "clip_share", "tokens")) for line in lines]
+
+
+ROUNDS = ("generation.steps_per_round=2", "generation.passes=2", "batch_size=4", "generation.temperature=1.3")
+BEGINNINGS = [
+    ("loss.name=grpo", "loss.kl_weight=0.1"),
+    (*ROUNDS, "loss.name=dapo", "loss.kl_weight=0.1", "loss.kl=in_reward"),
+    (*ROUNDS, "loss.name=gspo", "lora.rank=4", "lora.dropout=0.1", "loss.kl_weight=0.1"),
+    (*ROUNDS, "loss.name=cispo", "model.dtype=bfloat16", "memory.activation_checkpointing=full"),
+    (*ROUNDS, "loss.name=rloo", "model.dtype=float16"),
+]
+
+
+@pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
+def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
+    train: Train, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, ratios = load_recipe(find_recipe("grpo")), []
+    plain = sys.modules["lean_ft.losses"].policy_loss
+
+    def watched(name: str, now: Any, old: Any, *others: Any, **further: Any) -> Any:
+        ratios.append((now - old)[others[1]].abs().max().item())
+        return plain(name, now, old, *others, **further)
+
+    monkeypatch.setattr("lean_ft.losses.policy_loss", watched)
+    del module
+    lines = train(*settings, "max_steps=3")
+    of_first_step = len(ratios) // 3
+    assert ratios[:of_first_step] == [0.0] * of_first_step
+    assert lines[0]["clip_share"] == 0
+    if any("kl_weight" in setting for setting in settings):
+        assert lines[0]["kl"] == 0
+    if settings[0] == ROUNDS[0]:
+        assert max(ratios[of_first_step:]) > 0  # the same answers, and another model
+        assert lines[0]["reward"] == lines[1]["reward"]
+
+
+MEMORY = [
+    ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
+    ("generation.cache_gib=0.0001", "optimizer.in_backward=true"),
+    ("batch_size=4", "gradient_accumulation_steps=4"),
+    ("batch_size=16", "gradient_accumulation_steps=1"),
+]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_memory_waves_and_layout_change_nothing(train: Train, loss: str) -> None:
+    """That samples are the same is exact; sums are in another order."""
+    name = f"loss.name={loss}"
+    expected = train(name)
+    for i, settings in enumerate(MEMORY):
+        lines = train(name, *settings, output=f"other{i}")
+        assert [line["reward"] for line in lines] == [line["reward"] for line in expected]
+        assert [line["completion_length"] for line in lines] == [line["completion_length"] for line in expected]
+        if "optimizer.in_backward=true" not in settings:
+            for ours, theirs in zip(lines, expected, strict=True):
+                assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_path: Path) -> None:
+    both = (
+        "rewards=[{function: 'MINE:right', weight: 2.0}, 'MINE:short', {function: format, pattern: '\\d+\\.'}, length]"
+    )
+    train(both, "max_steps=1", "sample_every=1")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        right, short, shaped, length = row["rewards"]
+        assert (right is None) == (len(row["answer"]) % 5 == 0)
+        assert shaped == float(row["answer"].strip()[:-1].isdigit() and row["answer"].strip().endswith("."))
+        assert -1 <= length < 0 and (row["ended"] or length == -1)
+        assert row["reward"] == pytest.approx(2 * (right or 0) + short + shaped + length)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error", "message"),
+    [
+        ("[]", ValueError, "rewards is empty"),
+        ("[exact]", ValueError, "no reward is called 'exact'. Did you mean 'exact_answer'"),
+        ("['MINE:wrong']", ValueError, "has no function wrong; it has right, short, fails, few, nothing"),
+        ("[format]", ValueError, "give its pattern"),
+        ("['MINE:fails']", RuntimeError, r"MINE:fails failed at .*problems_train.jsonl, line \d+: KeyError: 'less'"),
+        ("['MINE:few']", RuntimeError, "MINE:few returned 1 values for 16 answers"),
+        ("['MINE:nothing']", RuntimeError, "MINE:nothing returned nan at .*line"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_said(
+    train: Train, rewards: str, error: type, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message.replace("MINE", str(tmp_path / "mine.py"))):
+        train(f"rewards={rewards}", "max_steps=20")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("generation.num_answers=3",), "16 answers, which are no whole groups of generation.num_answers=3"),
+        (("generation.top_k=5",), "set loss.correction=token_truncate"),
+        (("reference.kind=model",), "with loss.kl_weight=0 nothing reads a reference"),
+        (("reference.kind=cached", "loss.kl_weight=0.1"), "answers are sampled anew"),
+        (("loss.name=cispo", "loss.epsilon=0.1"), "epsilon=0.1 is not read by the loss cispo"),
+        (
+            ("data.max_prompt_length=2",),
+            "nothing in tiny/problems_train.jsonl is left to ask: 0 prompts of 800 rows; 800 longer",
+        ),
+        (("data.columns.prompt=question",), "data.columns.prompt=question: the row has prompt, answer"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*settings)
+
+
+def test_filters_leave_out_what_they_say(train: Train) -> None:
+    (whole,) = train("max_steps=1")
+    (cut,) = train("max_steps=1", "loss.mask_truncated=true", output="cut")
+    (sure,) = train("max_steps=1", "loss.entropy_share=0.25", output="sure")
+    all_tokens = round(whole["completion_length"] * 16)
+    assert whole["target_tokens"] == all_tokens
+    assert 0 < whole["truncated"] < 1
+    assert cut["target_tokens"] == all_tokens - round(whole["truncated"] * 16) * 8
+    assert all_tokens / 4 <= sure["target_tokens"] < all_tokens / 2  # of equal ones all
+    assert sure["entropy"] > whole["entropy"]
+    corrected = ("generation.top_k=20", "loss.correction=sequence_truncate")
+    (narrow,) = train("max_steps=1", *corrected, output="narrow")
+    assert narrow["loss"] != whole["loss"]
+    plain, sampled = (
+        train("max_steps=1", f"generation.most_attempts={n}", "generation.num_answers=2", output=f"dynamic{n}")[0]
+        for n in (1, 9)
+    )
+    assert plain["even_groups"] > 0 == sampled["even_groups"]
+
+
+def test_it_learns(train: Train) -> None:
+    """Held-out problems, answers drawn as in training."""
+    settings = ("data.validation_source=tiny/problems_validation.jsonl", "batch_size=64", "max_steps=12", "seed=1")
+    lines = train(*settings, "optimizer.lr=3e-4", "gradient_accumulation_steps=1", "generation.num_answers=8")
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    (evaluation,) = [line["eval_reward"] for line in lines if "eval_reward" in line]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert evaluation > 0.45  # from 0.22
+
+
+STATEFUL = (*ROUNDS, "save_every=1", "keep_last=9", "sample_every=2", "rewards=['MINE:right', 'MINE:short']")
+STATEFUL += ("generation.most_attempts=2", "loss.entropy_share=0.8", "lora.rank=4", "lora.dropout=0.1", "max_steps=7")
+
+
+def result(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], list[tuple], str]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (weights,) = (folder / f"step_{step:08d}").glob("*.safetensors")
+    return load_file(weights), numbers(lines), (folder / "samples.jsonl").read_text()
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[1:] == other[1:]
+    assert one[0].keys() == other[0].keys()
+    for name, value in one[0].items():
+        assert torch.equal(value, other[0][name]), name
+
+
+def test_a_run_that_goes_on_within_a_round_is_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
+    train(*STATEFUL)
+    expected = result(tmp_path / "run", 7)
+    assert len({row[2] for row in expected[1]}) == 2  # two rounds, of four steps
+    for stop in (1, 3, 4, 6):
+        output = f"stopped{stop}"
+        train(*STATEFUL, f"max_steps={stop}", output=output)
+        train(*STATEFUL, output=output)
+        assert_same(result(tmp_path / output, 7), expected)
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
+    """SIGKILL at random moments: while it samples, scores, updates or saves."""
+    train(*STATEFUL)
+    expected, generator = result(tmp_path / "run", 7), random.Random(0)
+    for run in range(6):
+        output = tmp_path / f"killed{run}"
+        given = [*SETTINGS, *STATEFUL, f"output_dir={output}"]
+        command = [sys.executable, "-m", "lean_ft", "run", "grpo"]
+        command += [one.replace("MINE", str(tmp_path / "mine.py")) for one in given]
+        for _ in range(6):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+            try:
+                process.wait(timeout=generator.uniform(3, 14))
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        assert_same(result(output, 7), expected)
+
+
+def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
+    rewards = tmp_path / "later.py"
+    body = "    return [float(len(said)) for said in completions]\n"
+    rewards.write_text(
+        "calls = 0\ndef f(completions):\n    global calls\n    calls += 1\n    assert calls < 3, 'no'\n" + body
+    )
+    given = (f"rewards=['{rewards}:f']", "save_every=0")
+    with pytest.raises(RuntimeError, match="failed at .*line 697: AssertionError: no"):
+        train(*given)
+    assert (tmp_path / "run" / "step_00000002").is_dir()
+    rewards.write_text(f"def f(completions):\n{body}")
+    lines = train(*given)
+    assert numbers(lines) == numbers(train(*given, output="undisturbed"))
+
+
+def test_it_is_planned(tmp_path: Path) -> None:
+    """The caches that sampling takes, and the second model where there is one, are in the peak."""
+    module = load_recipe(find_recipe("grpo"))
+
+    def peak(*settings: str) -> tuple[int, int]:
+        given = [*SETTINGS, f"output_dir={tmp_path / 'run'}", "optimizer.name=sgd", *settings]
+        cfg = load_config(module.Config, None, given)
+        found = rehearse(module, cfg, choose_device(None, "cpu"))
+        return found.peak_bytes, found.peak.bytes_by_label.get("generation", 0)
+
+    assert peak("loss.kl_weight=0.1")[0] - peak()[0] == pytest.approx(885_888 * 4, rel=0.02)
+    # 4 layers of 2 heads of 32 features, keys and values, in float32, of 512 answers of 40 tokens; not while it learns
+    bytes_of_cache = 2 * 4 * 2 * 32 * 4 * 40 * 512
+    assert peak("generation.steps_per_round=32", "generation.num_answers=512")[1] >= bytes_of_cache
+    assert peak()[1] == 0
