@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
@@ -46,14 +47,18 @@ class Config(RecipeConfig):
     loss: UnpairedLossConfig = UnpairedLossConfig()
     memory: MemoryConfig = MemoryConfig()
 
+    @model_validator(mode="after")
+    def _has_others_to_compare_with(self) -> "Config":
+        is_of_one = self.batch_size == 1 and self.data.batch_tokens is None and self.data.packing != "bfd"
+        if self.loss.needs_mismatched and is_of_one:
+            raise ValueError(
+                "batch_size=1: kto compares an answer with what its prompt gains by another answer of its micro-batch, and "
+                "there is none. Set batch_size to 2 or more (8 make it steadier), or loss.name=apo_zero_unpaired or bco."
+            )
+        return self
+
 
 def main(cfg: Config) -> None:
-    is_of_one = cfg.batch_size == 1 and cfg.data.batch_tokens is None and cfg.data.packing != "bfd"
-    if cfg.loss.needs_mismatched and is_of_one:
-        raise ValueError(
-            "batch_size=1: kto compares an answer with what its prompt gains by another answer of its micro-batch, and "
-            "there is none. Set batch_size to 2 or more (4 or more make it steadier), or loss.name=apo_zero_unpaired or bco."
-        )
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)

@@ -60,7 +60,7 @@ def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, argu
     ("words", "answers"),
     [
         ("leanft pl", ["plan", "plot"]),
-        ("leanft run full_", ["full_finetune_single_device", "full_finetune_distributed"]),
+        ("leanft run full_", ["full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed"]),
         (
             "leanft run --config tiny/",
             ["tiny/distill", "tiny/dpo", "tiny/full", "tiny/grpo", "tiny/kto", "tiny/lora", "tiny/reward"],
