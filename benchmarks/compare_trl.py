@@ -5,12 +5,14 @@
     python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small: of long runs, too
     python benchmarks/compare_trl.py --lengths 1024 --only ours
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
+    python benchmarks/compare_trl.py --objective distill                # from a teacher of the shape, TRL's GKDTrainer
     python benchmarks/compare_trl.py --objective dpo                   # its DPOTrainer: compare_dpo.py tells of that
 
 Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
-checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing. TRL: its defaults, which
-`trl_sft.py` states and the result records. The two differ in precision, then, each being what its users get; what that
-does to training is another measurement.
+checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing, distillation as full finetuning with a
+teacher in bfloat16. TRL: its defaults, which `trl_sft.py` states and the result records; in distillation
+nothing on-policy. The two differ in precision, then, each being what its users get; what that does to training is another
+measurement.
 
 In every round the other side goes first, so that neither always meets the warmer machine. A ratio is formed within
 a round and the median over the rounds is told. TRL is the `compare` extra: pip install 'lean-ft[compare]'.
@@ -43,6 +45,7 @@ class Recipe(StrEnum):
 
     full = "full"
     lora = "lora"
+    distill = "distill"
 
 
 class Objective(StrEnum):
@@ -50,6 +53,7 @@ class Objective(StrEnum):
 
     sft = "sft"
     dpo = "dpo"
+    distill = "distill"
 
 
 class Sides(NamedTuple):
@@ -63,13 +67,16 @@ class Sides(NamedTuple):
 
 
 LORA_RANK = 16
+# What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
+_LEAN = rung_settings("adamw_8bit") | {
+    "memory.activation_checkpointing": "selective",
+    "memory.loss_accumulation_dtype": "weight",
+}
 RECIPES = {
-    # What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
     Recipe.full: Sides(
         "full finetuning",
         "full_finetune_single_device",
-        rung_settings("adamw_8bit")
-        | {"memory.activation_checkpointing": "selective", "memory.loss_accumulation_dtype": "weight"},
+        _LEAN,
         "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward",
     ),
     # Frozen weights have neither gradients nor states.
@@ -85,6 +92,13 @@ RECIPES = {
         },
         "checkpointing that keeps matrix products, compile and chunked cross-entropy",
         ("--lora-rank", str(LORA_RANK)),
+    ),
+    Recipe.distill: Sides(
+        "distillation by the Jensen-Shannon divergence from a frozen model of its own shape",
+        "distill",
+        {**_LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
+        "selective checkpointing, compile, both models' logits a chunk at a time, bfloat16 sums and 8-bit AdamW in backward",
+        ("--distill",),
     ),
 }
 
@@ -103,6 +117,7 @@ def ours_command(
         "epochs": 100,
         "device": device,
         "output_dir": run,
+        **({"distill.teacher": model} if sides.recipe == "distill" else {}),
         **sides.settings,
     }
     return recipe_command(sides.recipe, settings)
@@ -119,6 +134,32 @@ def trl_command(
         *("--batch-size", str(batch_size), "--length", str(length), "--steps", str(steps)),
         *sides.trl_arguments,
     ]
+
+
+def write_weights(model: Path) -> None:
+    """Writes random weights into a model's folder, for both sides' teacher."""
+    import torch
+
+    from lean_ft import load_model, save_model
+
+    torch.manual_seed(0)
+    save_model(load_model(model, dtype=torch.bfloat16, random_init=True), model)
+
+
+def make_answers(file: Path, model: Path, length: int) -> None:
+    """Makes each row's text the answer of a chat of `length` tokens, which TRL's GKDTrainer does not cut."""
+    from lean_ft.tokenizers import load_tokenizer
+
+    tokenizer, rows = load_tokenizer(model), []
+    for line in file.read_text().splitlines():
+        words = json.loads(line)["text"].split(" ")
+        while True:
+            chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": " ".join(words)}]
+            if len(tokenizer.render(chat)[0]) <= length:
+                break
+            words.pop()
+        rows.append(json.dumps({"messages": chat}) + "\n")
+    file.write_text("".join(rows))
 
 
 def measure_sides(
@@ -144,9 +185,13 @@ def measure_sides(
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
+        if recipe is Recipe.distill:
+            write_weights(model)
         facts = Path(folder) / "trl_defaults.json"
         for length in lengths:
             text = write_text_rows(Path(folder) / f"text_{length}.jsonl", num_steps * batch_size, length)
+            if recipe is Recipe.distill:
+                make_answers(text, model, length)
             common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else sides[::-1]:
@@ -301,7 +346,9 @@ def main(
             results_dir=results_dir,
         )
         return
-    batch_size = batch_size or 8
+    if objective is Objective.distill:
+        recipe = Recipe.distill
+    batch_size = batch_size or (4 if recipe is Recipe.distill else 8)
     if only not in ("", *SIDES):
         raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
     sides = [only] if only else list(SIDES)

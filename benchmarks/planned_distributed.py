@@ -65,20 +65,24 @@ def main(
     """Predicts every case."""
     from lean_ft.plan.devices import find_device
 
-    device, rows = find_device(device_name), []
+    device, hardware, rows = find_device(device_name), describe_hardware("cpu"), []
+    path = None
     for model, num_gpus, label, settings in CASES:
-        if only in (None, model):
-            case = {"label": f"{model} on {num_gpus}: {label}", "settings": settings, "num_gpus": num_gpus}
-            rows.append(case | _predict(_MODELS[model], num_gpus, settings, device))
-            console.print(f"{case['label']}: {gibibytes(rows[-1]['peak_bytes'])}, {rows[-1]['where']}", markup=False)
-    path = write_result(
-        "planned_distributed_" + device.name.lower().replace(" ", "-"),
-        benchmark="planned_distributed",
-        hardware=describe_hardware("cpu"),
-        settings={"device_name": device.name, "devices_each": DEVICES_EACH},
-        rows=rows,
-        folder=results_dir,
-    )
+        if only not in (None, model):
+            continue
+        case = {"label": f"{model} on {num_gpus}: {label}", "settings": settings, "num_gpus": num_gpus}
+        rows.append(case | _predict(_MODELS[model], num_gpus, settings, device))
+        console.print(f"{case['label']}: {gibibytes(rows[-1]['peak_bytes'])}, {rows[-1]['where']}", markup=False)
+        path = write_result(  # after each: all of them take a while
+            "planned_distributed_" + device.name.lower().replace(" ", "-"),
+            benchmark="planned_distributed",
+            hardware=hardware,
+            settings={"device_name": device.name, "devices_each": DEVICES_EACH},
+            rows=rows,
+            folder=results_dir,
+        )
+    if path is None:
+        raise typer.BadParameter(f"expected one of {', '.join(_MODELS)}", param_hint="--only")
     print_result(path, describe, COLUMNS, table_cells)
 
 

@@ -5,7 +5,8 @@ have the loss). All else is TRL's default: at version 1.16 float32 weights, bflo
 PyTorch's fused AdamW, scaled-dot-product attention, no packing. What the defaults came to is written beside the
 metrics and becomes part of the result.
 
-With `--lora-rank` it trains a LoRA adapter of peft's on all linear layers, again with peft's other defaults.
+With `--lora-rank` it trains a LoRA adapter of peft's on all linear layers, again with peft's other defaults. With `--distill`
+it is TRL's GKDTrainer, whose teacher is the folder's own model, as TRL loads one by its path; no step is on-policy.
 
 The weights are random, in float32, the type in which TRL loads a model that is given by its path.
 
@@ -84,10 +85,19 @@ def main(
     length: Annotated[int, typer.Option()],
     steps: Annotated[int, typer.Option()],
     lora_rank: Annotated[int, typer.Option(help="Rank of an adapter to train in place of the model; 0: none.")] = 0,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Learn from the folder's model, by the GKDTrainer.")
+    ] = False,
 ) -> None:
     run_directory.mkdir(parents=True)
-    use_cpu = {} if torch.cuda.is_available() else {"use_cpu": True}  # without it, bf16 asks for a GPU
-    args = SFTConfig(
+    beside = {} if torch.cuda.is_available() else {"use_cpu": True}  # without it, bf16 asks for a GPU
+    config_class, trainer_class, teacher = SFTConfig, SFTTrainer, {}
+    if distill:
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        config_class, trainer_class = GKDConfig, GKDTrainer
+        beside["lmbda"], teacher["teacher_model"] = 0.0, str(model_folder)
+    args = config_class(
         output_dir=str(run_directory),
         max_length=length,
         per_device_train_batch_size=batch_size,
@@ -95,7 +105,7 @@ def main(
         report_to="none",
         save_strategy="no",
         logging_steps=1,
-        **use_cpu,
+        **beside,
     )
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(model_folder)
@@ -103,12 +113,13 @@ def main(
     dataset = load_dataset("json", data_files=str(data), split="train", cache_dir=str(run_directory / "cache"))
     adapter = LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    trainer = SFTTrainer(
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=dataset,
         processing_class=AutoTokenizer.from_pretrained(model_folder),
         peft_config=adapter,
+        **teacher,
     )
 
     # Every row is longer than the length, so the first batch tells the size of all of them.
@@ -129,6 +140,7 @@ def main(
         "parameters": num_parameters,
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "device": str(args.device),
+        **({"beta": args.beta, "lmbda": args.lmbda, "teacher": str(trainer.teacher_model.dtype)} if distill else {}),
     }
     facts_file.write_text(json.dumps(facts) + "\n", encoding="utf-8")
     trainer.train()

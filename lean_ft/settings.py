@@ -649,6 +649,74 @@ class Reward(Settings):
     )
 
 
+class DistillConfig(Settings):
+    """The teacher, and how far from its predictions the model is; docs/distillation.md has the formulas."""
+
+    teacher: str | None = Field(
+        None,
+        description="The frozen model to learn from: what model.path takes, of any family and size, with the same tokenizer.",
+    )
+    teacher_dtype: Literal["bfloat16", "float32", "float16", "nf4"] | None = Field(
+        None,
+        description="Type of the teacher's weights and arithmetic; nf4 keeps its linear layers in 4 bits. null is "
+        "model.dtype.",
+    )
+    cached: Path | None = Field(
+        None,
+        description="In place of a teacher: the folder of its likeliest next tokens that `leanft score` wrote, for a teacher "
+        "that does not fit beside the student.",
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="What is made small at each target: KL(teacher || student), KL(student || teacher), or jsd, both to "
+        "what lies beta of the way to the teacher.",
+    )
+    beta: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+        None, description="jsd: how near it is to reverse_kl, which 1 is; 0 is forward_kl. null is 0.5."
+    )
+    temperature: PositiveFloat = Field(
+        1.0, description="What the logits of both are divided by; above 1 unlikely tokens count more."
+    )
+    cross_entropy_weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest.",
+    )
+    on_policy: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="Share of the steps, drawn by the seed, in which the student answers the prompts itself and learns what "
+        "the teacher makes of its answers.",
+    )
+
+    @property
+    def beta_of_jsd(self) -> float:
+        return 0.5 if self.beta is None else self.beta
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "DistillConfig":
+        if (self.teacher is None) == (self.cached is None):
+            raise ValueError(
+                "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` writes; "
+                f"came {'neither' if self.cached is None else 'both'}."
+            )
+        if self.beta is not None and self.divergence != "jsd":
+            raise ValueError(
+                f"beta={self.beta:g} is not read by divergence={self.divergence}, but by jsd. Leave it out, or choose jsd."
+            )
+        if self.cached is not None and self.teacher_dtype is not None:
+            raise ValueError(
+                f"teacher_dtype={self.teacher_dtype} is of a teacher in memory, and cached={self.cached} is what one said "
+                "before. Leave it out."
+            )
+        if self.cached is not None and self.on_policy:
+            raise ValueError(
+                f"on_policy={self.on_policy:g}: the teacher has to read what the student writes, and cached={self.cached} "
+                "knows the data alone. Set teacher, or on_policy=0."
+            )
+        if self.cross_entropy_weight == 1:
+            raise ValueError("cross_entropy_weight=1 leaves nothing of the teacher in the loss: run finetune for that.")
+        return self
+
+
 class LoRAConfig(Settings):
     """The adapter that is trained in place of the model's own weights."""
 
@@ -977,6 +1045,47 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
     if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
         return False
     return abs(long / short - round(long / short)) < 1e-9
+
+
+class SamplingConfig(Settings):
+    """How the student answers, in the steps that distill.on_policy asks for."""
+
+    max_new_tokens: PositiveInt = Field(
+        256,
+        description="Tokens after which an answer is cut, if it has not ended; with its prompt it has data.max_length.",
+    )
+    temperature: NonNegativeFloat = Field(
+        1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
+    )
+
+
+class KeepTeacherConfig(Settings):
+    """What `leanft score --top-k` keeps of a teacher's predictions."""
+
+    model: ModelConfig
+    data: SFTDataConfig
+    destination: Path = Field(description="The folder to write, for distill.cached.")
+    top_k: PositiveInt = Field(64, description="Likeliest next tokens kept of each target; 8 bytes each.")
+    temperature: PositiveFloat = Field(1.0, description="That of the student's distill.temperature.")
+    nf4: bool = Field(False, description="Keep the model's linear layers in 4 bits.")
+    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
+    memory: MemoryConfig = MemoryConfig.model_validate({})
+    compile: bool = Field(False, description="torch.compile each layer.")
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+
+
+_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher"}
+
+
+def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
+    """Every model that settings name, by its group and name there: {("model", "path"): "tiny"}."""
+    found: dict[tuple[str, str], str | None] = {
+        (group, name): getattr(value, name)
+        for group, value in cfg
+        for kind, name in _NAMES_A_MODEL.items()
+        if isinstance(value, kind)
+    }
+    return {place: path for place, path in found.items() if path is not None}
 
 
 class TrainingConfig(Protocol):

@@ -48,7 +48,8 @@ class Config(RecipeConfig):
 
 
 def main(cfg: Config) -> None:
-    if cfg.loss.needs_mismatched and cfg.batch_size == 1 and cfg.data.packing != "bfd":
+    is_of_one = cfg.batch_size == 1 and cfg.data.batch_tokens is None and cfg.data.packing != "bfd"
+    if cfg.loss.needs_mismatched and is_of_one:
         raise ValueError(
             "batch_size=1: kto compares an answer with what its prompt gains by another answer of its micro-batch, and "
             "there is none. Set batch_size to 2 or more (4 or more make it steadier), or loss.name=apo_zero_unpaired or bco."
@@ -64,7 +65,7 @@ def main(cfg: Config) -> None:
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
     reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
-    mean_gain = RunningMean(device)  # bco's baseline: of all answers before this step
+    settings, mean_gain = cfg.loss.model_dump(), RunningMean(device)  # bco's baseline: of all answers before this step
     run = Run(
         cfg,
         model=model,
@@ -89,30 +90,27 @@ def main(cfg: Config) -> None:
 
     def losses_of(
         batch: UnpairedBatch, tokens: TokenStatistics, statistics: UnpairedStatistics
-    ) -> tuple[Tensor, Tensor, Answers]:
-        """The loss of each answer and what it gained on the reference, (P,) each; batch: on the device."""
+    ) -> tuple[Tensor, Answers]:
+        """The loss of each answer, (P,), and what it was made of; batch: on the device."""
         compared_with = baseline(batch)  # first, as the reference: nothing waits for a backward pass yet
         frozen = reference(batch)
         answers = log_probs(model, batch, tokens)
         gained = (answers.log_probs - frozen)[:, 0]
-        losses = unpaired_loss(gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **loss_settings)
+        losses = unpaired_loss(gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **settings)
         statistics.add_answers(gained, answers.log_probs[:, 0], batch.is_desirable, cfg.loss.beta)
         statistics.add(baseline=compared_with * batch.num_pairs)
-        return losses, gained, answers
-
-    loss_settings = cfg.loss.model_dump()
+        return losses, answers
 
     @torch.no_grad()
     def evaluate(held_out: Iterable[UnpairedBatch]) -> dict[str, Any]:
         tokens, statistics, num_targets = TokenStatistics(ranks), UnpairedStatistics(ranks), 0
         for batch in held_out:
             statistics.count(batch.is_desirable)
-            losses, _, _ = losses_of(batch.to(device), tokens, statistics)
+            losses, _ = losses_of(batch.to(device), tokens, statistics)
             statistics.add(loss=losses.sum())
             num_targets += batch.num_targets
         statistics.total_counts()
-        num_targets = ranks.total(num_targets)
-        return tokens.means(num_targets, "eval_") | statistics.answer_means("eval_")
+        return tokens.means(ranks.total(num_targets), "eval_") | statistics.answer_means("eval_")
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
@@ -121,29 +119,24 @@ def main(cfg: Config) -> None:
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_answers = sum(batch.num_pairs for batch in micro_batches)
         num_targets = sum(batch.num_targets for batch in micro_batches)
-        tokens, statistics, total_gain = (
-            TokenStatistics(ranks),
-            UnpairedStatistics(ranks),
-            torch.zeros((), device=device),
-        )
+        tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks)
         for batch in micro_batches:
             statistics.count(batch.is_desirable)
         for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.
-            losses, gained, answers = losses_of(batch.to(device), tokens, statistics)
+            losses, answers = losses_of(batch.to(device), tokens, statistics)
             loss = losses.sum() / num_answers
             if answers.router_loss is not None:  # of a mixture of experts
                 loss = loss + answers.router_loss * (batch.num_pairs / num_answers)
             statistics.add(loss=loss * num_answers)
-            total_gain += gained.detach().sum()
             # A step with a loss that is not finite is skipped, and its batch kept.
             optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
-        mean_gain.add(ranks.sum(total_gain), num_answers)
         metrics = statistics.answer_means() | tokens.means(num_targets)
+        mean_gain.add(metrics["gain"], num_answers)
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
 
         if run.evaluation_due():

@@ -162,7 +162,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "".join(document.read_text() for document in DOCUMENTS)
     text += "".join(
-        catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME"}
+        catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME", "..."}
     )
     for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - {"runs/first"}:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)

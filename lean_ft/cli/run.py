@@ -19,7 +19,7 @@ from lean_ft.cli.errors import add_place, is_out_of_memory
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.launch import Launch, launch
 from lean_ft.paths import repository_name
-from lean_ft.settings import ModelConfig, RecipeConfig
+from lean_ft.settings import RecipeConfig, models_of
 
 
 def _flag(name: str, metavar: str, help: str) -> Any:
@@ -165,8 +165,7 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
 
 def names_repository(cfg: Any) -> bool:
     """Whether a model comes from the Hugging Face hub."""
-    models = [group for _, group in cfg if isinstance(group, ModelConfig)]
-    return any(repository_name(model.path) for model in models)
+    return any(repository_name(path) for path in models_of(cfg).values())
 
 
 def memory_advice(recipe: ModuleType, cfg: Any) -> str:

@@ -1,4 +1,4 @@
-"""`leanft score`: what a reward model says of the rows of a file."""
+"""`leanft score`: what a reward model says of the rows of a file, or a teacher of their next tokens."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +23,23 @@ def score(
         list[str] | None,
         typer.Argument(
             metavar="[DEST] [KEY=VALUE]",
-            help="A new JSONL file, the terminal where left out; and settings of the rows: data.columns.completion=answer",
+            help="A new JSONL file, the terminal where left out, or with --top-k a new folder; and settings of the rows: "
+            "data.columns.completion=answer",
             show_default=False,
         ),
     ] = None,
     per_token: Annotated[
         bool, typer.Option("--per-token", help="Tell the score at each token of an answer, too.")
     ] = False,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", metavar="K", help="Keep the K likeliest next tokens of each target, for distill.cached."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="With --top-k: that of distill.temperature.")
+    ] = 1.0,
     device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Where to compute.")] = "auto",
     dtype: Annotated[
         str | None,
@@ -41,6 +51,9 @@ def score(
     """Score the rows of a file by a reward model: the same rows as JSON, a line each, with their `score`.
 
     A pair of answers has a `chosen_score` and a `rejected_score`. Rows are whole, whatever their length.
+
+    With --top-k, MODEL is a teacher: what it predicts at each target of the rows is kept in the folder DEST. KEY=VALUE are the
+    settings `data.*` of the run that is to learn from it.
     """
     from lean_ft.scoring import open_reward_model, score_lines
     from lean_ft.settings_text import load_config
@@ -51,6 +64,11 @@ def score(
     if len(destinations) > 1:
         raise ValueError(f"expected one DEST and settings key=value, came {', '.join(map(str, destinations))}.")
     destination = destinations[0] if destinations else None
+    if top_k is not None:
+        if per_token or force:
+            raise ValueError("--per-token and --force are of a reward model's scores; leave them out with --top-k.")
+        _keep(model, file, destination, overrides, top_k, temperature, device, dtype)
+        return
     data = load_config(_Rows, None, [f"data.source={file}", *overrides]).data
     if destination is not None and destination.exists() and not force:
         raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
@@ -63,3 +81,24 @@ def score(
     with write_whole(destination) as temporary, temporary.open("w", encoding="utf-8") as out:
         count = sum(1 for line in lines if out.write(line + "\n"))
     typer.echo(f"scored {count:,} rows: {destination}")
+
+
+def _keep(
+    model: str,
+    file: str,
+    destination: Path | None,
+    overrides: list[str],
+    top_k: int,
+    temperature: float,
+    device: str,
+    dtype: str | None,
+) -> None:
+    from lean_ft.settings import KeepTeacherConfig
+    from lean_ft.settings_text import load_config
+    from lean_ft.training.teacher_cache import keep_teacher
+
+    if destination is None:
+        raise ValueError("--top-k writes a folder: give DEST, behind FILE.")
+    own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
+    own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
+    keep_teacher(load_config(KeepTeacherConfig, None, [*(f"{key}={value}" for key, value in own.items()), *overrides]))

@@ -9,7 +9,16 @@ import typer
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_data_path
-from lean_ft.settings import DataConfig, LoRAConfig, ModelConfig, PromptDataConfig, RecipeConfig, ReferenceConfig
+from lean_ft.settings import (
+    DataConfig,
+    DistillConfig,
+    LoRAConfig,
+    ModelConfig,
+    PromptDataConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    SamplingConfig,
+)
 from lean_ft.settings_text import dump
 
 
@@ -40,9 +49,11 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
+    from lean_ft.training.on_policy import check_on_policy
     from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
     from lean_ft.training.rewards import Rewards
+    from lean_ft.training.teacher import check_cached, check_tokenizer
 
     def group(kind: type[Any]) -> Any:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
@@ -72,6 +83,22 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 freeze_parameters(decoder, cfg.freeze, cfg.train)
         with _gathered(problems):
             tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None
+    distill = group(DistillConfig)
+    if distill is not None and (sampling := group(SamplingConfig)) is not None and data is not None:
+        with _gathered(problems):
+            check_on_policy(distill, sampling, data)
+    if distill is not None and distill.cached is not None:
+        with _gathered(problems):
+            notes.append(
+                f"teacher: what {check_cached(cfg)['model']} said of its rows; whether of these, the run finds out"
+            )
+    elif distill is not None and (name := repository_name(distill.teacher)) and find_cached(name, weights=True) is None:
+        notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
+    elif distill is not None:
+        with _gathered(problems):
+            empty_model(distill.teacher, torch.float32)
+            if tokenizer is not None:
+                check_tokenizer(distill.teacher, tokenizer)
     for setting in ("source", "validation_source"):
         value = getattr(data, setting, None)
         for source in [value] if isinstance(value, str) else value or []:

@@ -50,6 +50,9 @@ class Batch:
     """B * T: all positions that are computed."""
     is_token: Tensor | None = None
     """(B, T) bool: False on padding. None: nothing is padding."""
+    documents: np.ndarray | None = None
+    """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
+    cut or joined, or it is not of prepared data."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
@@ -303,6 +306,11 @@ class Layout:
         return len(self.offsets) - 1
 
     @property
+    def cuts(self) -> bool:
+        """Whether what stands in a row may be a part of a document, or several in one text."""
+        return self.joined or self.goes_on is not None
+
+    @property
     def taken(self) -> np.ndarray:
         """(P,) positions that each piece takes."""
         return self.lengths if self.shared is None else self.lengths - self.shared
@@ -395,6 +403,7 @@ class Layout:
             num_targets=sum(num_labels),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
+            documents=None if self.cuts else self.first_pair * self.sides + np.concatenate(list(contents)),
         )
         if self.values is None:
             return batch

@@ -3,7 +3,9 @@
 from lean_ft.losses.answer_log_probs import AnswerLogProbs, Answers
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
+from lean_ft.losses.distillation import Distillation, Teacher
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.policy import advantages, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
@@ -20,20 +22,26 @@ __all__ = [
     "AnswerTokens",
     "Answers",
     "CrossEntropy",
+    "Distillation",
     "RunningMean",
+    "Teacher",
+    "TeacherStates",
     "TokenLogProbs",
     "TokenStatistics",
+    "TopLogProbs",
     "UnpairedStatistics",
     "add_rewards",
     "add_scores",
     "advantages",
     "correction",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_log_probs",
     "loss_chunk_tokens",
     "policy_loss",
     "preference_loss",
     "reward_loss",
     "scores_of",
+    "top_log_probs",
     "unpaired_loss",
 ]

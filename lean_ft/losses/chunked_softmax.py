@@ -17,7 +17,7 @@ Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,15 +64,25 @@ def sum_dtype(weight: Tensor, accumulation_dtype: str) -> torch.dtype:
 def logits_in_chunks(hidden: Tensor, projection: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """For each chunk of hidden (N, D): where it lies, its rows (C, D) and its logits (C, V), in the type of `projection`
     (V, D). The logits are the caller's to write over until the next chunk."""
-    # One tensor serves all chunks but a shorter last: mapping a fresh one costs a CPU as much as the softmax.
-    logits = hidden.new_empty(0, projection.shape[0], dtype=projection.dtype)
+    logits_of = ChunkLogits(projection)
     for start in repeated(range(0, hidden.shape[0], chunk_tokens), shown=2):  # the first begins the sums
         chunk = slice(start, start + chunk_tokens)
         chunk_hidden = hidden[chunk].to(projection.dtype)  # (C, D)
-        if logits.shape[0] != chunk_hidden.shape[0]:
-            logits.resize_(chunk_hidden.shape[0], logits.shape[1])
-        torch.mm(chunk_hidden, projection.T, out=logits)  # (C, V)
-        yield chunk, chunk_hidden, logits
+        yield chunk, chunk_hidden, logits_of(chunk_hidden)
+
+
+class ChunkLogits:
+    """The logits (C, V) of a chunk's hidden states (C, D), in one tensor for all chunks but a shorter last: mapping a fresh
+    one costs a CPU as much as the softmax."""
+
+    def __init__(self, projection: Tensor) -> None:
+        self._projection = projection  # (V, D)
+        self._logits = projection.new_empty(0, projection.shape[0])
+
+    def __call__(self, chunk_hidden: Tensor) -> Tensor:
+        if self._logits.shape[0] != chunk_hidden.shape[0]:
+            self._logits.resize_(chunk_hidden.shape[0], self._logits.shape[1])
+        return torch.mm(chunk_hidden, self._projection.T, out=self._logits)
 
 
 class WeightGradient:
@@ -139,7 +149,7 @@ def _add_narrower(total: Tensor, product: Tensor) -> None:
 Work = Callable[..., None]
 
 
-def _told(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Of values (C, V), what is told of each token (C, columns), and log Z (C, 1)."""
     # The exponentials are computed twice, once to be summed and once to be written, so that a compiler has no
     # reason to keep them in float32, which would take twice the memory of the logits.
@@ -205,7 +215,7 @@ def whole_of_parts(parts: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     return torch.stack([losses, right, total.log() - mean_below, log_total], 1), log_total
 
 
-def _gradient(logits: Tensor, values: Tensor, labels: Tensor, log_total: Tensor, terms: Terms) -> Tensor:
+def gradient_of(logits: Tensor, values: Tensor, labels: Tensor, log_total: Tensor, terms: Terms) -> Tensor:
     """Of each token's loss over the logits, (C, V); `values` are those over the temperature."""
     gradient = (values - log_total).exp()
     if terms.z_loss:
@@ -230,41 +240,41 @@ def _warmed(logits: Tensor, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, T
 
 def _describe(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
     _, values = _warmed(logits, rows.dtype, terms)
-    rows.copy_(_told(values, labels[:, None], terms)[0])
+    rows.copy_(told_of(values, labels[:, None], terms)[0])
 
 
 def _describe_with_gradient(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
     wide, values = _warmed(logits, rows.dtype, terms)
-    told, log_total = _told(values, labels[:, None], terms)
+    told, log_total = told_of(values, labels[:, None], terms)
     rows.copy_(told)
-    logits.copy_(_gradient(wide, values, labels[:, None], log_total, terms))
+    logits.copy_(gradient_of(wide, values, labels[:, None], log_total, terms))
 
 
 def _write_gradient(terms: Terms, logits: Tensor, labels: Tensor, log_total: Tensor, scale: Tensor) -> None:
     wide, values = _warmed(logits, log_total.dtype, terms)
-    logits.copy_(_gradient(wide, values, labels[:, None], log_total[:, None], terms) * scale[:, None])
+    logits.copy_(gradient_of(wide, values, labels[:, None], log_total[:, None], terms) * scale[:, None])
 
 
 def describe(terms: Terms, compile: bool) -> Work:
     """work(logits, labels (C,), rows (C, columns)): writes what is told of each token to the rows."""
-    return _work(_describe, terms, compile)
+    return work_of(_describe, terms, compile)
 
 
 def describe_part(terms: Terms, compile: bool) -> Work:
     """work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes what a part of the vocabulary tells of each token;
     labels are counted from its first word, and may lie outside of it."""
-    return _work(_describe_part, terms, compile)
+    return work_of(_describe_part, terms, compile)
 
 
 def describe_with_gradient(terms: Terms, compile: bool) -> Work:
     """The same, and writes the gradient of each token's loss over its logits."""
-    return _work(_describe_with_gradient, terms, compile)
+    return work_of(_describe_with_gradient, terms, compile)
 
 
 def gradient(terms: Terms, compile: bool, is_capped: bool = False) -> Work:
     """work(logits, labels (C,), log Z (C,), scale (C,)): writes the gradient of each loss, times its scale, over the logits;
     `is_capped` says that `describe` has been over them."""
-    return _work(_write_gradient, terms, compile, is_capped)
+    return work_of(_write_gradient, terms, compile, is_capped)
 
 
 def _cap(logits: Tensor, softcap: float) -> None:
@@ -273,12 +283,25 @@ def _cap(logits: Tensor, softcap: float) -> None:
     logits.copy_((logits.to(wide) / softcap).tanh() * softcap)
 
 
-def _work(function: Callable[..., None], terms: Terms, compile: bool, is_capped: bool = False) -> Work:
+def capping(softcap: float, compile: bool) -> Work:
+    """work(logits): caps them, in place."""
+    return _compiled_cap(softcap) if compile else _in_blocks(_nothing, Terms(), softcap)
+
+
+class HasSoftcap(Protocol):
+    """What a pass is told of the loss; hashable."""
+
+    @property
+    def softcap(self) -> float | None: ...
+
+
+def work_of(function: Callable[..., None], terms: HasSoftcap, compile: bool, is_capped: bool = False) -> Work:
+    """The pass `function(terms, logits (C, V), what is known or told of each token ...)`, over capped logits."""
     softcap = None if is_capped else terms.softcap
     return _compiled(function, terms, softcap) if compile else _in_blocks(function, terms, softcap)
 
 
-def _in_blocks(function: Callable[..., None], terms: Terms, softcap: float | None) -> Work:
+def _in_blocks(function: Callable[..., None], terms: HasSoftcap, softcap: float | None) -> Work:
     """Without a compiler: a few rows at a time, so that the float32 copies stay small."""
 
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
@@ -293,18 +316,29 @@ def _in_blocks(function: Callable[..., None], terms: Terms, softcap: float | Non
     return work
 
 
+def _nothing(terms: HasSoftcap, logits: Tensor) -> None:
+    pass
+
+
+# The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
+# Not tuned on a GPU: for each run of a kernel that writes over the logits, tuning copies them to the host and back.
+_COMPILER: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": {"triton.autotune_pointwise": False}}
+
+
 @cache
-def _compiled(function: Callable[..., None], terms: Terms, softcap: float | None) -> Work:
+def _compiled_cap(softcap: float) -> Work:
+    return torch.compile(lambda logits: _cap(logits, softcap), **_COMPILER)
+
+
+@cache
+def _compiled(function: Callable[..., None], terms: HasSoftcap, softcap: float | None) -> Work:
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         function(terms, logits, *of_tokens)
 
-    # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
-    # Not tuned on a GPU: for each run of a kernel that writes over the logits, tuning copies them to the host and back.
-    settings: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": {"triton.autotune_pointwise": False}}
-    compiled = torch.compile(work, **settings)
+    compiled = torch.compile(work, **_COMPILER)
     if softcap is None:
         return compiled
-    cap = torch.compile(lambda logits: _cap(logits, softcap), **settings)
+    cap = _compiled_cap(softcap)
 
     def capped(logits: Tensor, *of_tokens: Tensor) -> None:
         cap(logits)

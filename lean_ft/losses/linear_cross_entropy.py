@@ -18,6 +18,7 @@ al., 2024, arXiv:2410.10989); the z-loss is PaLM's (Chowdhery et al., 2022, arXi
 Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -90,18 +91,12 @@ def linear_cross_entropy(
             "linear_cross_entropy expects hidden (..., D), weight (V, D) and labels (...), "
             f"but got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
         )
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    if num_targets is None:
-        num_targets = int((labels != IGNORED_LABEL).sum())
-    if num_targets < labels.numel():
-        # The size is known, so a GPU need not tell the host how many positions it found.
-        targets = torch.nonzero_static(labels != IGNORED_LABEL, size=num_targets).squeeze(1)
-        hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
-    loss, sums = _LinearCrossEntropy.apply(
+    labels, hidden = select_targets(labels, num_targets, hidden)
+    loss, sums = SumOfLosses.apply(
         hidden,
         weight,
         labels,
-        chunk_tokens or max(num_targets, 1),
+        chunk_tokens or max(len(labels), 1),
         sum_dtype(weight, accumulation_dtype),
         compute_dtype(weight),
         torch.is_grad_enabled(),
@@ -113,7 +108,25 @@ def linear_cross_entropy(
     return loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> tuple[Tensor, ...]:
+    """Of labels (...) and states (..., D) those at the N positions that have a label: (N,) and (N, D) each."""
+    labels, states = labels.flatten(), tuple(state.flatten(0, -2) for state in states)
+    if num_targets is None:
+        num_targets = int((labels != IGNORED_LABEL).sum())
+    if num_targets == labels.numel():
+        return labels, *states
+    # The size is known, so a GPU need not tell the host how many positions it found.
+    targets = torch.nonzero_static(labels != IGNORED_LABEL, size=num_targets).squeeze(1)
+    return labels.index_select(0, targets), *(state.index_select(0, targets) for state in states)
+
+
+class SumOfLosses(torch.autograd.Function):
+    """A sum of what each token's logits cost, with the gradients computed in forward.
+
+    The work is given a chunk's logits (C, V), labels (C,), whatever is known `beside` of the chunk, and rows (C, columns): it
+    writes the gradient over the logits, and to the rows what is told of each token, its loss first.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -124,8 +137,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         accumulation_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         grad_enabled: bool,
-        softmax_gradient: Work,
+        work: Work,
         num_columns: int,
+        beside: Callable[[slice], tuple[Tensor, ...]] = lambda chunk: (),
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         projection = weight.to(compute_dtype)
@@ -136,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(num_columns, dtype=losses_dtype, device=hidden.device)
         for chunk, chunk_hidden, logits in logits_in_chunks(hidden, projection, chunk_tokens):
             rows = torch.empty(logits.shape[0], num_columns, dtype=losses_dtype, device=hidden.device)
-            softmax_gradient(logits, labels[chunk], rows)
+            work(logits, labels[chunk], *beside(chunk), rows)
             sums += rows.sum(0)
             if grad_hidden is not None:
                 grad_hidden[chunk] = logits @ projection
@@ -150,9 +164,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grad_hidden is None and ctx.weight_sum is None:
-            raise RuntimeError("linear_cross_entropy gives its gradients once; call it again for a second backward")
+            raise RuntimeError("the loss gives its gradients once; call it again for a second backward")
         scale, _ = grad_outputs
         grad_hidden = ctx.grad_hidden.mul_(scale) if ctx.grad_hidden is not None else None
         grad_weight = ctx.weight_sum.scaled(scale) if ctx.weight_sum is not None else None
         ctx.grad_hidden = ctx.weight_sum = None
-        return grad_hidden, grad_weight, *(None,) * 7
+        return grad_hidden, grad_weight, *(None,) * (len(ctx.needs_input_grad) - 2)

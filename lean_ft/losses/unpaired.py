@@ -87,11 +87,11 @@ class RunningMean:
         self.mean = torch.zeros((), device=device)
         self._count = 0
 
-    def add(self, total: Tensor, count: int) -> None:
-        """Adds `count` values by their sum, a scalar; a sum that is not finite, of a step that is skipped, is left out."""
-        mean = self.mean + (total - count * self.mean) / (self._count + count)
-        self.mean = torch.where(mean.isfinite(), mean, self.mean)
+    def add(self, mean: Tensor, count: int) -> None:
+        """Adds `count` values by their mean, a scalar; one that is not finite, of a step that is skipped, changes nothing."""
         self._count += count
+        moved = self.mean + (mean - self.mean) * (count / self._count)
+        self.mean = torch.where(moved.isfinite(), moved, self.mean)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "count": self._count}
@@ -130,13 +130,14 @@ class UnpairedStatistics(TokenStatistics):
                 "rewards/chosen": (beta * gained * is_desirable).sum(),
                 "rewards/rejected": (beta * gained * ~is_desirable).sum(),
                 "rewards/accuracies": ((wins + 1) / 2 * compared).sum(),
+                "gain": gained.sum(),
                 "logps/chosen": (log_probs * is_desirable).sum(),
                 "logps/rejected": (log_probs * ~is_desirable).sum(),
             }
         )
 
     def answer_means(self, prefix: str = "") -> dict[str, Tensor]:
-        """`loss` and `baseline`, which are over all answers, and the rewards and log-probabilities of each kind where there are."""
+        """`loss`, `baseline` and `gain`, which are over all answers, and the rewards and log-probabilities of each kind where there are."""
         num_answers = self.num_desirable + self.num_undesirable
         counts = {"chosen": self.num_desirable, "rejected": self.num_undesirable, "accuracies": self.num_compared}
         means: dict[str, Tensor] = {}

@@ -31,7 +31,14 @@ from lean_ft.data.prepare import prepare_batches
 from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
-from lean_ft.settings import DataConfig, GenerationConfig, ModelConfig, PreferenceDataConfig, RecipeConfig
+from lean_ft.settings import (
+    DataConfig,
+    GenerationConfig,
+    ModelConfig,
+    PreferenceDataConfig,
+    RecipeConfig,
+    models_of,
+)
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.continuation import check_output_dir
 from lean_ft.training.device import resolve_device
@@ -161,12 +168,18 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     if model.mixture is not None:
         return None
     # Weights, gradients, both moments, and half of them again for what a step takes on the side.
-    num_bytes = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    for place, path in models_of(cfg).items():
+        if place != ("model", "path"):  # a teacher: of one layer's activations, and of its logits beside the student's
+            other = empty_model(path, torch.float32)
+            if other.mixture is not None:
+                return None
+            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
     generation = cfg.group(GenerationConfig)
     if generation is None:
-        return num_bytes
+        return bound
     answers = cfg.batch_size * cfg.gradient_accumulation_steps * generation.steps_per_round
-    return num_bytes + model.cache_bytes(answers, cfg.row_tokens) + 4 * 4 * answers * model.config.vocab_size
+    return bound + model.cache_bytes(answers, cfg.row_tokens) + 4 * 4 * answers * model.config.vocab_size
 
 
 def _activation_bytes(model: Decoder, cfg: Any) -> int:

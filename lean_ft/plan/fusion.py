@@ -94,7 +94,9 @@ class _Kernels:
         return result
 
     def _charge(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> None:
-        if _is_opaque(node):
+        if getattr(node.target, "namespace", None) == "_c10d_functional":
+            self._trace.exchange(node.target, args)
+        elif _is_opaque(node):
             self._trace.charge(node.target, args, kwargs, values[node])
         elif not getattr(node.target, "is_view", False):
             tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])

@@ -67,7 +67,9 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device, machines: Machines = 
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
     trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory), machines=machines)
-    stage = WatchedStage(trace)
+    parallel = getattr(cfg, "parallel", None)
+    num_sharing = 1 if parallel is None else parallel.context * parallel.tensor
+    stage = WatchedStage(trace, num_sharing)
     torch._dynamo.reset()
     try:
         with (
@@ -124,8 +126,9 @@ def _quiet_compiler() -> Iterator[None]:
 class WatchedStage:
     """The stage of `lean_ft.shapes_only`, which notes in a `Trace` what is made and when."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, num_sharing: int = 1) -> None:
+        """`num_sharing` of the trace's devices share each micro-batch."""
+        self.trace, self.num_sharing = trace, num_sharing
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
         self.num_ranks = trace.machines.num_devices
@@ -226,7 +229,7 @@ class LongestBatches:
         """The step's micro-batches, of many ranks the first one's: two stand for more, for the second finds the gradients
         of the first."""
         trace = self._stage.trace
-        own = -(-n // self._stage.num_ranks)
+        own = -(-n * self._stage.num_sharing // self._stage.num_ranks)
         with trace.labelled(BATCH):
             batches = [self._longest() for _ in range(min(own, 2))]
         trace.longest_document = batches[0].input_ids.shape[1]

@@ -226,9 +226,10 @@ class Trace(TorchDispatchMode):
         """
         if self.device.is_cpu or str(func.overloadpacket) != "lean_ft.document_attention_backward":
             return []
-        _, _, query, key, _, cu_seqlens, sinks, _, _, softcap, _ = args
-        if query.itemsize != 2 or sinks is not None or softcap is not None:
-            return []
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        query, key, cu_seqlens = named["query"], named["key"], named["cu_seqlens"]
+        if query.itemsize != 2 or any(named.get(other) is not None for other in ("sinks", "softcap")):
+            return []  # not flash attention
         num_tokens, num_heads, head_dim = query.shape
         filled_tokens = num_tokens + 128 * (len(cu_seqlens) - 1)
         multiple = 32 if head_dim <= 128 else 64

@@ -2,6 +2,7 @@
 
 from lean_ft.training.answers import answer_held_out, say_answers
 from lean_ft.training.device import start
+from lean_ft.training.on_policy import OnPolicy
 from lean_ft.training.process_memory import peak_memory_bytes, peak_rss_bytes, rss_bytes
 from lean_ft.training.reference import load_policy_reference, load_reference
 from lean_ft.training.regularization import apply_regularization
@@ -10,8 +11,10 @@ from lean_ft.training.rollouts import Rollouts
 from lean_ft.training.run import Run
 from lean_ft.training.sample_log import SampleLog
 from lean_ft.training.shared_prompts import shares_prompts
+from lean_ft.training.teacher import load_teacher
 
 __all__ = [
+    "OnPolicy",
     "Rewards",
     "Rollouts",
     "Run",
@@ -20,6 +23,7 @@ __all__ = [
     "apply_regularization",
     "load_policy_reference",
     "load_reference",
+    "load_teacher",
     "peak_memory_bytes",
     "peak_rss_bytes",
     "rss_bytes",

@@ -115,7 +115,7 @@ def answer_held_out(
     text has not, and where the pattern finds nothing in a right answer.
     """
     batches = list(held_out)
-    questions = _spread([question for batch in batches for question in _questions(batch)], max_questions)
+    questions = _spread([question for batch in batches for question in questions_of(batch)], max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
             "a held-out sequence is trained from its start, so it has no question to answer. Set eval_answers=0 for "
@@ -167,7 +167,7 @@ def _last_match(pattern: str, text: str) -> str | None:
     return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
 
-def _questions(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
+def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     """(prompt ids, right answer's ids) of every sequence in `batch` that has a trained stretch."""
     num_columns = batch.input_ids.shape[1]
     rows = range(0, batch.num_tokens + 1, num_columns)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from lean_ft import hub
 from lean_ft.log import say
 from lean_ft.paths import path_at_commit, repository_name
-from lean_ft.settings import ModelConfig, RecipeConfig
+from lean_ft.settings import RecipeConfig, models_of
 from lean_ft.training.checkpoint import list_checkpoints, read_training_state
 from lean_ft.training.run_directory import Settings, read_starts
 
@@ -27,16 +27,17 @@ def hold_models_to_commits(cfg: ConfigT) -> ConfigT:
     Raises as `lean_ft.hub.download` does.
     """
     recorded = _recorded_settings(cfg) if isinstance(cfg, RecipeConfig) else {}
-    held: dict[str, ModelConfig] = {}
-    for key, model in cfg:
-        name = repository_name(model.path) if isinstance(model, ModelConfig) else None
+    held: dict[str, BaseModel] = {}
+    for (group, field), asked in models_of(cfg).items():
+        name = repository_name(asked)
         if name is None or name.names_commit:
             continue
-        begun = hub.parse_name(str(recorded.get(f"{key}.path")))
+        begun = hub.parse_name(str(recorded.get(f"{group}.{field}")))
         goes_on = name.revision is None and begun is not None and begun.repo == name.repo and begun.names_commit
-        path = str(begun) if goes_on else str(path_at_commit(model.path))
-        held[key] = model.model_copy(update={"path": path})
+        path = str(begun) if goes_on else str(path_at_commit(asked))
+        held[group] = getattr(cfg, group).model_copy(update={field: path})
         if isinstance(cfg, RecipeConfig):
+            key = group if field == "path" else field  # model, teacher
             say("hub", f"{key} {path}{', as when this run began' if goes_on else ''}")
     return cfg.model_copy(update=held)
 

@@ -34,15 +34,14 @@ from torch import Tensor
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
-from lean_ft.distributed import parallelize
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
-from lean_ft.memory import apply_memory
-from lean_ft.models import Decoder, load_model
-from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off, quantize_as_loaded
-from lean_ft.settings import LoRAConfig, PolicyLossConfig
+from lean_ft.models import Decoder
+from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
+from lean_ft.settings import PolicyLossConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
+from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
 
 Reference = Callable[[PairBatch], Tensor]
@@ -74,7 +73,15 @@ def load_reference(
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in ("model", "nf4"):
-        frozen = _second_model(cfg, device, kind == "nf4", ranks)
+        frozen = load_frozen(
+            cfg.model,
+            device,
+            nf4=kind == "nf4",
+            memory=cfg.memory,
+            compile=cfg.compile,
+            parallel=cfg.parallel,
+            ranks=ranks,
+        )
 
         @torch.no_grad()
         def of_second_model(batch: PairBatch) -> Tensor:
@@ -112,7 +119,8 @@ def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) ->
     if stage() is None:
         say("reference", f"{kind}{why}")
     if kind in ("model", "nf4"):
-        frozen = _second_model(cfg, model.output_weight.device, kind == "nf4", ALONE)
+        device = model.output_weight.device
+        frozen = load_frozen(cfg.model, device, nf4=kind == "nf4", memory=cfg.memory, compile=cfg.compile)
         return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
 
     @torch.no_grad()
@@ -166,18 +174,6 @@ def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
         }[kind]
         raise ValueError(f"reference.kind={kind} cannot be: {why}. Set reference.kind=model or nf4, or turn lora on.")
     return kind, ""
-
-
-def _second_model(cfg: Any, device: torch.device, in_4_bits: bool, ranks: Ranks) -> Decoder:
-    quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if in_4_bits else "none"}))
-    is_cut_first = ranks.size > 1 and not in_4_bits
-    frozen = load_model(cfg.model, "meta" if is_cut_first else device, after_module=quantize).requires_grad_(False)
-    # What is recomputed or moved away is for a backward pass, and here is none.
-    for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
-    apply_memory(frozen, cfg.memory.model_copy(update=for_forward), compile=cfg.compile)
-    if ranks.size > 1:
-        parallelize(frozen, cfg.parallel, ranks)
-    return frozen
 
 
 def _filled(

@@ -15,7 +15,7 @@ from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.optim import num_warmup_steps
 from lean_ft.peft import NF4Linear
-from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
+from lean_ft.settings import MemoryConfig, OptimizerConfig, ParallelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.shards import whole_numel
 from lean_ft.training.metrics import Row
 from lean_ft.units import duration, gibibytes, number
@@ -56,6 +56,9 @@ def say_start(run: "Run") -> None:
         copies = ranks.size // ranks.num_shards
         cut = f"the model cut over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
         cut += f", {copies} copies" if 1 < copies < ranks.size else ""
+        if (parallel := cfg.group(ParallelConfig)) is not None:
+            shared = {"context": "tokens", "tensor": "heads and features", "experts": "experts"}
+            cut += "".join(f", {what} over {n}" for name, what in shared.items() if (n := getattr(parallel, name)) > 1)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         again = f"; started again, for the {restarts}. time" if restarts else ""
         say("ranks", f"{ranks.size} processes, {cut}; the others write to rank_*.log in output_dir{again}")

@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
     ("script", "arguments", "least_cases"),
     [
         ("crashes", ["--kills", "4", "--budget-seconds", "60", "--only", "save_async"], 1),
+        pytest.param("rank_crashes", ["--kills", "5", "--budget-seconds", "120"], 5, marks=pytest.mark.long),
         ("disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4),
         ("fuzzing", ["--cases", "600", "--budget-seconds", "30"], 300),
     ],
@@ -29,8 +30,8 @@ def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [result] = [json.loads(path.read_text()) for path in tmp_path.glob(f"{script}_*.json")]
-    assert sum(row["kills" if script == "crashes" else "cases"] for row in result["rows"]) >= least_cases
-    if script == "crashes":
+    assert sum(row["kills" if "crashes" in script else "cases"] for row in result["rows"]) >= least_cases
+    if "crashes" in script:
         assert all(row["equal_runs"] == row["runs"] for row in result["rows"])
         assert not any(row["failures"] for row in result["rows"])
     if script == "disk_faults":

@@ -61,7 +61,10 @@ def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, argu
     [
         ("leanft pl", ["plan", "plot"]),
         ("leanft run full_", ["full_finetune_single_device", "full_finetune_distributed"]),
-        ("leanft run --config tiny/", ["tiny/dpo", "tiny/full", "tiny/grpo", "tiny/kto", "tiny/lora", "tiny/reward"]),
+        (
+            "leanft run --config tiny/",
+            ["tiny/distill", "tiny/dpo", "tiny/full", "tiny/grpo", "tiny/kto", "tiny/lora", "tiny/reward"],
+        ),
         ("leanft cat tiny/f", ["tiny/full"]),
     ],
 )

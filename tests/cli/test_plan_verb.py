@@ -59,3 +59,23 @@ def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path
     assert told[3:] == (["budget: 3.00 GiB"] if budget_bytes else [])
     top = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
     assert top == [1.0, 2.0]  # one on the other
+
+
+def test_many_gpus_are_planned_with_what_they_send(leanft):
+    tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
+    answer = leanft(
+        "plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2", "--budget", "1GiB"
+    )
+    assert answer.code == 0, answer.err
+    assert "planned for 4 x H100 in 2 machines in " in answer.out
+    assert re.search(r"peak [\d.]+ MiB on each", answer.out)
+    assert re.search(r"each sends 0 B to others of its machine and [\d.]+ MiB to other machines a step", answer.out)
+    assert "parallel.replicate=4" in answer.out  # of what fits, copies send least
+    for arguments, message in {
+        ("full_finetune_single_device", "--gpus", "2"): "it has no settings `parallel`. Plan finetune.",
+        ("finetune", "--nodes", "2"): "--nodes 2 needs --gpus N",
+        ("finetune", "--gpus", "2"): "gradient_accumulation_steps=1 counts the batches of a step over all",
+    }.items():
+        answer = leanft("plan", *arguments, *tiny)
+        assert answer.code == 2
+        assert message in answer.err

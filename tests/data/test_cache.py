@@ -295,7 +295,7 @@ class TestPrepared:
             assert names(entry) == sorted([*about["arrays"], "about.json"])
             for name, shape in about["arrays"].items():
                 assert (entry / name).stat().st_size == shape["length"] * np.dtype(shape["dtype"]).itemsize
-                assert np.dtype(shape["dtype"]).kind in "iub"
+                assert np.dtype(shape["dtype"]).kind in "iubf"
 
     def test_a_folder_deleted_under_a_run_takes_nothing_from_it(
         self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer

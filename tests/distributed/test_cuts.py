@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from lean_ft.distributed import join, parallelize
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from tests.distributed.processes import on_ranks
-from tests.distributed.small_training import Config, build, train, whole_tensors
+from tests.distributed.small_training import CPU, Config, build, small_model, train, whole_tensors
 
 DYNAMIC = RopeConfig(theta=500.0, scaling="dynamic", factor=3.0, original_max_positions=12)
 LONG = RopeConfig(
@@ -156,7 +157,7 @@ def config(case: Case, parallel: ParallelConfig) -> Config:
 def outcome(case: Case, parallel: ParallelConfig = ALONE) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     cfg = config(case, parallel)
     model, optimizer, ranks = build(cfg, **case.model)
-    numbers = list(train(cfg, model, optimizer, ranks))
+    numbers = list(train(cfg, model, optimizer, ranks, steps=2))  # after the first no bias is zero
     return numbers, whole_tensors(model, optimizer)
 
 
@@ -166,7 +167,10 @@ def work(cases: dict[str, Case]) -> dict[str, Any]:
 
 def work_of_two() -> dict[str, Any]:
     eight_bits = state_of_eight_bits(TENSOR)
-    return {**work(TWO), "eight bits": eight_bits, "refused": [refusal(*case) for case in REFUSED]}
+    with pytest.raises(ValueError) as not_cut:
+        parallelize(small_model(), TENSOR, join(TENSOR, CPU))
+    refused = [refusal(*case) for case in REFUSED]
+    return {**work(TWO), "eight bits": eight_bits, "refused": refused, "not cut": str(not_cut.value)}
 
 
 def state_of_eight_bits(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
@@ -219,6 +223,11 @@ def test_blocks_of_eight_bits_lie_in_what_is_cut(on_two):
                 assert (found[name] == tensor).float().mean() > 0.99, name
             else:
                 torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-9, msg=name)
+
+
+def test_a_recipe_that_cuts_no_layers_is_told_so(on_two):
+    for said in (of_rank["not cut"] for of_rank in on_two):
+        assert "parallel.tensor=2 cuts layers, which this recipe does not" in said
 
 
 def test_what_does_not_divide_is_refused_by_name(on_two):

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lean_ft.distributed.vocabulary import why_whole
+from lean_ft.generation import Sampling, sample
 from lean_ft.losses import CrossEntropy, TokenStatistics
-from lean_ft.models import generate
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
 from lean_ft.settings import LossConfig, ParallelConfig
@@ -47,7 +47,7 @@ def outcome(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "numbers": numbers,
         "evaluation": {name: float(value) for name, value in evaluation.items()},
-        "answers": generate(model, [[1, 2, 3], [5, 6]], 4),
+        "answers": [answer.ids for answer in sample(model, [[1, 2, 3], [5, 6]], Sampling(4))],
         "weights": {name: tensor for name, tensor in whole_tensors(model, optimizer).items() if "." in name},
     }
 

@@ -98,14 +98,15 @@ def test_the_running_mean_is_that_of_all_values_and_leaves_out_what_is_not_finit
     values = torch.randn(7, generator=torch.Generator().manual_seed(0))
     mean = RunningMean(torch.device("cpu"))
     assert mean.mean == 0
-    mean.add(values[:3].sum(), 3)
-    mean.add(torch.tensor(float("nan")), 0)
-    mean.add(values[3:].sum(), 4)
+    mean.add(values[:3].mean(), 3)
+    mean.add(values[3:].mean(), 4)
     torch.testing.assert_close(mean.mean, values.mean())
     other = RunningMean(torch.device("cpu"))
     other.load_state_dict({"mean": mean.mean.item(), "count": 7})
     for one in (mean, other):
         one.add(torch.tensor(10.0), 1)
+    assert torch.equal(mean.mean, other.mean)
+    mean.add(torch.tensor(float("nan")), 5)
     assert torch.equal(mean.mean, other.mean)
 
 
@@ -125,7 +126,7 @@ def test_metrics_are_means_over_each_kind_however_a_step_is_cut() -> None:
     assert whole["eval_rewards/rejected"] == pytest.approx(0.5 * (-2 + 3 + 1) / 3)
     assert whole["eval_rewards/margins"] == pytest.approx(whole["eval_rewards/chosen"] - whole["eval_rewards/rejected"])
     assert whole["eval_logps/chosen"] == pytest.approx(-2)
-    assert whole["eval_loss"] == pytest.approx(8 / 6)
+    assert whole["eval_loss"] == whole["eval_gain"] == pytest.approx(8 / 6)
     # 1 > -2, 1 < 3, 1 = 1; 0 > -2, 0 < 3, 0 < 1; 5 above all
     assert whole["eval_rewards/accuracies"] == pytest.approx((1 + 0 + 0.5 + 1 + 0 + 0 + 3) / 9)
     cut = metrics([0, 1], [2, 3, 4, 5])

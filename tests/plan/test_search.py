@@ -39,7 +39,7 @@ def rehearsed(monkeypatch):
     """The settings that were rehearsed, in order."""
     settings = []
 
-    def rehearse(recipe, cfg, device):
+    def rehearse(recipe, cfg, device, machines=None):
         settings.append(cfg)
         kept, seconds = ACTIVATIONS[cfg.memory.activation_checkpointing]
         states = {"adamw": 400, "adamw_8bit": 200}[cfg.optimizer.name]
@@ -108,7 +108,7 @@ def test_remedies_are_single_and_ranked_and_the_last_is_all_of_them(cfg):
 def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):
     rehearse = search_module.rehearse
 
-    def refusing(recipe, cfg, device):
+    def refusing(recipe, cfg, device, machines=None):
         if cfg.memory.activation_checkpointing == "full":
             raise ValueError("not here")
         return rehearse(recipe, cfg, device)

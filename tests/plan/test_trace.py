@@ -217,6 +217,41 @@ def test_what_a_card_reserves_is_its_allocators():
     assert traced(work, CPU).reserved_bytes == traced(work, CPU).peak.total_bytes
 
 
+def test_blocks_of_another_stream_lie_apart():
+    def work(trace):
+        with trace.on_stream("copying"):
+            kibibytes(30 * KIB)  # and free again
+        kibibytes(30 * KIB)
+        assert trace.reserved_bytes == 2 * 40 * 2**20, "pages of 20 MiB for each of the two"
+
+    traced(work)
+
+
+def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
+    def work(trace):
+        trace.tune()
+        assert trace.reserved_bytes == 40 * 2**20 and trace.peak.total_bytes == 0
+
+    traced(work)
+
+
+@pytest.mark.parametrize(("heads", "softcap", "expanded"), [(2, None, 0), (6, None, 2), (6, 30.0, None)])
+def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_head(heads, softcap, expanded):
+    """Of two documents, each filled up to 128 tokens more, and heads of 40 features filled up to 64."""
+
+    def work(trace):
+        query, grad, out = (torch.empty(256, heads, 40, dtype=torch.bfloat16) for _ in range(3))
+        key, value = (torch.empty(256, 2, 40, dtype=torch.bfloat16) for _ in range(2))
+        bounds = torch.empty(3, dtype=torch.int32)
+        backward = torch.ops.lean_ft.document_attention_backward
+        grads = backward(grad, out, query, key, value, bounds, None, None, None, softcap, 128, None)
+        inside = 0 if expanded is None else 4 * (256 + 2 * 128) * heads * 64 + expanded * query.nbytes
+        assert trace.peak.total_bytes == trace.live_bytes + inside
+        del grads
+
+    traced(work)
+
+
 def test_devices_are_found_in_any_spelling():
     for wanted, name in {
         "nvidia GeForce rtx4090": "RTX 4090",

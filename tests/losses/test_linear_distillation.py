@@ -1,0 +1,370 @@
+"""Divergences without logits: against plain float64 autograd, the definitions of others, and their memory against the chunks."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lean_ft.losses import (
+    IGNORED_LABEL,
+    TeacherStates,
+    TokenStatistics,
+    TopLogProbs,
+    linear_cross_entropy,
+    linear_distillation,
+    top_log_probs,
+)
+from tests.losses.test_linear_cross_entropy import PeakMemory, error
+
+V = 101
+
+
+def problem(
+    shape: tuple[int, ...] = (3, 17),
+    *,
+    dims: tuple[int, int] = (24, 40),
+    vocab: int = V,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """A student and a teacher of another width."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*sizes, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    labels = torch.randint(0, vocab - 4, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = IGNORED_LABEL
+    labels.view(-1)[0] = 3  # one target at the least
+    return {
+        "hidden": draw(*shape, dims[0]).requires_grad_(),
+        "weight": draw(vocab, dims[0], scale=0.4).requires_grad_(),
+        "labels": labels,
+        "teacher_hidden": draw(*shape, dims[1]),
+        "teacher_weight": draw(vocab, dims[1], scale=0.3),
+    }
+
+
+def plain(given: dict[str, Tensor], loss: dict[str, Any], teacher_softcap: float | None = None) -> Tensor:
+    """The sum as one writes it with whole logits, in float64; every KL is torch's own."""
+    is_target = given["labels"].flatten() != IGNORED_LABEL
+    student = (given["hidden"].flatten(0, -2) @ given["weight"].T)[is_target]
+    teacher = (given["teacher_hidden"].flatten(0, -2) @ given["teacher_weight"].T)[is_target]
+    if (cap := loss.get("softcap")) is not None:
+        student = torch.tanh(student / cap) * cap
+    if teacher_softcap is not None:
+        teacher = torch.tanh(teacher / teacher_softcap) * teacher_softcap
+    shared = min(student.shape[1], teacher.shape[1])
+    student, teacher = student[:, :shared], teacher[:, :shared]
+    cross_entropy = F.cross_entropy(student, given["labels"].flatten()[is_target], reduction="sum")
+    temperature, beta, weight = (
+        loss.get("temperature", 1.0),
+        loss.get("beta", 0.5),
+        loss.get("cross_entropy_weight", 0.0),
+    )
+    s, t = (logits.div(temperature).log_softmax(1) for logits in (student, teacher))
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return F.kl_div(q, p, reduction="sum", log_target=True)
+
+    middle = ((1 - beta) * s.exp() + beta * t.exp()).log()
+    divergence = {
+        "forward_kl": kl(t, s),
+        "reverse_kl": kl(s, t),
+        "jsd": beta * kl(t, middle) + (1 - beta) * kl(s, middle),
+    }[loss.get("divergence", "forward_kl")]
+    return (1 - weight) * divergence + weight * cross_entropy
+
+
+def teacher_of(given: dict[str, Tensor], softcap: float | None = None) -> TeacherStates:
+    return TeacherStates(given["teacher_hidden"], given["teacher_weight"], softcap)
+
+
+def ours(given: dict[str, Tensor], teacher: TeacherStates | TopLogProbs | None = None, **settings: Any) -> Tensor:
+    own = {name: given[name] for name in ("hidden", "weight", "labels")}
+    return linear_distillation(**own, teacher=teacher or teacher_of(given), **settings)
+
+
+LOSSES: list[dict[str, Any]] = [
+    {},
+    {"divergence": "reverse_kl", "temperature": 0.6},
+    {"divergence": "jsd", "beta": 0.3},
+    {"divergence": "jsd", "beta": 0.9, "temperature": 2.5, "cross_entropy_weight": 0.4},
+    {"divergence": "forward_kl", "cross_entropy_weight": 0.7, "softcap": 1.5},
+    {"divergence": "reverse_kl", "softcap": 0.8, "temperature": 1.7, "cross_entropy_weight": 0.2},
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",)], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [0, 7, 1024])
+def test_value_and_gradients_equal_the_plain_computation(loss: Any, frozen: Any, chunk_tokens: int) -> None:
+    given = problem()
+    for name in frozen:
+        given[name].requires_grad_(False)
+    trained = [given[name] for name in ("hidden", "weight") if name not in frozen]
+    expected = plain(given, loss, teacher_softcap=1.1)
+    expected_gradients = torch.autograd.grad(expected / 5, trained)
+    value = ours(given, teacher_of(given, 1.1), chunk_tokens=chunk_tokens, **loss)
+    gradients = torch.autograd.grad(value / 5, trained)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-13)
+    for gradient, exact in zip(gradients, expected_gradients, strict=True):
+        assert error(gradient, exact) < 1e-12
+    with torch.no_grad():
+        assert ours(given, teacher_of(given, 1.1), chunk_tokens=chunk_tokens, **loss) == value
+
+
+@pytest.mark.parametrize("loss", [LOSSES[3], LOSSES[5]], ids=str)
+def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
+    torch._dynamo.reset()
+    exact = problem()
+    given = {
+        k: v.detach().float().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in exact.items()
+    }
+    expected = plain(exact, loss, teacher_softcap=1.1)
+    expected.backward()
+    value = ours(given, teacher_of(given, 1.1), chunk_tokens=16, compile=True, **loss)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name in ("hidden", "weight"):
+        assert exact[name].grad is not None
+        assert error(given[name].grad, exact[name].grad) < 3e-6
+
+
+@pytest.mark.parametrize(("beta", "divergence"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_jsd_is_at_its_ends_what_it_is_defined_as(beta: float, divergence: Any) -> None:
+    assert ours(problem(), divergence="jsd", beta=beta) == ours(problem(), divergence=divergence)
+    assert ours(problem(), divergence="jsd", beta=0.5) < ours(problem(), divergence=divergence)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_jsd_is_that_of_trl(beta: float, temperature: float) -> None:
+    """TRL 1.16: GKDTrainer.generalized_jsd_loss, which divides by the targets itself."""
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    given = problem()
+    student, teacher = given["hidden"] @ given["weight"].T, given["teacher_hidden"] @ given["teacher_weight"].T
+    expected = gkd.GKDTrainer.generalized_jsd_loss(
+        student, teacher, given["labels"], beta=beta, temperature=temperature
+    )
+    value = ours(given, divergence="jsd", beta=beta, temperature=temperature) / (given["labels"] != IGNORED_LABEL).sum()
+    # It takes beta's logarithms in float32.
+    assert value.item() == pytest.approx(expected.item(), rel=1e-13 if beta in (0.0, 1.0) else 1e-6)
+    for gradient, exact in zip(
+        *(torch.autograd.grad(loss, [given["hidden"], given["weight"]]) for loss in (value, expected)), strict=True
+    ):
+        assert error(gradient, exact) < 1e-6
+
+
+def test_jsd_is_that_of_liger_and_the_kls_are_those_of_torchtune() -> None:
+    """Liger's LigerFusedLinearJSDLoss weighs a hard and a soft loss, the soft one as TRL's. torchtune's ForwardKLLoss leaves
+    the teacher's entropy out, which no gradient sees; its KDLoss mixes as `cross_entropy_weight` does, by 1 - kd_ratio."""
+    given = problem()
+    is_target = given["labels"] != IGNORED_LABEL
+    student, teacher = (given[f"{who}hidden"] @ given[f"{who}weight"].T for who in ("", "teacher_"))
+    student, teacher, labels = student[is_target], teacher[is_target], given["labels"][is_target]
+    t, log_s = teacher.softmax(-1), student.log_softmax(-1)
+    # Liger, test/chunked_loss/test_jsd_loss.py: HFJSDLoss.distillation_loss, at beta 0.3 and temperature 2
+    log_s2, log_t2 = (student / 2).log_softmax(-1), (teacher / 2).log_softmax(-1)
+    m = torch.lerp(log_s2.exp(), log_t2.exp(), 0.3)
+    kls = (
+        F.kl_div(m.log(), log_t2, reduction="sum", log_target=True),
+        F.kl_div(m.log(), log_s2, reduction="sum", log_target=True),
+    )
+    liger = 0.5 * F.cross_entropy(student, labels, reduction="sum") + 0.5 * (0.3 * kls[0] + 0.7 * kls[1])
+    value = ours(given, divergence="jsd", beta=0.3, temperature=2.0, cross_entropy_weight=0.5)
+    assert value.item() == pytest.approx(liger.item(), rel=1e-12)
+    # torchtune, modules/loss/kd_losses.py
+    torchtune_forward = -(t * log_s).sum()
+    torchtune_reverse = -(log_s.exp() * (t.log() - log_s)).sum()
+    entropy = -(t * t.log()).sum()
+    assert ours(given).item() == pytest.approx((torchtune_forward - entropy).item(), rel=1e-12)
+    assert ours(given, divergence="reverse_kl").item() == pytest.approx(torchtune_reverse.item(), rel=1e-12)
+    theirs = torch.autograd.grad(torchtune_forward, given["hidden"])[0]
+    assert error(torch.autograd.grad(ours(given), given["hidden"])[0], theirs) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [(V, V - 4), (V - 4, V)])
+def test_of_the_larger_vocabulary_what_the_other_lacks_is_left_out(rows: tuple[int, int]) -> None:
+    given = problem()
+    for name, count in zip(("weight", "teacher_weight"), rows, strict=True):
+        given[name] = given[name].detach()[:count].requires_grad_(name == "weight")
+    loss = {"cross_entropy_weight": 0.4}
+    expected = plain(given, loss)
+    expected_gradients = torch.autograd.grad(expected, [given["hidden"], given["weight"]])
+    value = ours(given, chunk_tokens=7, **loss)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-13)
+    for gradient, exact in zip(
+        torch.autograd.grad(value, [given["hidden"], given["weight"]]), expected_gradients, strict=True
+    ):
+        assert error(gradient, exact) < 1e-12
+
+
+def test_a_student_like_its_teacher_costs_nothing_and_learns_nothing() -> None:
+    given = problem()
+    same = TeacherStates(given["hidden"].detach(), given["weight"].detach())
+    for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        value = ours(given, same, divergence=divergence, temperature=0.7)
+        assert abs(value.item()) < 1e-12
+        for gradient in torch.autograd.grad(value, [given["hidden"], given["weight"]]):
+            assert gradient.abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("scale", [10.0, 300.0])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("kept", [None, 5, V])
+def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: float, divergence: Any, kept: Any) -> None:
+    given = problem(dtype=torch.float32)
+    given["teacher_hidden"] = given["teacher_hidden"] * scale
+    given["hidden"] = (given["hidden"].detach() * scale).requires_grad_()
+    exact = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in given.items()
+    }
+    teacher = None if kept is None else top_log_probs(teacher_of(given), given["labels"], kept)
+    value = ours(given, teacher, divergence=divergence)
+    gradient = torch.autograd.grad(value, given["hidden"])[0]
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+    if kept != 5 and scale < 100:
+        expected = plain(exact, {"divergence": divergence}) if divergence != "jsd" else ours(exact, divergence="jsd")
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        # Of one that is sure the gradient is next to nothing, and all of it rounding.
+        assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 1e-3
+
+
+# What was kept of a teacher -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 8, V - 1])
+def test_what_was_kept_is_compared_over_the_likeliest_tokens_and_one_bucket_of_the_rest(loss: Any, top_k: int) -> None:
+    given, temperature = problem(), loss.get("temperature", 1.0)
+    kept = top_log_probs(teacher_of(given, 1.1), given["labels"], top_k, temperature=temperature, chunk_tokens=7)
+    is_target = given["labels"] != IGNORED_LABEL
+    student = (given["hidden"] @ given["weight"].T)[is_target]
+    teacher = torch.tanh((given["teacher_hidden"] @ given["teacher_weight"].T)[is_target] / 1.1) * 1.1
+    if (cap := loss.get("softcap")) is not None:
+        student = torch.tanh(student / cap) * cap
+    s, t = (student / temperature).softmax(1), (teacher / temperature).softmax(1)
+    top = t.topk(top_k, 1).indices
+    s, t = (torch.cat([p.gather(1, top), 1 - p.gather(1, top).sum(1, keepdim=True)], 1) for p in (s, t))
+    assert error(kept.log_probs, t.log()) < 1e-9  # which loses the digits of a small rest
+    beta, weight = loss.get("beta", 0.5), loss.get("cross_entropy_weight", 0.0)
+    m = (1 - beta) * s + beta * t
+    divergence = {
+        "forward_kl": (t * (t / s).log()).sum(),
+        "reverse_kl": (s * (s / t).log()).sum(),
+        "jsd": beta * (t * (t / m).log()).sum() + (1 - beta) * (s * (s / m).log()).sum(),
+    }[loss.get("divergence", "forward_kl")]
+    expected = (1 - weight) * divergence + weight * F.cross_entropy(
+        student, given["labels"][is_target], reduction="sum"
+    )
+    value = ours(given, kept, chunk_tokens=7, compile=True, **loss)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-9)
+    expected_gradients = torch.autograd.grad(expected, [given["hidden"], given["weight"]])
+    for gradient, exact in zip(
+        torch.autograd.grad(value, [given["hidden"], given["weight"]]), expected_gradients, strict=True
+    ):
+        assert error(gradient, exact) < 1e-8
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_of_all_tokens_kept_the_loss_is_the_live_ones(loss: Any) -> None:
+    given = problem()
+    kept = top_log_probs(teacher_of(given), given["labels"], V, temperature=loss.get("temperature", 1.0))
+    assert kept.log_probs.shape == kept.ids.shape
+    live, recalled = ours(given, **loss), ours(given, kept, **loss)
+    assert recalled.item() == pytest.approx(live.item(), rel=1e-12)
+    trained = [given["hidden"], given["weight"]]
+    for gradient, exact in zip(torch.autograd.grad(recalled, trained), torch.autograd.grad(live, trained), strict=True):
+        assert error(gradient, exact) < 1e-11
+
+
+def test_fewer_tokens_kept_are_never_further_from_the_student_and_never_below_0() -> None:
+    given = problem()
+    values = [ours(given, top_log_probs(teacher_of(given), given["labels"], k)).item() for k in (1, 2, 8, 32, V)]
+    assert values == sorted(values)
+    assert values[0] > 0
+
+
+# Beside the value -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_tells_beside_is_that_of_the_plain_logits() -> None:
+    given = problem()
+    logits = (given["hidden"] @ given["weight"].T).detach()
+    given["labels"][0] = logits[0].argmax(1).clamp(max=V - 4)
+    is_target = given["labels"] != IGNORED_LABEL
+    right = (logits.argmax(-1) == given["labels"])[is_target].double().mean()
+    statistics, cross_entropy = TokenStatistics(), TokenStatistics()
+    ours(given, temperature=2.0, chunk_tokens=7, cross_entropy_weight=0.3, statistics=statistics)
+    expected_loss = linear_cross_entropy(given["hidden"], given["weight"], given["labels"], statistics=cross_entropy)
+    told, expected = statistics.means(1), cross_entropy.means(1)
+    assert told["cross_entropy"].item() == pytest.approx(expected_loss.item(), rel=1e-12)
+    assert told["divergence"].item() == pytest.approx(plain(given, {"temperature": 2.0}).item(), rel=1e-12)
+    assert told["entropy"].item() == pytest.approx(expected["entropy"].item(), rel=1e-12)
+    assert told["token_accuracy"].item() == pytest.approx(right.item() * int(is_target.sum()), rel=1e-12) != 0
+
+
+def test_without_a_target_it_is_an_exact_zero() -> None:
+    given = problem()
+    given["labels"].fill_(IGNORED_LABEL)
+    for teacher in (teacher_of(given), TopLogProbs(torch.empty(0, 4), torch.empty(0, 3, dtype=torch.int64), V)):
+        value = ours(given, teacher, num_targets=0)
+        value.backward()
+        assert value == 0
+        assert given["hidden"].grad is not None
+        assert not given["hidden"].grad.any()
+
+
+def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
+    given = problem((4, 64), dims=(64, 80), vocab=1000, dtype=torch.bfloat16)
+    loss: dict[str, Any] = {"divergence": "jsd", "temperature": 0.9}
+    exact = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in given.items()
+    }
+    plain(exact, loss).backward()
+    rounded = []
+    for value in (ours(given, chunk_tokens=50, **loss), plain(given, loss)):
+        rounded.append(torch.autograd.grad(value, [given["hidden"], given["weight"]]))
+    for name, gradient, theirs in zip(("hidden", "weight"), *rounded, strict=True):
+        exact_gradient = exact[name].grad
+        assert exact_gradient is not None
+        assert error(gradient, exact_gradient) < 1.2 * error(theirs, exact_gradient)
+
+
+@pytest.mark.parametrize("kept", [None, 8])
+@pytest.mark.parametrize("num_chunks", [2, 16])
+def test_peak_memory_is_two_chunks_of_logits_however_many_chunks_there_are(kept: int | None, num_chunks: int) -> None:
+    chunk_tokens, dim, vocab = 64, 16, 9000
+    given = problem((1, chunk_tokens * num_chunks), dims=(dim, dim), vocab=vocab, dtype=torch.bfloat16)
+    given["labels"].clamp_(min=0)
+    teacher = None if kept is None else top_log_probs(teacher_of(given), given["labels"], kept)
+    with PeakMemory() as memory:
+        loss = ours(given, teacher, divergence="jsd", chunk_tokens=chunk_tokens)
+        held_bytes = memory.alive_bytes
+        loss.backward()
+    eager_bytes, sum_bytes = 8 * (1 << 20) * 4, vocab * dim * 4
+    of_tokens = 2 * given["hidden"].nbytes + given["labels"].nbytes
+    assert held_bytes < sum_bytes + of_tokens + 4096  # no logits
+    assert memory.peak_bytes < 2 * chunk_tokens * vocab * 2 + eager_bytes + 2 * sum_bytes + 2 * of_tokens + 65536
+
+
+def test_what_cannot_be_is_refused() -> None:
+    given = problem()
+    for settings, message in (
+        ({"divergence": "kl"}, "forward_kl, reverse_kl or jsd"),
+        ({"beta": 1.5}, "from 0 to 1"),
+        ({"temperature": 0.0}, "temperature above 0"),
+        ({"cross_entropy_weight": -0.1}, "from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours(given, **cast(dict[str, Any], settings))
+    with pytest.raises(ValueError, match="the teacher's hidden states at the labels"):
+        ours(given, TeacherStates(given["teacher_hidden"][:1], given["teacher_weight"]))
+    with pytest.raises(ValueError, match="for [0-9]+ targets"):
+        ours(given, TopLogProbs(torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.int64), V))
+    with pytest.raises(ValueError, match="top_k from 1 to the vocabulary's 101"):
+        top_log_probs(teacher_of(given), given["labels"], V + 1)

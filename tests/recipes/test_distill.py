@@ -1,0 +1,343 @@
+"""The recipe with the embedded model as teacher: what it equals, what is kept of a teacher, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.data import sft_batches
+from lean_ft.models import load_model, save_model
+from lean_ft.paths import resolve_data_path, resolve_model_path
+from lean_ft.plan.devices import choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings import KeepTeacherConfig
+from lean_ft.settings_text import load_config
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.teacher_cache import keep_teacher
+
+SETTINGS = (
+    "model.dtype=float32",
+    "data.source=tiny/validation.jsonl",
+    "data.max_length=64",
+    "optimizer.lr=1e-3",
+    "schedule.name=constant",
+    "batch_size=4",
+    "max_steps=6",
+    "device=cpu",
+)
+LIVE = ("distill.teacher=tiny",)
+V = 768  # of the embedded model
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model with the embedded one's tokenizer, its vocabulary padded."""
+    folder = tmp_path_factory.mktemp("student")
+    tiny = resolve_model_path("tiny")
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": V + 8}
+    (folder / "config.json").write_text(json.dumps(json.loads((tiny / "config.json").read_text()) | sizes))
+    torch.manual_seed(0)
+    save_model(load_model(folder, random_init=True), folder)
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path: Path, student: Path) -> Train:
+    """Runs the recipe with settings, and returns the lines of its metrics."""
+
+    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
+        module = load_recipe(find_recipe("distill"))
+        given = [f"model.path={student}", *SETTINGS, f"output_dir={tmp_path / output}", *settings]
+        module.main(load_config(module.Config, None, given))
+        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def keep(destination: Path, *settings: str, top_k: int = V) -> tuple[str]:
+    """Has the embedded model say what it thinks of the rows, and returns the setting that names it."""
+    given = ["model.path=tiny", *SETTINGS[:3], "device=cpu", f"top_k={top_k}", f"destination={destination}", *settings]
+    keep_teacher(load_config(KeepTeacherConfig, None, given))
+    return (f"distill.cached={destination}",)
+
+
+def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
+    return [tuple(line[name] for name in ("loss", "divergence", "tokens", "grad_norm", *more)) for line in lines]
+
+
+# Against a loop by hand -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -> list[float]:
+    """Distillation as a person would write it: one document at a time, whole logits, two models of transformers, torch's AdamW."""
+    given = [f"model.path={student}", *SETTINGS, *LIVE, "output_dir=unused", f"data.packing={packing}"]
+    config = load_config(load_recipe(recipes()["distill"]).Config, None, given)
+    batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
+    learner = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(num_steps):
+        (batch,) = batches.take(1)
+        total, count = torch.zeros(()), 0
+        num_columns = batch.input_ids.shape[1]
+        begins = [*(batch.positions.flatten() == 0).nonzero().flatten().tolist(), batch.num_tokens]
+        for span in (slice(begin, min(end, begin + num_columns)) for begin, end in pairwise(begins)):
+            ids, labels = batch.input_ids.flatten()[span], batch.labels.flatten()[span]
+            s = learner(ids[None]).logits[0, :, :V]
+            with torch.no_grad():
+                t = teacher(ids[None]).logits[0].div(2.0).softmax(-1)
+            for place in (labels >= 0).nonzero().flatten().tolist():
+                p, q = t[place], s[place].div(2.0).softmax(-1)
+                middle = 0.75 * q + 0.25 * p
+                kl = {
+                    "forward_kl": p * (p / q).log(),
+                    "jsd": 0.25 * p * (p / middle).log() + 0.75 * q * (q / middle).log(),
+                }[divergence].sum()
+                total = total + 0.8 * kl - 0.2 * s[place].log_softmax(-1)[labels[place]]
+                count += 1
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append((total / count).item())
+    return losses
+
+
+MEMORY: list[tuple[str, ...]] = [
+    ("distill.divergence=jsd", "distill.beta=0.25"),
+    ("data.packing=padding_free", "optimizer.in_backward=true"),
+    ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
+    ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate", "optimizer.in_backward=true"),
+    ("batch_size=1", "gradient_accumulation_steps=4", "distill.divergence=jsd", "distill.beta=0.25"),
+]
+
+
+@pytest.mark.parametrize("settings", MEMORY, ids=str)
+def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
+    mixed = ("distill.temperature=2", "distill.cross_entropy_weight=0.2", "max_steps=20")
+    lines = train(*LIVE, *mixed, *settings)
+    losses = by_hand(
+        student,
+        "jsd" if "distill.divergence=jsd" in settings else "forward_kl",
+        "padding_free" if "data.packing=padding_free" in settings else "none",
+    )
+    assert losses[-1] < 0.9 * losses[0]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    for line in lines:
+        assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_micro_batches_and_packed_rows_add_up_to_the_whole_batch(train: Train, tmp_path: Path, compile: bool) -> None:
+    """All rows in each step, since packing puts others together."""
+    rows = resolve_data_path("tiny/validation.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[:12]))
+    settings = (*LIVE, f"data.source={tmp_path / 'few.jsonl'}", "epochs=3", "max_steps=3")
+    whole = train(*settings, "batch_size=12")
+    others = [
+        train(*settings, f"compile={compile}", "batch_size=4", "gradient_accumulation_steps=3", output="parts"),
+        train(*settings, f"compile={compile}", "data.packing=bfd", "batch_size=12", output="packed"),
+    ]
+    for lines in others:
+        for line, expected in zip(lines, whole, strict=True):
+            assert line["target_tokens"] == expected["target_tokens"]
+            for name in ("loss", "divergence", "cross_entropy", "entropy", "grad_norm"):
+                assert line[name] == pytest.approx(expected[name], rel=2e-4), name
+
+
+# What was kept of a teacher -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
+def test_all_tokens_kept_teach_what_the_teacher_does(train: Train, tmp_path: Path, packing: str) -> None:
+    """Rows that are shuffled, packed, weighed and held out otherwise than when they were read."""
+    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=15", "eval_every=5")
+    kept = keep(tmp_path / "kept", "data.packing=bfd", "batch_size=3")
+    live, recalled = train(*settings, *LIVE), train(*settings, *kept, output="kept_run")
+    assert len(live) == len(recalled) == 18
+    for line, expected in zip(recalled, live, strict=True):
+        assert line.keys() == expected.keys()
+        for name in ("loss", "divergence", "eval_loss", "eval_divergence", "grad_norm"):
+            if name in expected:
+                assert line[name] == pytest.approx(expected[name], rel=2e-4), name
+
+
+def test_of_64_tokens_nearly_everything_is_kept_in_half_a_kilobyte(train: Train, tmp_path: Path) -> None:
+    kept = keep(tmp_path / "kept", top_k=64)
+    live, recalled = train(*LIVE, "max_steps=1"), train(*kept, "max_steps=1", output="kept_run")
+    assert 0.6 * live[0]["divergence"] < recalled[0]["divergence"] < live[0]["divergence"]
+    about = json.loads((tmp_path / "kept" / "about.json").read_text())
+    num_targets = about["arrays"]["ids"]["length"] // 64
+    size = sum((tmp_path / "kept" / name).stat().st_size for name in ("ids", "log_probs"))
+    assert size == num_targets * (64 * 8 + 4)
+
+
+def test_what_was_kept_of_other_rows_or_at_another_temperature_is_refused(train: Train, tmp_path: Path) -> None:
+    kept = keep(tmp_path / "kept", top_k=4)
+    for settings, message in (
+        (("data.max_length=24",), r"lacks \d+ of the \d+ .*data.max_length=64 there, 24 here"),
+        (("data.train_on=all",), r"lacks 206 of the 206 documents.*train_on=assistant there, all here"),
+        (("data.source=tiny/train.jsonl",), r"lacks [\d,]+ of the [\d,]+ documents.* those held out as well"),
+        (("data.validation_source=tiny/train.jsonl",), "lacks"),
+        (("distill.temperature=2",), "at temperature 1, and distill.temperature is 2"),
+        (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
+        (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*came both"),
+        (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 is of a teacher in memory"),
+        (("distill.on_policy=0.5",), "the teacher has to read what the student writes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(*kept, *settings)
+    with pytest.raises(ValueError, match="is there already"):
+        keep(tmp_path / "kept")
+    (tmp_path / "kept" / "ids").write_bytes(b"")
+    with pytest.raises(ValueError, match="is damaged"):
+        train(*kept)
+
+
+# The student's own answers --------------------------------------------------------------------------------------------------
+
+
+def test_on_policy_steps_score_what_the_student_itself_answers(train: Train, student: Path) -> None:
+    """Every step, without learning: the targets are the student's likeliest tokens, so cross-entropy and accuracy tell."""
+    settings = ("optimizer.lr=0", "max_steps=2", "generation.max_new_tokens=5", "generation.temperature=0")
+    own = train(*LIVE, *settings, "distill.on_policy=1", "distill.divergence=reverse_kl")
+    for line in own:
+        assert line["token_accuracy"] == 1
+        assert line["target_tokens"] <= 4 * 5
+        assert line["divergence"] > 0.5
+    drawn = train(*LIVE, *settings[:3], "distill.on_policy=1", output="drawn")
+    assert all(line["token_accuracy"] < 0.2 for line in drawn)
+
+
+def test_the_share_of_on_policy_steps_is_drawn_by_the_seed_and_a_resume_changes_nothing(train: Train) -> None:
+    settings = (
+        *LIVE,
+        "distill.on_policy=0.4",
+        "generation.max_new_tokens=3",
+        "max_steps=12",
+        "data.packing=padding_free",
+    )
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=5", output="parts")
+    assert numbers(train(*settings, output="parts")) == numbers(whole)
+    sampled = [line["target_tokens"] <= 4 * 3 for line in whole]
+    expected = [bool(np.random.default_rng([0, step]).random() < 0.4) for step in range(12)]
+    assert sampled == expected
+    assert 2 <= sum(sampled) <= 10
+    other = train(*settings, "seed=1", output="other")
+    assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("generation.temperature=0.5",), "generation.temperature=0.5 is of the student's own answers"),
+        (("distill.on_policy=0.5", "data.packing=bfd"), "packing=bfd fills rows with as many documents as fit"),
+        (("distill.on_policy=0.5", "data.batch_tokens=512"), "batch_tokens=512 fills rows"),
+        (("distill.on_policy=1", "data.train_on=all"), "the student has no prompt to answer"),
+        (("distill.on_policy=1.5",), "<= 1"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*LIVE, *settings)
+
+
+# Resuming, precision, planning ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("optimizer.in_backward=true", "data.packing=bfd"),
+        ("lora.rank=4", "lora.dropout=0.1", "distill.teacher_dtype=nf4"),
+        ("cached", "gradient_accumulation_steps=2"),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
+    teacher = keep(tmp_path / "kept", top_k=16) if "cached" in settings else LIVE
+    settings = (*teacher, *(setting for setting in settings if setting != "cached"))
+    whole = train(*settings, output="whole")
+    train(*settings, "max_steps=3", output="parts")
+    parts = train(*settings, output="parts")
+    assert numbers(parts) == numbers(whole)
+    (folder,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
+    for file in (tmp_path / "whole" / folder).glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts" / folder / file.name).read_bytes()
+
+
+def test_a_teacher_in_fewer_bits_says_nearly_the_same(train: Train) -> None:
+    exact = train(*LIVE, "max_steps=1")[0]["divergence"]
+    for kept_as, bound in (("bfloat16", 0.01), ("float16", 0.01), ("nf4", 0.1)):
+        (line,) = train(*LIVE, "max_steps=1", f"distill.teacher_dtype={kept_as}", output=kept_as)
+        assert 0 < abs(line["divergence"] / exact - 1) < bound
+    (line,) = train(*LIVE, "max_steps=1", "model.dtype=float16", "distill.teacher_dtype=float32", output="mixed")
+    assert line["divergence"] == pytest.approx(exact, rel=0.01)
+
+
+def test_what_was_held_out_comes_nearer_to_the_teacher(train: Train, capsys: pytest.CaptureFixture) -> None:
+    settings = ("data.validation_fraction=0.3", "data.train_on=all", "epochs=8", "max_steps=40", "eval_every=5")
+    evaluations = [line for line in train(*LIVE, *settings) if "eval_loss" in line]
+    assert evaluations[-1]["eval_divergence"] < 0.8 * evaluations[0]["eval_divergence"]
+    assert evaluations[-1]["eval_loss"] == evaluations[-1]["eval_divergence"]
+    said = capsys.readouterr().out
+    assert "teacher     tiny in float32" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((), "expected one of teacher=MODEL and cached=FOLDER.*came neither"),
+        (("distill.teacher=./nowhere",), "nowhere"),
+        (("distill.teacher=OTHER",), r"another tokenizer: 300 is '.*' to the student and '.*' to the teacher"),
+        (("distill.cached=nowhere",), "distill.cached=nowhere is no folder of a teacher's likeliest tokens"),
+        ((*LIVE, "distill.divergence=forward"), "forward_kl"),
+        ((*LIVE, "distill.beta=0.5"), "beta=0.5 is not read by divergence=forward_kl, but by jsd"),
+        ((*LIVE, "distill.cross_entropy_weight=1"), "leaves nothing of the teacher"),
+        ((*LIVE, "distill.temprature=2"), "temperature"),
+        ((*LIVE, "distill.temperature=0"), "> 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_one_message(
+    train: Train, tmp_path: Path, settings: tuple[str, ...], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(resolve_model_path("tiny"), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = (next(token for token, number in vocabulary.items() if number == wanted) for wanted in (300, 301))
+    vocabulary[a], vocabulary[b] = 301, 300
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=message):
+        train(*(setting.replace("OTHER", str(other)) for setting in settings))
+
+
+def test_the_planner_counts_a_teacher_and_not_what_was_kept_of_one(student: Path, tmp_path: Path) -> None:
+    def weights(*settings: str) -> int:
+        recipe = load_recipe(recipes()["distill"])
+        cfg = load_config(recipe.Config, None, [f"model.path={student}", *SETTINGS, "output_dir=unused", *settings])
+        return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak.bytes_by_label["weights"]
+
+    def num_bytes(path: Any) -> int:
+        return sum(parameter.nbytes for parameter in load_model(path).parameters())
+
+    live, recalled = weights(*LIVE), weights(*keep(tmp_path / "kept", top_k=4))
+    assert live - recalled == pytest.approx(num_bytes("tiny"), rel=0.01)
+    assert recalled == pytest.approx(num_bytes(student), rel=0.05)
+    assert weights(*LIVE, "distill.teacher_dtype=bfloat16") < live - 0.45 * num_bytes("tiny")
