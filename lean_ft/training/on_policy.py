@@ -10,6 +10,7 @@ Source: Agarwal et al. 2023, arXiv:2306.13649. Left out: gradients through the s
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -62,31 +63,35 @@ class OnPolicy:
 
         A prompt and its answer have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
         """
-        return [self._answered(batch, [self._seed, step, i]) for i, batch in enumerate(micro_batches)]
-
-    def _answered(self, batch: Batch, seed: list[int]) -> Batch:
-        asked = list(questions_of(batch))
-        prompts = [prompt for prompt, _ in asked]
+        asked = [list(questions_of(batch)) for batch in micro_batches]
+        prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
         if not prompts:
-            return batch
+            return list(micro_batches)
         if min(map(len, prompts)) < 2:  # a bos token asks nothing
             raise ValueError(
                 "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
                 "plain text and for data.train_on=all."
             )
-        ends = {answer[-1] for _, answer in asked if not self._tokenizer.decode([answer[-1]], skip_special_tokens=True)}
+        last = {answer[-1] for of_batch in asked for _, answer in of_batch}
+        ends = {token for token in last if not self._tokenizer.decode([token], skip_special_tokens=True)}
         ends |= {self._tokenizer.eos_id} if self._tokenizer.eos_id is not None else set()
         room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
-        drawn = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        how = Sampling(
+        sampling = Sampling(
             min(self._sampling.max_new_tokens, max(room)),
             temperature=self._sampling.temperature,
-            seed=drawn,
+            seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint32)[0]),
             stop_ids=frozenset(ends),
         )
-        answers = [answer.ids for answer in sample(self._model, prompts, how)]
+        # All of the step at once: how its prompts are shared out to micro-batches changes no answer.
+        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
         texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
-        return self._batch(texts)
+        ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
+        own = [texts[end - len(of_batch) : end] for of_batch, end in zip(asked, ends_at, strict=True)]
+        return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
+
+    def _known(self, answer: list[int]) -> list[int]:
+        """The answer up to the first id that is no token: rows by which a vocabulary is padded are the student's alone."""
+        return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])

@@ -241,6 +241,15 @@ def test_the_share_of_on_policy_steps_is_drawn_by_the_seed_and_a_resume_changes_
     assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
 
 
+def test_how_prompts_are_shared_out_to_micro_batches_changes_no_answer(train: Train) -> None:
+    settings = (*LIVE, "distill.on_policy=1", "generation.max_new_tokens=4", "max_steps=2")
+    whole = train(*settings, "batch_size=6")
+    parts = train(*settings, "batch_size=2", "gradient_accumulation_steps=3", output="parts")
+    for line, expected in zip(parts, whole, strict=True):
+        for name in ("loss", "cross_entropy", "target_tokens"):
+            assert line[name] == pytest.approx(expected[name], rel=2e-4), name
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
