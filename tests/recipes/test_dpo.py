@@ -128,7 +128,7 @@ def by_hand(settings: tuple[str, ...], num_steps: int = 20) -> tuple[list[float]
 
 
 EACH_ITS_PROMPT = ("data.shared_prompt=false",)
-PACKED = ("data.packing=bfd", "batch_size=1", "data.max_length=48")
+PACKED = ("data.packing=bfd", "batch_size=1")
 # Which pairs come together, and what must change nothing; the prompts of all but two are shared.
 MEMORY = [
     ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
