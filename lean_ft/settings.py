@@ -7,7 +7,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 import importlib.util
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -578,8 +578,11 @@ class PolicyLossConfig(Settings):
         return "mean" if self.name == "dr_grpo" else "leave_one_out" if self.name == "rloo" else "group"
 
     @property
-    def kl_of_tokens(self) -> str:
-        return "corrected" if self.kl == "in_reward" else self.kl
+    def of_tokens(self) -> dict[str, Any]:
+        """What `policy_loss` is told beside its name: the divergence that stands in the loss, and the loss's own."""
+        in_loss = self.kl != "in_reward" and self.needs_reference
+        divergence = {"kl": self.kl, "kl_weight": self.kl_weight} if in_loss else {"kl": "corrected", "kl_weight": 0.0}
+        return divergence | self.own_settings
 
     @model_validator(mode="after")
     def _is_read(self) -> "PolicyLossConfig":
@@ -630,6 +633,11 @@ class GenerationConfig(Settings):
         description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
         "rest. null is a quarter of what the weights leave on the device.",
     )
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How long answers may be and which tokens can be in them, as `Sampling` is told."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
 
     @property
     def narrows(self) -> bool:
@@ -1033,6 +1041,14 @@ class RecipeConfig(Settings):
             return data.max_length
         prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
         return prompts.max_prompt_length + generation.max_new_tokens if prompts and generation else None
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """Tokens that a forward pass may have; None where the recipe has no data of ours."""
+        data, row_tokens = self.group(DataConfig), self.row_tokens
+        if data is not None and data.batch_tokens is not None:
+            return data.batch_tokens
+        return None if row_tokens is None else self.batch_size * row_tokens
 
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""

@@ -49,8 +49,7 @@ def main(cfg: Config) -> None:
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    tokens = cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length  # of a forward pass, at most
-    parallelize(model, cfg.parallel, ranks, tokens=tokens)  # each rank reads and keeps its rows; one device: all
+    parallelize(model, cfg.parallel, ranks, tokens=cfg.pass_tokens)  # each rank reads and keeps its rows, or all
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     cross_entropy = CrossEntropy(model, cfg, ranks)  # of hidden states: logits exist a chunk of tokens at a time
     run = Run(

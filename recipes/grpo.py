@@ -76,12 +76,11 @@ def main(cfg: Config) -> None:
 
     def answer(asked: list[Prompt], temperature: float, seed: int) -> list[Any]:
         how = Sampling(
-            cfg.generation.max_new_tokens,
-            temperature,
-            *(cfg.generation.top_k, cfg.generation.top_p, cfg.generation.min_p),
+            temperature=temperature,
             seed=seed,
             stop_ids=ends,
             stop_texts=tuple(cfg.generation.stop),
+            **cfg.generation.drawn,
         )
         ids = [prompt.ids for prompt in asked]
         return sample(model, ids, how, decode=tokenizer.decode, cache_gib=cfg.generation.cache_gib)
@@ -122,14 +121,12 @@ def main(cfg: Config) -> None:
             batch.advantages,
             batch.counts,
             reference_logps=frozen,
-            kl_weight=cfg.loss.kl_weight if frozen is not None else 0.0,
-            kl=cfg.loss.kl_of_tokens,
             weights=weights,
             max_length=cfg.generation.max_new_tokens,
             num_answers=num_answers,
             num_tokens=num_tokens,
             statistics=tokens,
-            **cfg.loss.own_settings,
+            **cfg.loss.of_tokens,
         )
         if now.router_loss is not None:  # of a mixture of experts
             loss = loss + now.router_loss * (batch.num_targets / num_tokens)
@@ -156,16 +153,16 @@ def main(cfg: Config) -> None:
         tokens, losses = TokenStatistics(), []
         for i, batch in enumerate(micro_batches, start=1):
             # Shares of the step's loss: what it is divided by is the whole step's.
-            losses.append(loss := loss_of(batch.to(device), num_answers, num_tokens, tokens))
+            loss = loss_of(batch.to(device), num_answers, num_tokens, tokens)
+            losses.append(loss.detach())
             # A step with a loss that is not finite is skipped, and its batch kept.
             optimizer.scale(loss, last=i == len(micro_batches)).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
-        loss = torch.stack([one.detach() for one in losses]).sum()
-        metrics = tokens.means(num_tokens) | rollouts.metrics()
-        run.log(loss=loss, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
+        metrics = {"loss": torch.stack(losses).sum()} | tokens.means(num_tokens) | rollouts.metrics()
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
         samples.write(step, rollouts)
         if run.evaluation_due():
             run.log_evaluation(None, **evaluate(held_out or []))

@@ -206,7 +206,7 @@ def test_head_dim_and_key_heads_are_derived():
         ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
         ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Did you mean 'gemma"),
         ({"model_type": None}, "model_type is None"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .* a language model"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),
         ({"hidden_act": "relu2"}, "hidden_act is 'relu2'; expected one of gelu, gelu_pytorch_tanh, silu, swish"),
         (

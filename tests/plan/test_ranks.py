@@ -150,7 +150,7 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
     sizes = {**QWEN, **SIZES, "vocab_size": 65536}
     (model_folder / "large").mkdir()
     (model_folder / "large" / "config.json").write_text(json.dumps(sizes))
-    for file in model_folder.glob("*token*"):
+    for file in model_folder.glob("*token*.json"):
         (model_folder / "large" / file.name).write_bytes(file.read_bytes())
     peaks = {
         how: planned(
