@@ -156,7 +156,12 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
     # A tensor that several layers share lives until the step ends, when later copies of that stream were waited for:
     # the last workload alone can tell. What is unpinned here, other waits have come to before: the next test is of that.
     unnoticed = [place for place in unnoticed if not place[1].endswith("_unpin: synchronize")]
-    assert [place for place in unnoticed if place != ("everything", "HostLink.keep > HostLink._wait: wait_event")] == []
+    # What comes back has memory of the copying stream, whose next use is queued behind the copy: the wait for an arrival that
+    # no one comes for is for tensors larger than all that may be on its way, and here is none.
+    by_stream = {
+        ("everything", f"HostLink.{name} > HostLink._wait: wait_event") for name in ("keep", "forget_arrivals")
+    }
+    assert [place for place in unnoticed if place not in by_stream] == []
 
 
 def test_memory_is_not_unpinned_under_a_copy() -> None:
