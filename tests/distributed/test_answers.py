@@ -11,6 +11,8 @@ from lean_ft.settings_text import load_config
 from tests.distributed.processes import on_ranks
 from tests.training.toy_runs import TIMES, digests, metrics
 
+pytestmark = pytest.mark.long  # each starts processes, which takes half a minute; test_dpo and test_finetune stay
+
 SETTINGS = (
     "model.path=tiny",
     "model.dtype=float32",

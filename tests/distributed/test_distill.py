@@ -13,6 +13,8 @@ from lean_ft.training.teacher_cache import keep_teacher
 from tests.distributed.processes import on_ranks
 from tests.training.toy_runs import TIMES, digests, metrics
 
+pytestmark = pytest.mark.long  # each starts processes, which takes half a minute; test_dpo and test_finetune stay
+
 SETTINGS = (
     "model.path=tiny",
     "model.random_init=true",

@@ -14,6 +14,8 @@ from tests.distributed.processes import on_ranks
 from tests.distributed.test_finetune import assert_close, make_mixture, numbers, refusal, run
 from tests.training.toy_runs import digests
 
+pytestmark = pytest.mark.long  # each starts processes, which takes half a minute; test_dpo and test_finetune stay
+
 EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")
 MOMENTUM = ("optimizer.name=sgd", "optimizer.momentum=0.9", "parallel.vocabulary=cut")
