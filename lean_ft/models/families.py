@@ -60,8 +60,11 @@ def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
 
 def _unlisted_layers_but_every_nth(fields: Fields, layer: int) -> bool:
     """The same of a file that lists no layers; with such a list the pattern may be anything."""
-    unlisted = fields.get("layer_types") is None and fields.get("sliding_window") is not None
-    return fields.get("sliding_window_pattern") is not None and unlisted and _all_but_every_nth_layer(fields, layer)
+    fields.get("sliding_window_pattern")
+    if fields.get("layer_types") is not None:
+        return False
+    fields.count("sliding_window")  # where there is none, transformers wants the list
+    return _all_but_every_nth_layer(fields, layer)
 
 
 # Which layers of a family with experts have them.
@@ -88,6 +91,11 @@ def _has_rope(fields: Fields, layer: int) -> bool:
     if fields.get("no_rope_layers") is not None:  # named for the layers without, a 1 nevertheless marks those with it
         has_rope = fields.of_each_layer("no_rope_layers")[layer] == 1
     return has_rope
+
+
+def _neighbours_in_a_part(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    fields.positive("partial_rotary_factor")  # null is another number to transformers once it has saved the file
+    return rope_config(fields, may_be_partial=True, turns_neighbours=True)
 
 
 def _neighbours_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -350,7 +358,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4": Family(
         facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
-        rope=lambda fields, layer, is_windowed: rope_config(fields, may_be_partial=True, turns_neighbours=True),
+        rope=_neighbours_in_a_part,
         on_disk={
             "post_attention_layernorm": ("post_self_attn_layernorm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),
