@@ -167,12 +167,14 @@ def leave_word(message: str, exit_code: int) -> bool:
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
+    lost_peer = exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS)
     word = {
         "message": message,
-        "timestamp": int(time.time()),
+        # The agent tells the earliest failure as the cause. Who lost a peer may say so before the agent has seen that one die.
+        "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,
         "host": platform.node(),
-        "lost_peer": exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS),
+        "lost_peer": lost_peer,
     }
     Path(file).write_text(json.dumps(word), encoding="utf-8")
     return True

@@ -106,10 +106,11 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
     if (prompts := group(PromptDataConfig)) is not None and model and name is None:
         with _gathered(problems, "data.source: "):
-            found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
+            tokenizer = load_tokenizer(model.path, prompts.chat_template)
+            found, _ = prompt_rows(prompts, tokenizer, seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
-            Rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+            Rewards(cfg.rewards, tokenizer)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
 
 

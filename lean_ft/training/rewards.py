@@ -26,6 +26,7 @@ from lean_ft.generation import Sample
 from lean_ft.settings import Reward
 from lean_ft.shapes_only import stage
 from lean_ft.spelling import did_you_mean
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import TrainingFailed
 
 GIVEN = ("prompts", "completions", "completion_ids", "ended")
@@ -77,9 +78,9 @@ BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_
 
 
 class Rewards:
-    """`score(prompts, samples, decode)`: what N answers are worth, as the settings say."""
+    """`score(prompts, samples)`: what N answers are worth, as the settings say."""
 
-    def __init__(self, settings: Sequence[Reward | str]) -> None:
+    def __init__(self, settings: Sequence[Reward | str], tokenizer: Tokenizer) -> None:
         """Loads the functions. Raises ValueError where there is none, or one is not there or cannot be run."""
         if not settings:
             raise ValueError(
@@ -87,16 +88,14 @@ class Rewards:
                 "(rewards=[my_rewards.py:right]) or one that is there (rewards=[exact_answer])."
             )
         self._settings = [Reward.model_validate({"function": one}) if isinstance(one, str) else one for one in settings]
-        self._functions = [_load(one) for one in self._settings]
+        self._functions, self._tokenizer = [_load(one) for one in self._settings], tokenizer
 
-    def __call__(
-        self, prompts: Sequence[Prompt], samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
-    ) -> Scores:
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         """prompts, samples: N of each. Raises TrainingFailed where a function fails, with the row's place, or returns
         something else than a finite number or None for each answer."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
-        texts = [decode(one.ids) for one in samples]
+        texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]
         given = {
             "prompts": [prompt.asked for prompt in prompts],
             "completions": texts,

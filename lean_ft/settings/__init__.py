@@ -1,0 +1,79 @@
+"""Every setting a recipe takes: its name, default, unit and meaning, stated here and nowhere else.
+
+A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it uses. `lean_ft.settings_text` turns
+YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
+"""
+
+from lean_ft.settings.answers import GenerationConfig, Reward, SamplingConfig
+from lean_ft.settings.base import Every, Fraction, GroupT, Settings
+from lean_ft.settings.data import (
+    AnswerDataConfig,
+    DataConfig,
+    FormatName,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    RewardDataConfig,
+    RowsConfig,
+    SFTDataConfig,
+    Source,
+    Sources,
+    UnpairedDataConfig,
+)
+from lean_ft.settings.devices import MemoryConfig, ParallelConfig
+from lean_ft.settings.losses import (
+    LOSS_READS,
+    POLICY_LOSS_READS,
+    DistillConfig,
+    LossConfig,
+    PolicyLossConfig,
+    PreferenceLossConfig,
+    ReferenceConfig,
+    RewardLossConfig,
+    UnpairedLossConfig,
+)
+from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
+from lean_ft.settings.run import LOGGER_PACKAGES, KeepTeacherConfig, LogConfig, RecipeConfig, TrainingConfig, models_of
+
+__all__ = [
+    "LOGGER_PACKAGES",
+    "LOSS_READS",
+    "MUON_MOMENTUM",
+    "POLICY_LOSS_READS",
+    "AnswerDataConfig",
+    "DataConfig",
+    "DistillConfig",
+    "Every",
+    "FormatName",
+    "Fraction",
+    "GenerationConfig",
+    "GroupT",
+    "KeepTeacherConfig",
+    "LoRAConfig",
+    "LogConfig",
+    "LossConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PolicyLossConfig",
+    "PreferenceDataConfig",
+    "PreferenceLossConfig",
+    "PromptDataConfig",
+    "RecipeConfig",
+    "ReferenceConfig",
+    "Reward",
+    "RewardDataConfig",
+    "RewardLossConfig",
+    "RowsConfig",
+    "SFTDataConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "Settings",
+    "Source",
+    "Sources",
+    "TrainingConfig",
+    "UnpairedDataConfig",
+    "UnpairedLossConfig",
+    "models_of",
+]

@@ -1,0 +1,81 @@
+"""Settings of answers that a model gives while it learns: how they are sampled and what judges them."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from lean_ft.settings.base import RegularExpression, Settings
+
+
+class GenerationConfig(Settings):
+    """How a model in training answers prompts, and how the answers are learned from."""
+
+    num_answers: Annotated[int, Field(ge=2)] = Field(
+        8, description="Answers to each prompt, the group that they are compared in."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Tokens after which an answer is cut, if it has not ended.")
+    temperature: PositiveFloat = Field(
+        1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
+    )
+    eval_temperature: NonNegativeFloat | None = Field(
+        None,
+        description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
+    )
+    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the fewest tokens whose probabilities reach this share."
+    )
+    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer, beside the model's own end tokens.")
+    steps_per_round: PositiveInt = Field(
+        1,
+        description="Optimizer steps that the answers of one round of sampling are shared out to. A round has batch_size x "
+        "gradient_accumulation_steps x steps_per_round answers.",
+    )
+    passes: PositiveInt = Field(1, description="How often a round's answers are gone through.")
+    most_attempts: PositiveInt = Field(
+        1,
+        description="Dynamic sampling: from 2 on, prompts whose answers all have the same reward give way to new ones, in at "
+        "most so many samplings a round. 1 keeps them; they teach nothing and count in the means.",
+    )
+    cache_gib: PositiveFloat | None = Field(
+        None,
+        description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
+        "rest. null is a quarter of what the weights leave on the device.",
+    )
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How long answers may be and which tokens can be in them, as `Sampling` is told."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some tokens are never drawn, so that the sampler's probabilities are not the model's."""
+        return self.top_k is not None or (self.top_p or 1.0) < 1 or self.min_p is not None
+
+
+class Reward(Settings):
+    """One of several rewards."""
+
+    function: str = Field(
+        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`."
+    )
+    weight: float = Field(1.0, description="What it counts in the sum.")
+    pattern: RegularExpression | None = Field(
+        None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
+    )
+
+
+class SamplingConfig(Settings):
+    """How the student answers, in the steps that distill.on_policy asks for."""
+
+    max_new_tokens: PositiveInt = Field(
+        256,
+        description="Tokens after which an answer is cut, if it has not ended; with its prompt it has data.max_length.",
+    )
+    temperature: NonNegativeFloat = Field(
+        1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
+    )

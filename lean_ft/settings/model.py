@@ -1,0 +1,65 @@
+"""Settings of the model that trains, and of the adapters on it."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from lean_ft.settings.base import Fraction, Settings
+
+
+class ModelConfig(Settings):
+    """The model that is trained."""
+
+    path: str = Field(
+        description="A Hugging Face model folder, a repository of the hub (`org/name`, or `org/name@revision`), or the "
+        "embedded model: `tiny`. A run records the commit, and goes on with it."
+    )
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        "bfloat16",
+        description="Type of the weights and the arithmetic. `float16` keeps float32 master weights, computes "
+        "in float16 and scales the loss.",
+    )
+    random_init: bool = Field(
+        False,
+        description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
+    )
+    router_aux_loss_coef: NonNegativeFloat | None = Field(
+        None,
+        description="Mixtures of experts: weight of the router's load-balancing loss, added to the mean loss; 0 leaves "
+        "it out. null takes config.json's own weight if output_router_logits is true there, and 0 if not: as "
+        "transformers does, and so most published models train without it.",
+    )
+
+
+class LoRAConfig(Settings):
+    """The adapter that is trained in place of the model's own weights."""
+
+    rank: PositiveInt = Field(16, description="Width of the two matrices that train beside each layer.")
+    alpha: PositiveFloat = Field(
+        32.0, description="What the matrices' product is multiplied by, times the rank (its root with rslora)."
+    )
+    targets: list[str] = Field(
+        ["all-linear"],
+        min_length=1,
+        description="Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names "
+        "(q_proj, lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*).",
+    )
+    dropout: Fraction = Field(0.0, description="Share of the adapter's inputs that are dropped in training.")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank), which suits high ranks, not alpha / rank.")
+    dora: bool = Field(False, description="DoRA: each output's magnitude trains by itself, the product its direction.")
+    init: Literal["zero", "pissa"] = Field(
+        "zero",
+        description="Where the adapter starts: a product of zero, or the weight's largest singular directions, which "
+        "are taken off the weight (PiSSA).",
+    )
+    lr_ratio: PositiveFloat = Field(
+        1.0, description="LoRA+: learning rate of the second matrix (B) over optimizer.lr; its authors advise 16."
+    )
+    dtype: Literal["float32", "model"] = Field(
+        "float32", description="Type in which the adapter is kept and updated; products take the model's type."
+    )
+    quantize: Literal["none", "nf4"] = Field(
+        "none",
+        description="QLoRA: keep the linear layers' frozen weights in 4 bits (NF4, double quantisation), made whole "
+        "for each product.",
+    )
