@@ -176,7 +176,7 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}
 _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
-_EVERY_BIAS = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), flag("use_bias"))
+_EVERY_BIAS: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), flag("use_bias"))
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,

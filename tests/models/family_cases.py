@@ -18,6 +18,18 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Further checkpoints of families that one stands for in the short tests.
+LONG_CASES = {
+    "ministral3_window_tied",
+    "olmo3_listed_windows",
+    "glm4_tied",
+    "seed_oss_other_biases",
+    "ernie4_5_untied_biases",
+    "hunyuan_v1_dense_tied_biases",
+    "exaone4_listed_windows",
+    "exaone4_without_windows",
+    "cohere2_untied_biases",
+}
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
 
 LLAMA3 = {
