@@ -49,7 +49,7 @@ class Config(RecipeConfig):
     data: PromptDataConfig
     rewards: list[Reward | str] = Field(
         description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`; or {function, weight, pattern}."
+        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
     )
     generation: GenerationConfig = GenerationConfig()
     lora: LoRAConfig | None = None  # null: all parameters train
@@ -68,7 +68,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
-    score = Rewards(cfg.rewards, tokenizer)
+    score = Rewards(cfg.rewards, tokenizer, device.type)
     model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from lean_ft.settings.base import RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
@@ -59,15 +59,32 @@ class GenerationConfig(Settings):
 
 
 class Reward(Settings):
-    """One of several rewards."""
+    """One of several rewards: a function or a model."""
 
-    function: str = Field(
-        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`."
+    function: str | None = Field(
+        None,
+        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`.",
+    )
+    model: str | None = Field(
+        None,
+        description="In place of it a reward model: a run of `reward`, its checkpoint, another folder of one, or org/name.",
     )
     weight: float = Field(1.0, description="What it counts in the sum.")
     pattern: RegularExpression | None = Field(
         None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
     )
+
+    @property
+    def name(self) -> str:
+        return self.function or self.model or ""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "Reward":
+        if (self.function is None) == (self.model is None):
+            raise ValueError(f"expected a function or a model, came {'neither' if self.model is None else 'both'}.")
+        if self.model is not None and self.pattern is not None:
+            raise ValueError("a pattern is for functions that are there, and this reward is a model. Leave it out.")
+        return self
 
 
 class SamplingConfig(Settings):
