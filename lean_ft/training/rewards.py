@@ -180,7 +180,9 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     """What of the given a function takes: all, or what it names."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        taken = {name: values for name, values in given.items() if name != "prompt_ids"}  # which TRL's functions do not get
+        taken = {
+            name: values for name, values in given.items() if name != "prompt_ids"
+        }  # which TRL's functions do not get
     else:
         taken = {one.name: given[one.name] for one in parameters if one.name in given}
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
