@@ -46,13 +46,14 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.data import prompt_rows
     from lean_ft.models import empty_model
     from lean_ft.peft import apply_lora, quantize_as_loaded
+    from lean_ft.quantization import fake_quantize
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
     from lean_ft.training.on_policy import check_on_policy
     from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
-    from lean_ft.training.rewards import Rewards
+    from lean_ft.training.rewards import check_rewards
     from lean_ft.training.teacher import check_cached, check_tokenizer
 
     def group(kind: type[Any]) -> Any:
@@ -80,6 +81,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 quantize_as_loaded(lora)
                 apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights
             if isinstance(cfg, RecipeConfig):
+                fake_quantize(decoder, cfg)
                 freeze_parameters(decoder, cfg.freeze, cfg.train)
         with _gathered(problems):
             tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None
@@ -109,7 +111,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
             found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
-            Rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+            check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
 
 

@@ -4,7 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 
-from lean_ft.settings.answers import GenerationConfig, Reward, SamplingConfig
+from lean_ft.settings.answers import AskConfig, GenerationConfig, Reward, SamplingConfig
 from lean_ft.settings.base import Every, Fraction, GroupT, Settings
 from lean_ft.settings.data import (
     AnswerDataConfig,
@@ -31,7 +31,7 @@ from lean_ft.settings.losses import (
     RewardLossConfig,
     UnpairedLossConfig,
 )
-from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import LOGGER_PACKAGES, KeepTeacherConfig, LogConfig, RecipeConfig, TrainingConfig, models_of
 
@@ -41,12 +41,14 @@ __all__ = [
     "MUON_MOMENTUM",
     "POLICY_LOSS_READS",
     "AnswerDataConfig",
+    "AskConfig",
     "DataConfig",
     "DistillConfig",
     "Every",
     "FormatName",
     "Fraction",
     "GenerationConfig",
+    "GroupSize",
     "GroupT",
     "KeepTeacherConfig",
     "LoRAConfig",
@@ -60,6 +62,8 @@ __all__ = [
     "PreferenceDataConfig",
     "PreferenceLossConfig",
     "PromptDataConfig",
+    "QuantizeConfig",
+    "QuantizedKind",
     "RecipeConfig",
     "ReferenceConfig",
     "Reward",
