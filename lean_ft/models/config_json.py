@@ -50,7 +50,12 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 )
 
 # Models that read images too, whose language model is a family here and is what is trained.
-_LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
+_LANGUAGE_MODEL_OF = {
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+}
+_OF_IMAGES = ("image", "video", "vision")
 
 # What transformers calls the model of a family that gives one score in place of logits; other families have none there.
 SCORE_ARCHITECTURES = {
@@ -69,6 +74,8 @@ SCORE_ARCHITECTURES = {
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
         "gpt_oss": "GptOss",
+        "qwen3_next": "Qwen3Next",
+        "qwen3_5_text": "Qwen3_5Text",
     }.items()
 }
 
@@ -88,7 +95,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
     family, architecture = _LANGUAGE_MODEL_OF[model_type]
-    shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
+    shared = {
+        key: value
+        for key, value in config.items()
+        if not isinstance(value, dict) and not any(part in key for part in _OF_IMAGES)
+    }
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
 
 
@@ -143,7 +154,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
             "expected the first to be a multiple of the second."
         )
-    read = DecoderConfig(
+    facts: dict[str, Any] = dict(
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
@@ -154,10 +165,10 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         max_positions=fields.count("max_position_embeddings"),
         initializer_range=fields.positive("initializer_range"),
         tied_embeddings=fields.flag("tie_word_embeddings"),
-        norm_eps=fields.positive("rms_norm_eps"),
+        norm_eps=fields.positive(family.norm_eps_field),
         activation=_activation(fields, family),
-        **_facts(family.facts, fields),
     )
+    read = DecoderConfig(**facts | _facts(family.facts, fields))
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
         return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
@@ -188,11 +199,14 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
 def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
-    if fields.get("layer_types") is not None:
+    if fields.get("layer_types") is None:
+        kinds = [family.layer_type(fields, layer) for layer in range(num_layers)]
+    else:
         kinds = fields.of_each_layer("layer_types")
         has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"{has}; expected full_attention or sliding_attention.")
+        known = ["full_attention", "sliding_attention", *family.mixers]
+        if any(kind not in known for kind in kinds):
+            raise ValueError(f"{has}; expected {' or '.join(known)}.")
         by_family, windowed = windowed, [kind == "sliding_attention" for kind in kinds]
         if windowed != by_family and not family.reads_layer_types:
             raise ValueError(
@@ -203,10 +217,12 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
         fields.get("sliding_window")  # the family knows it, even where no layer uses it
     window = fields.count("sliding_window") if any(windowed) else None
     mixture = _mixture(fields, family)
+    mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
     return tuple(
         LayerConfig(
-            family.rope(fields, layer, is_windowed),
+            None if kinds[layer] in mixers else family.rope(fields, layer, is_windowed),
             window if is_windowed else None,
+            mixers.get(kinds[layer]),
             mixture if mixture is not None and family.has_mixture(fields, layer) else None,
         )
         for layer, is_windowed in enumerate(windowed)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.")
 
 
 def name_in_language_model(name: str) -> str | None:
     """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    if name.startswith(("model.language_model.", "model.vision", "model.multi")):
+    if name.startswith(("model.language_model.", "model.vis", "model.multi")):
         name = name.removeprefix("model.")
     if name.startswith(_OF_IMAGES):
         return None

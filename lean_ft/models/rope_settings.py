@@ -1,7 +1,7 @@
 """Reads rotary settings from a config.json, in the spellings of transformers 4 and 5: one reader a scaling."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
@@ -10,9 +10,13 @@ from lean_ft.spelling import did_you_mean
 
 
 def rope_config(
-    fields: Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False
+    fields: Fields,
+    settings: Any = None,
+    key: str | None = None,
+    may_be_partial: bool = False,
+    ignored: Sequence[str] = (),
 ) -> RopeConfig:
-    """Reads the rotary settings that `key` names, or those of the whole model where left out."""
+    """Reads the rotary settings that `key` names, or those of the whole model where left out; those `ignored` change nothing."""
     if key is None:
         key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         settings = fields.get(key) or {}
@@ -43,7 +47,8 @@ def rope_config(
     values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * share) // 2))
     original = own.positive("original_max_position_embeddings")
     theta = own.positive("rope_theta")
-    unknown = [name for name, value in settings.items() if name not in own.read and value is not None]
+    known = {*own.read, *ignored}
+    unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
