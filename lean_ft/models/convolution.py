@@ -1,14 +1,15 @@
 """A short causal convolution of each feature by itself, within each document, and the mixer that is made of one.
 
 A token's result is the weighed sum of its own input and those of the few before it; what lies before its document counts as
-zero. It is one custom op, in float32 and in blocks of tokens: it keeps its input, and computes the sum again in backward.
+zero. It is one custom op, in float32 and in blocks of tokens: it keeps its input, and computes the sum again in backward. In it, on
+CUDA, causal-conv1d computes what it can, where it is installed.
 
 Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
 
 Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,19 +18,23 @@ from torch import Tensor, nn
 from lean_ft.models.cache import LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS
-from lean_ft.models.linear_attention import document_numbers
+from lean_ft.models.linear_attention import document_numbers, gradients_of, has_kernels
 
 _BLOCK = 128  # tokens of a row at a time
 
 
 @torch.library.custom_op("lean_ft::causal_convolution", mutates_args=())
 def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, activation: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> Tensor:
     """Returns activation(convolution + bias) of x (B, T, C), whose last tap weighs the token itself.
 
-    weight (C, W), bias (C,); documents (B or 1, T): a number of each token's document, None where each row is one.
+    weight (C, W), bias (C,); cu_seqlens (documents + 1,): boundaries of documents, which are one row then; None where each
+    row is one.
     """
+    documents = document_numbers(cu_seqlens, x.shape[1])
+    if (kernel := _kernel(x, weight, activation)) is not None:
+        return kernel(x, weight, bias, documents)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens in _blocks(x):
         total = _summed(x, weight, bias, documents, tokens)
@@ -44,9 +49,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("lean_ft::causal_convolution_backward", mutates_args=())
 def causal_convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, activation: str | None
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, weight and bias; without a bias its is empty."""
+    documents = document_numbers(cu_seqlens, x.shape[1])
+    if (kernel := _kernel(x, weight, activation)) is not None:
+        given = [x, weight] if bias is None else [x, weight, bias]
+        grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), given, grad)
+        return (*grads, x.new_empty(0))[:3]  # type: ignore[return-value]
     grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), _wide(x)
     grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
     num_taps = weight.shape[1]
@@ -93,6 +103,22 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 causal_convolution.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., Tensor] | None:
+    """What computes it in the place of what is here: causal-conv1d on CUDA, of as many taps as it knows."""
+    if not x.is_cuda or x.dtype != weight.dtype or activation not in (None, "silu") or not 2 <= weight.shape[1] <= 4:
+        return None
+    if x.shape[2] % 8 or not has_kernels():
+        return None
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
+        numbers = None if documents is None else documents.int()
+        out = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
+        return out.transpose(1, 2).contiguous()
+
+    return kernel
+
+
 def _blocks(x: Tensor) -> Iterator[slice]:
     num_tokens = x.shape[1]
     return (slice(start, min(start + _BLOCK, num_tokens)) for start in range(0, num_tokens, _BLOCK))
@@ -134,11 +160,10 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
         """x (B, T, C), or (1, N, C) of documents `cu_seqlens`; returns the same shape."""
-        documents = None if cu_seqlens is None else document_numbers(cu_seqlens, x.shape[1])
         num_new = x.shape[1]
         if cache is not None:
             x = cache.behind_inputs(x)
-        return causal_convolution(x, self.weight[:, 0], self.bias, documents, self.activation)[:, -num_new:]
+        return causal_convolution(x, self.weight[:, 0], self.bias, cu_seqlens, self.activation)[:, -num_new:]
 
 
 class ShortConvolution(nn.Module):

@@ -15,7 +15,7 @@ from lean_ft.models.cache import LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig
 from lean_ft.models.convolution import Convolution
 from lean_ft.models.layers import RMSNorm, gated
-from lean_ft.models.linear_attention import attend_by_state
+from lean_ft.models.linear_attention import linear_attention
 
 
 class GatedDeltaRule(nn.Module):
@@ -66,9 +66,9 @@ class GatedDeltaRule(nn.Module):
             state, is_padding = cache.state[: len(x)], cache.is_padding(x.shape[1])
             if is_padding is not None:  # it neither decays the state nor writes to it
                 log_decay, beta = (part.masked_fill(is_padding[..., None], 0.0) for part in (log_decay, beta))
-        read, last_state = attend_by_state(query, key, value, log_decay, beta, cu_seqlens, state)
+        read, states = linear_attention(query, key, value, log_decay, beta, cu_seqlens, state)
         if state is not None:
-            state.copy_(last_state)
+            state.copy_(states[-1])
         read = gated(gate.unflatten(-1, (-1, self.config.value_dim)), self.norm(read), "silu")
         return self.out_proj(read.flatten(-2)).view(hidden.shape)
 

@@ -11,7 +11,7 @@ shape, so a GPU's host need not know the boundaries, and nothing of one document
 
 Backward is written by hand, chunk by chunk from behind. What is kept of the forward pass is its arguments and the state in
 front of every eighth chunk; the states between are computed again. So memory is a chunk's, whatever the length. It is one custom
-op, opaque to torch.compile. On CUDA flash-linear-attention takes its place where it is installed.
+op, opaque to torch.compile. In it, on CUDA in 16 bits, flash-linear-attention computes the delta rule where it is installed.
 
 Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484);
 without the delta rule it is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The backward pass is our own.
@@ -21,7 +21,7 @@ neighbours share one), K and V features of a head, C tokens of a chunk, S segmen
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -43,16 +43,23 @@ def linear_attention(
     value: Tensor,
     log_decay: Tensor,
     beta: Tensor | None,
-    documents: Tensor | None,
+    cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what the queries read (B, T, H, V), and the states (S + 1, B, H, K, V): in front of each segment, and the last.
 
     query and key (B, T, G, K), value (B, T, H, V); log_decay (B, T, H) in float32, at most 0; beta (B, T, H): how much of
-    a correction is written, or None for no delta rule. documents (B or 1, T): a number of each token's document, or None where
-    each row is one. state (B, H, K, V): that before the first token, or None for an empty one.
+    a correction is written, or None for no delta rule. cu_seqlens (documents + 1,): boundaries of documents, which are one row
+    then; None where each row is one. state (B, H, K, V): that before the first token, or None for an empty one.
     """
-    tokens_of = _Tokens(query, key, value, log_decay, beta, documents)
+    if (kernel := delta_rule_kernel(value, beta)) is not None:
+        query, key = (_for_each_head(x, value) for x in (query, key))
+        out, last = kernel(query, key, value, log_decay, beta, cu_seqlens, state)
+        states = _room_for_states(key, value)
+        if cu_seqlens is None:
+            states[-1] = last
+        return out, states
+    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]))
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     states = []
     if state is None:
@@ -69,10 +76,7 @@ def linear_attention(
 
 @linear_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    num_rows, num_tokens, num_heads, size = value.shape
-    num_states = -(-num_tokens // SEGMENT) + 1
-    states = log_decay.new_empty(num_states, num_rows, num_heads, key.shape[-1], size, dtype=_wide(value))
-    return torch.empty_like(value, memory_format=torch.contiguous_format), states
+    return torch.empty_like(value, memory_format=torch.contiguous_format), _room_for_states(key, value)
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention)
@@ -91,11 +95,15 @@ def linear_attention_backward(
     value: Tensor,
     log_decay: Tensor,
     beta: Tensor | None,
-    documents: Tensor | None,
+    cu_seqlens: Tensor | None,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value, log_decay and beta from that of what was read; without beta its is empty."""
-    tokens_of = _Tokens(query, key, value, log_decay, beta, documents)
+    if (kernel := delta_rule_kernel(value, beta)) is not None:
+        arguments = [_for_each_head(query, value), _for_each_head(key, value), value, log_decay, beta]
+        grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
+        return *(grad.unflatten(2, (key.shape[2], -1)).sum(3) for grad in grads[:2]), *grads[2:]  # type: ignore[return-value]
+    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]))
     given = [x for x in (query, key, value, log_decay, beta) if x is not None]
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     num_tokens, grad_state = query.shape[1], tokens_of.empty_state()
@@ -273,45 +281,61 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def document_numbers(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """The number of each token's document, (1, N), of documents (documents + 1,) in N tokens."""
+def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
+    num_rows, num_tokens, num_heads, size = value.shape
+    shape = -(-num_tokens // SEGMENT) + 1, num_rows, num_heads, key.shape[-1], size
+    return value.new_empty(shape, dtype=_wide(value))
+
+
+def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | None:
+    """The number of each token's document, (1, N), of documents `cu_seqlens` (documents + 1,); None without."""
+    if cu_seqlens is None:
+        return None
     indices = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return (torch.bucketize(indices, cu_seqlens, right=True) - 1)[None]
 
 
-def attend_by_state(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `linear_attention` of packed documents, which are one row (1, N, ...), or of rows; returns what was read and the last
-    state. On CUDA flash-linear-attention computes the delta rule, where it is there and takes the type."""
-    if value.is_cuda and beta is not None and value.dtype != torch.float32 and has_kernels():
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+# Kernels ------------------------------------------------------------------------------------------------------------
 
-        group = value.shape[2] // key.shape[2]
-        query, key = (x.repeat_interleave(group, 2) for x in (query, key))
-        bounds = None if cu_seqlens is None else cu_seqlens.long()
+
+def delta_rule_kernel(value: Tensor, beta: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What computes the delta rule of such values in the place of what is above, of as many queries as values; None for
+    nothing."""
+    if not value.is_cuda or beta is None or value.itemsize != 2 or not has_kernels():
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Any, state: Any
+    ) -> tuple[Tensor, Tensor]:
         return chunk_gated_delta_rule(
             *(query, key, value, log_decay, beta),
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=bounds,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
         )
-    documents = None if cu_seqlens is None else document_numbers(cu_seqlens, query.shape[1])
-    read, states = linear_attention(query, key, value, log_decay, beta, documents, state)
-    return read, states[-1]
+
+    return kernel
+
+
+def _for_each_head(x: Tensor, value: Tensor) -> Tensor:
+    return x.repeat_interleave(value.shape[2] // x.shape[2], 2)
+
+
+def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of arguments, by an autograd function that a kernel is, from inside a custom op: autograd sees such a
+    function here, and nothing else."""
+    leaves = [x.detach().contiguous().requires_grad_() for x in arguments]
+    with torch.enable_grad():
+        out = kernel(*leaves)
+    return torch.autograd.grad(out, leaves, grad)
 
 
 @cache
 def has_kernels() -> bool:
-    """Whether flash-linear-attention is installed; says so once where it is not."""
-    found = importlib.util.find_spec("fla") is not None
+    """Whether flash-linear-attention and causal-conv1d are installed; says so once where they are not."""
+    found = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
     if not found:
-        say("WARNING", "layers with a state run slowly here: pip install 'lean_ft[hybrid]' brings their kernels for CUDA")
+        say("WARNING", "layers with a state run slowly here: pip install 'lean-ft[hybrid]' brings their kernels for CUDA")
     return found

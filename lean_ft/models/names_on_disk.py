@@ -21,6 +21,14 @@ def name_in_language_model(name: str) -> str | None:
     return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
+def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
+    """What the folder of a family, and so an adapter's, calls a module that it has whole."""
+    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
+    renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
+    part = next((part for part in renamed if part in name), None)
+    return name if part is None else name.replace(part, renamed[part])
+
+
 def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
