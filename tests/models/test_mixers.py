@@ -15,9 +15,9 @@ from lean_ft.models import Decoder, convolution, linear_attention, load_model
 from lean_ft.models.convolution import causal_convolution
 from lean_ft.models.linear_attention import gradients_of
 from lean_ft.models.linear_attention import linear_attention as by_chunks
-from lean_ft.optim import build_optimizer
-from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig
+from lean_ft.settings import MemoryConfig
 from tests.models.family_cases import CASES
+from tests.optim.tiny_training import build
 
 ROWS, TOKENS, KEY_HEADS, HEADS, KEY, VALUE = 2, 21, 2, 4, 3, 5
 BOUNDS = [0, 3, 8, 8, 9, 16, 21, 21]  # begin with a chunk, in one, span three, one token, none; the end repeated
@@ -237,9 +237,9 @@ def test_stepping_in_backward_equals_the_plain_step(name, hybrid):
     ids, results = ids_of(32, 1), []
     for in_backward in (False, True):
         model = copy.deepcopy(hybrid("qwen3_next"))
-        optimizer = OptimizerConfig.model_validate({"name": name, "lr": 1e-2, "in_backward": in_backward})
-        optimizer = build_optimizer(model, RecipeConfig(optimizer=optimizer, clip_grad_norm=None))
+        optimizer = build(model, {"name": name, "lr": 1e-2, "in_backward": in_backward}, clip_grad_norm=None)
         for _ in range(2):
+            optimizer.set_lr(1e-2)
             optimizer.scale(F.cross_entropy(packed(model, ids), ids_of(32, 3)), last=True).backward()
             optimizer.finish_gradients(max_norm=None)
             optimizer.step()

@@ -246,6 +246,42 @@ def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
+    """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
+    _, settings = CASES["qwen3_5_text" if kind == "Qwen3_5" else "qwen3_5_moe_text"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    vision |= {"patch_size": 4, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**SIZES, **settings},
+        vision_config=vision,
+        **{name: 97 + i for i, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id"))},
+        vision_end_token_id=100,
+    )
+    config.text_config._experts_implementation = "eager"
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
+            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    stored = load_file(file)
+    assert any(name.startswith("model.visual.") for name in stored)
+    save_file({**stored, "mtp.norm.weight": torch.ones(48)}, file, {"format": "pt"})
+    ids = token_ids(2, 20).clamp(max=96)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    model = load_model(tmp_path / "whole")
+    assert model.part_of == config.model_type
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path / "alone")
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
