@@ -6,7 +6,7 @@ A home is written `~`, which every setting that names a path takes; a token beco
 import os
 import re
 
-TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN")
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN", "LEANFT_TOKEN")
 MIN_TOKEN_CHARACTERS = 8  # a shorter value is no token, and may be part of any word
 # The hub's tokens, and the password of an address.
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")

@@ -5,29 +5,23 @@ rightmost token that is not it. So a reward model has a pad token of its own, wh
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from lean_ft.data import Batches, EvalBatches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import stored_dtype
-from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.models import Decoder
 from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig
 from lean_ft.shapes_only import stage
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.training.continuation import QUICK_BYTES
-from lean_ft.training.device import check_dtype, resolve_device
-from lean_ft.training.finished_models import find_base, find_finished, tokenizer_folder
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.reward_model import open_reward_model, score
+
+__all__ = ["open_reward_model", "score", "score_lines", "score_rows", "set_padding_apart"]
 
 ROWS_AT_A_TIME = 256  # of a file, read, scored and written together
-TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 
 
 def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | EvalBatches | None) -> None:
@@ -53,57 +47,6 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
             f"pad_token to a control token that ends nothing,{advice}."
         )
     model.hf_config["pad_token_id"] = pad_id
-
-
-def open_reward_model(
-    path: str | Path, device: str = "auto", dtype: str | None = None, chat_template: Path | None = None
-) -> tuple[Decoder, Tokenizer]:
-    """Returns the reward model that `path` names with its tokenizer: a folder, a run (its newest whole checkpoint), a
-    checkpoint of one or of an adapter beside one, or a repository of the hub. dtype: None takes that of its files;
-    chat_template: a file of one to write chats with, in place of its own.
-
-    Raises ValueError where it is not there, not whole, or no reward model.
-    """
-    folder = adapter = find_finished(path, QUICK_BYTES)
-    if is_adapter(folder):
-        folder = find_finished(find_base(folder), QUICK_BYTES)
-    where = resolve_device(device)
-    kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
-    check_dtype(str(kept).removeprefix("torch."), where)
-    model = load_model(folder, where, kept, scores=True)
-    if adapter != folder:
-        load_adapter(model, adapter)
-    if model.score_is_new:
-        raise ValueError(
-            f"{adapter} is no reward model: it has no output layer that gives a score. Train one: leanft run reward "
-            f"model.path={path}."
-        )
-    return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
-
-
-@torch.no_grad()
-def score(
-    model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
-) -> list[list[float]]:
-    """The score at every token of each of the sequences of ids; the last one is the sequence's.
-
-    At most `tokens_at_a_time` positions are computed together, or one sequence. Raises ValueError for an empty sequence.
-    """
-    if not all(len(ids) for ids in sequences):
-        raise ValueError("a sequence without a token has no score.")
-    weight, found = model.output_weight.float(), dict[int, list[float]]()
-    by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
-    while by_length:
-        width = len(sequences[by_length[0]])
-        num_rows = max(1, tokens_at_a_time // width)
-        rows, by_length = by_length[:num_rows], by_length[num_rows:]
-        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for row, i in enumerate(rows):
-            input_ids[row, : len(sequences[i])] = torch.as_tensor(sequences[i])
-        hidden = model(input_ids.to(weight.device), return_hidden=True)
-        scores = (hidden.float() @ weight.T)[..., 0].tolist()
-        found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
-    return [found[i] for i in range(len(sequences))]
 
 
 def score_rows(

@@ -9,33 +9,17 @@ leanft run generate model.path=runs/tiny prompts_file=questions.jsonl output=ans
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 from rich.progress import track
 
 from lean_ft.generation import answers, open_model, read_prompts, stream
 from lean_ft.log import console
-from lean_ft.settings import ModelConfig, Settings
+from lean_ft.settings import AskConfig
 
 
-class AskedModelConfig(ModelConfig):
-    """The model that is asked."""
-
-    path: str = Field(
-        "auto",
-        description="A run (its newest whole checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a "
-        "repository of the hub (`org/name`, or `org/name@revision`), or the embedded model: `tiny`. `auto` is the model "
-        "that `adapter` is of.",
-    )
-
-
-class Config(Settings):
-    model: AskedModelConfig = AskedModelConfig()
-    adapter: str | list[str] = Field(
-        [],
-        description="Folder of an adapter in PEFT's format, or a run that trained one; or a list of them that add up.",
-    )
+class Config(AskConfig):
     prompt: str | None = Field(None, description="What to answer or go on from.")
     prompts_file: Path | None = Field(
         None,
@@ -52,18 +36,6 @@ class Config(Settings):
         "auto",
         description="Whether the prompt is a user's message, written with the chat template; `auto`: where there is one.",
     )
-    max_new_tokens: PositiveInt = Field(256, description="Tokens after which to stop, if the text has not ended.")
-    temperature: NonNegativeFloat = Field(0.0, description="0 takes the likeliest token; above it, tokens are drawn.")
-    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the fewest tokens whose probabilities reach this share."
-    )
-    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
-    )
-    stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
-    seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
 
 
 def main(cfg: Config) -> None:
@@ -74,8 +46,7 @@ def main(cfg: Config) -> None:
         raise ValueError(f"output={cfg.output} is there already; name a new file.")
     rows = [{"prompt": cfg.prompt}] if cfg.prompts_file is None else read_prompts(cfg.prompts_file)
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "chat", "seed")
-    sampling = {name: getattr(cfg, name) for name in names}
+    sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:
         for text in stream(model, tokenizer, cfg.prompt, **sampling):

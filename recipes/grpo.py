@@ -9,15 +9,12 @@ Sample, score, learn: the model answers prompts several times, rewards tell whic
 learns to give these more often. A round of answers may serve several optimizer steps.
 """
 
-from typing import Any
-
 import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from lean_ft.data import PolicyBatch, Prompt, prompt_rows
-from lean_ft.generation import Sampling, sample, stop_ids
-from lean_ft.losses import TokenLogProbs, TokenStatistics, correction, policy_loss
+from lean_ft.data import PolicyBatch, prompt_rows
+from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -35,7 +32,16 @@ from lean_ft.settings import (
     ScheduleConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Rewards, Rollouts, Run, SampleLog, apply_regularization, load_policy_reference, start
+from lean_ft.training import (
+    Rewards,
+    Rollouts,
+    Run,
+    SampleLog,
+    Sampler,
+    apply_regularization,
+    load_policy_reference,
+    start,
+)
 
 
 class Config(RecipeConfig):
@@ -43,7 +49,7 @@ class Config(RecipeConfig):
     data: PromptDataConfig
     rewards: list[Reward | str] = Field(
         description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`; or {function, weight, pattern}."
+        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
     )
     generation: GenerationConfig = GenerationConfig()
     lora: LoRAConfig | None = None  # null: all parameters train
@@ -62,7 +68,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
-    score = Rewards(cfg.rewards)
+    score = Rewards(cfg.rewards, tokenizer, device.type)
     model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
@@ -72,75 +78,35 @@ def main(cfg: Config) -> None:
     rollouts = Rollouts(cfg, prompts, tokenizer.pad_id)  # what a round has sampled, and what it is worth
     run = Run(cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer)
     samples = SampleLog(run, cfg.sample_every)
-    ends = stop_ids(model, tokenizer)
-
-    def answer(asked: list[Prompt], temperature: float, seed: int) -> list[Any]:
-        how = Sampling(
-            temperature=temperature,
-            seed=seed,
-            stop_ids=ends,
-            stop_texts=tuple(cfg.generation.stop),
-            **cfg.generation.drawn,
-        )
-        ids = [prompt.ids for prompt in asked]
-        return sample(model, ids, how, decode=tokenizer.decode, cache_gib=cfg.generation.cache_gib)
-
-    def text(ids: Any) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
+    answer = Sampler(cfg, model, tokenizer)
 
     def sample_a_round() -> None:
         while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others
             asked = rollouts.ask()
-            answers = answer(asked, cfg.generation.temperature, rollouts.seed)
-            rollouts.add(answers, score(asked, answers, text))
+            answers = answer(asked, rollouts.seed)
+            rollouts.add(answers, score(asked, answers))
         if rollouts.looks_back:  # at the model before the first of several updates
             look_back()
         rollouts.begin()
 
     @torch.no_grad()
     def look_back() -> None:
-        entropies = []
         for batch in rollouts.batches():
             batch = batch.to(device)
             frozen = reference(batch) if reference is not None and cfg.loss.kl == "in_reward" else None
-            entropies.append(rollouts.remember(batch, log_probs(model, batch), frozen))
-        rollouts.keep_least_sure(entropies)
+            rollouts.remember(batch, log_probs(model, batch), frozen)
 
     def loss_of(batch: PolicyBatch, num_answers: int, num_tokens: int, tokens: TokenStatistics) -> Tensor:
         """The batch's share of the step's loss; batch: on the device."""
         frozen = reference(batch) if reference is not None and cfg.loss.kl != "in_reward" else None  # (B, A)
         now = log_probs(model, batch, tokens)
-        old = now.log_probs.detach() if batch.old is None else batch.old  # one update a round: they are the same
-        weights = None
-        if cfg.loss.correction != "none":
-            weights = correction(old, batch.sampled, batch.counts, cfg.loss.correction, cfg.loss.correction_max)
-        loss = policy_loss(
-            cfg.loss.name,
-            now.log_probs,
-            old,
-            batch.advantages,
-            batch.counts,
-            reference_logps=frozen,
-            weights=weights,
-            max_length=cfg.generation.max_new_tokens,
-            num_answers=num_answers,
-            num_tokens=num_tokens,
-            statistics=tokens,
-            **cfg.loss.of_tokens,
-        )
+        loss = batch_loss(cfg, batch, now, frozen, num_answers=num_answers, num_tokens=num_tokens, statistics=tokens)
         if now.router_loss is not None:  # of a mixture of experts
             loss = loss + now.router_loss * (batch.num_targets / num_tokens)
         return loss
 
-    def evaluate(asked: list[Prompt]) -> dict[str, Any]:
-        temperature = cfg.generation.eval_temperature
-        answers = answer(asked, cfg.generation.temperature if temperature is None else temperature, cfg.seed)
-        worth = [total for total in score(asked, answers, text).totals if total is not None]
-        lengths = [len(one.ids) for one in answers]
-        return {"eval_reward": sum(worth) / max(1, len(worth)), "eval_completion_length": sum(lengths) / len(lengths)}
-
     if held_out is not None and run.start_step == 0:
-        samples.say_before(evaluate(held_out))
+        samples.say_before(answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
@@ -150,19 +116,19 @@ def main(cfg: Config) -> None:
         micro_batches = rollouts.take()
         num_answers = max(1, sum(batch.num_answers for batch in micro_batches))
         num_tokens = max(1, sum(batch.num_targets for batch in micro_batches))
-        tokens, losses = TokenStatistics(), []
+        tokens = TokenStatistics()
         for i, batch in enumerate(micro_batches, start=1):
             # Shares of the step's loss: what it is divided by is the whole step's.
             loss = loss_of(batch.to(device), num_answers, num_tokens, tokens)
-            losses.append(loss.detach())
+            tokens.add(loss=loss * num_tokens)
             # A step with a loss that is not finite is skipped, and its batch kept.
             optimizer.scale(loss, last=i == len(micro_batches)).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()
         optimizer.zero_grad()
-        metrics = {"loss": torch.stack(losses).sum()} | tokens.means(num_tokens) | rollouts.metrics()
+        metrics = tokens.means(num_tokens) | rollouts.metrics()
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
         samples.write(step, rollouts)
         if run.evaluation_due():
-            run.log_evaluation(None, **evaluate(held_out or []))
+            run.log_evaluation(None, **answer.evaluate(held_out, score))

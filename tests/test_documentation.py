@@ -83,6 +83,8 @@ NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
+    "leanft run chat ": "a conversation; tests/recipes/test_chat.py has one",
+    "leanft serve ": "goes on until Ctrl-C; tests/generation/test_server.py asks it",
     "leanft run --nproc-per-node ": "starts processes; tests/distributed does",
 }
 

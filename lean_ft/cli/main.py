@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, run, score, slurm, validate
+from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, run, score, serve, slurm, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 from lean_ft.launch import leave_word
@@ -32,6 +32,7 @@ VERBS = (
     plan.plan,
     plot.plot,
     score.score,
+    serve.serve,
     download.download,
     export.export,
     slurm.slurm,

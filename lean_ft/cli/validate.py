@@ -52,7 +52,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.training.on_policy import check_on_policy
     from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
-    from lean_ft.training.rewards import Rewards
+    from lean_ft.training.rewards import check_rewards
     from lean_ft.training.teacher import check_cached, check_tokenizer
 
     def group(kind: type[Any]) -> Any:
@@ -109,7 +109,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
             found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
-            Rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+            check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
 
 

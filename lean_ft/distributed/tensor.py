@@ -56,10 +56,10 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
     """Raises ValueError where a layer of the model cannot be cut over so many ranks."""
     config, setting = model.config, f"parallel.tensor={num_ranks}"
     refuse_states(model, setting)
-    if config.fused_projections:
+    if config.fused_qkv or config.fused_gate_up:
         raise ValueError(
-            f"{setting} cuts projections by heads and features, and this model's queries, keys and values are one matrix, as "
-            "are the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
+            f"{setting} cuts projections by heads and features, and this model has one matrix for queries, keys and values, "
+            "or for the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
         )
     if config.qk_norm == "projection":
         raise ValueError(
@@ -134,8 +134,8 @@ def _projections(model: Decoder) -> Iterator[tuple[str, Any, int]]:
     """Each projection that is cut: its name, itself or what has an adapter in its place, and along what."""
     for place, part in _cut_parts(model):
         for name, side in _SIDES.items():
-                if hasattr(part, name):
-                    yield f"{place}.{name}", part.get_submodule(name), side
+            if hasattr(part, name):
+                yield f"{place}.{name}", part.get_submodule(name), side
 
 
 def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:

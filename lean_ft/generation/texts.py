@@ -69,7 +69,7 @@ def answers(
     """Yields the text that follows each prompt, in order, of `batch_size` prompts at a time; the rest is as in `generate`.
 
     What is drawn does not depend on the batches: prompts that are the same are samples of one, counted over all of them."""
-    how, ids = _asked_of(model, tokenizer, prompts, chat, sampling)
+    how, ids = asked_of(model, tokenizer, prompts, chat, sampling)
     seen = Counter[tuple[int, ...]]()
     for start in range(0, len(ids), batch_size):
         some = ids[start : start + batch_size]
@@ -121,12 +121,12 @@ def stream(
 ) -> Iterator[str]:
     """The text that `generate` returns, as it grows. A character cut between two tokens waits for its second part, and what
     may be the beginning of a stop text until it is told."""
-    how, ids = _asked_of(model, tokenizer, [prompt], chat, sampling)
+    how, ids = asked_of(model, tokenizer, [prompt], chat, sampling)
     tokens = (token for (token,) in sample_steps(model, ids, how, tokenizer.decode))
-    return _text(tokenizer, tokens, how.stop_texts)
+    return text_of(tokenizer, tokens, how.stop_texts)
 
 
-def _text(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
+def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
     ids: list[int] = []
     told = text = ""
     for token in tokens:
@@ -183,7 +183,7 @@ def _asked(prompt: Prompt) -> Any:
     )
 
 
-def _asked_of(
+def asked_of(
     model: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],

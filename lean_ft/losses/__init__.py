@@ -7,7 +7,7 @@ from lean_ft.losses.distillation import Distillation, Teacher
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
-from lean_ft.losses.policy import advantages, correction, policy_loss
+from lean_ft.losses.policy import advantages, batch_loss, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
@@ -33,6 +33,7 @@ __all__ = [
     "add_rewards",
     "add_scores",
     "advantages",
+    "batch_loss",
     "correction",
     "linear_cross_entropy",
     "linear_distillation",

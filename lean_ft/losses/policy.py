@@ -15,7 +15,7 @@ Shapes: B answers, T tokens of the longest, P prompts, G answers to each.
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,6 +171,41 @@ def policy_loss(
     if divided == "answers":
         return (losses * counted / lengths.clamp(min=1)).sum() / num_answers
     return (losses * counted).sum() / (num_answers * (max_length if divided == "longest" and max_length else 1))
+
+
+def batch_loss(
+    cfg: Any,
+    batch: Any,
+    now: Any,
+    reference: Tensor | None,
+    *,
+    num_answers: int,
+    num_tokens: int,
+    statistics: TokenStatistics | None = None,
+) -> Tensor:
+    """The share of its step's loss that a batch has, as `cfg.loss` and `cfg.generation` say.
+
+    batch: on the device, as `lean_ft.data.PolicyBatch` is; now: what `TokenLogProbs` makes of it; reference (B, T), where the
+    divergence from it stands in the loss; num_answers, num_tokens: of the step.
+    """
+    old = now.log_probs.detach() if batch.old is None else batch.old  # one update a round: they are the same
+    weights = None
+    if cfg.loss.correction != "none":
+        weights = correction(old, batch.sampled, batch.counts, cfg.loss.correction, cfg.loss.correction_max)
+    return policy_loss(
+        cfg.loss.name,
+        now.log_probs,
+        old,
+        batch.advantages,
+        batch.counts,
+        reference_logps=reference,
+        weights=weights,
+        max_length=cfg.generation.max_new_tokens,
+        num_answers=num_answers,
+        num_tokens=num_tokens,
+        statistics=statistics,
+        **cfg.loss.of_tokens,
+    )
 
 
 def _divergence(s: Tensor, ratio: Tensor, kind: str) -> Tensor:

@@ -46,9 +46,9 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     model.tied_output_weight = output.hand_out
     if link is not None:
         # It comes back when the first layer's mixer has its gradients: in its place lies no layer's workspace then.
-        attention = model.layers[0].mixer
-        output.awaited = {name for name, param in attention.named_parameters() if param.requires_grad}
-        for name, param in attention.named_parameters():
+        mixer: Any = model.layers[0].mixer
+        output.awaited = {name for name, param in mixer.named_parameters() if param.requires_grad}
+        for name, param in mixer.named_parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(partial(output.note_gradient, name))
 

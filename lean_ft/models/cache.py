@@ -188,9 +188,7 @@ class KVCache:
         return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
 
 
-def _state(
-    mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
     inputs = torch.zeros(num_rows, mixer.num_taps - 1, mixer.num_channels, dtype=dtype, device=device)
     if mixer.state_shape is None:
         return inputs, None

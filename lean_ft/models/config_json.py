@@ -31,8 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
 # Values at which fields that change the mathematics change nothing, and the fields. Absent and null are always such.
 # Biases are not among them: a bias that is not expected shows in the weights.
 _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
@@ -71,6 +69,13 @@ SCORE_ARCHITECTURES = {
         "phi3": "Phi3",
         "smollm3": "SmolLM3",
         "olmo2": "Olmo2",
+        "ministral": "Ministral",
+        "ministral3": "Ministral3",
+        "olmo3": "Olmo3",
+        "glm4": "Glm4",
+        "seed_oss": "SeedOss",
+        "hunyuan_v1_dense": "HunYuanDenseV1",
+        "exaone4": "Exaone4",
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
         "gpt_oss": "GptOss",
@@ -154,20 +159,20 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
             "expected the first to be a multiple of the second."
         )
-    facts: dict[str, Any] = dict(
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        intermediate_size=fields.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim_of(fields),
-        layers=_layers(fields, family),
-        max_positions=fields.count("max_position_embeddings"),
-        initializer_range=fields.positive("initializer_range"),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        norm_eps=fields.positive(family.norm_eps_field),
-        activation=_activation(fields, family),
-    )
+    facts: dict[str, Any] = {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": fields.count("hidden_size"),
+        "intermediate_size": fields.count("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim_of(fields),
+        "layers": _layers(fields, family),
+        "max_positions": fields.count("max_position_embeddings"),
+        "initializer_range": fields.positive("initializer_range"),
+        "tied_embeddings": fields.flag("tie_word_embeddings"),
+        "norm_eps": fields.positive(family.norm_eps_field),
+        "activation": _activation(fields, family),
+    }
     read = DecoderConfig(**facts | _facts(family.facts, fields))
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
@@ -232,10 +237,9 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
 def _activation(fields: Fields, family: Family) -> Any:
     def meant(name: str) -> str:
         value = fields.values.get(name)
-        known = family.activation_meant.get(str(value), str(value))
-        if known not in _ACTIVATIONS:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(_ACTIVATIONS)}.")
-        return _ACTIVATIONS[known]
+        if str(value) not in family.activations:
+            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(family.activations)}.")
+        return family.activations[str(value)]
 
     own = family.activation_field
     other = "hidden_activation" if own == "hidden_act" else "hidden_act"

@@ -191,7 +191,9 @@ class _Chunk:
             self.sees = sees & (own[..., None] == own[..., None, :])
             continues = own == given.documents[:, None, max(tokens.start - 1, 0), None]
         # Summed by document and not as differences of a sum over all, which would round with the others' numbers.
-        total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): the decay since the chunk or the document began
+        total = (log_decay[..., None, :] * self.sees).sum(
+            -1
+        )  # (B, H, C): the decay since the chunk or the document began
         self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
@@ -235,7 +237,9 @@ class _Chunk:
         grad_key = self.to_state * by_state
         grad_of_state = (query * from_state).sum(-1)  # (B, H, C)
         grad_of_state[..., -1] += (grad_next * state).sum((-1, -2))
-        grad_decay = grad_scores * self.scores  # times the decay itself, as all that follows: gradients of its logarithm
+        grad_decay = (
+            grad_scores * self.scores
+        )  # times the decay itself, as all that follows: gradients of its logarithm
         grad_decay[..., -1, :] += (key * by_state).sum(-1) * self.to_state[..., 0]
         grad_scores *= self.decay
         grad_query += grad_scores @ key
@@ -309,7 +313,9 @@ def delta_rule_kernel(value: Tensor, beta: Tensor | None) -> Callable[..., tuple
         query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Any, state: Any
     ) -> tuple[Tensor, Tensor]:
         return chunk_gated_delta_rule(
-            *(query, key, value, log_decay, beta),
+            *(query, key, value),
+            g=log_decay,
+            beta=beta,
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -337,5 +343,8 @@ def has_kernels() -> bool:
     """Whether flash-linear-attention and causal-conv1d are installed; says so once where they are not."""
     found = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
     if not found:
-        say("WARNING", "layers with a state run slowly here: pip install 'lean-ft[hybrid]' brings their kernels for CUDA")
+        say(
+            "WARNING",
+            "layers with a state run slowly here: pip install 'lean-ft[hybrid]' brings their kernels for CUDA",
+        )
     return found

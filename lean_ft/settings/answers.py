@@ -1,10 +1,11 @@
-"""Settings of answers that a model gives while it learns: how they are sampled and what judges them."""
+"""Settings of answers: those that a model gives while it learns, what judges them, and those of a model that is asked."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from lean_ft.settings.base import RegularExpression, Settings
+from lean_ft.settings.model import ModelConfig
 
 
 class GenerationConfig(Settings):
@@ -58,15 +59,32 @@ class GenerationConfig(Settings):
 
 
 class Reward(Settings):
-    """One of several rewards."""
+    """One of several rewards: a function or a model."""
 
-    function: str = Field(
-        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`."
+    function: str | None = Field(
+        None,
+        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`.",
+    )
+    model: str | None = Field(
+        None,
+        description="In place of it a reward model: a run of `reward`, its checkpoint, another folder of one, or org/name.",
     )
     weight: float = Field(1.0, description="What it counts in the sum.")
     pattern: RegularExpression | None = Field(
         None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
     )
+
+    @property
+    def name(self) -> str:
+        return self.function or self.model or ""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "Reward":
+        if (self.function is None) == (self.model is None):
+            raise ValueError(f"expected a function or a model, came {'neither' if self.model is None else 'both'}.")
+        if self.model is not None and self.pattern is not None:
+            raise ValueError("a pattern is for functions that are there, and this reward is a model. Leave it out.")
+        return self
 
 
 class SamplingConfig(Settings):
@@ -79,3 +97,42 @@ class SamplingConfig(Settings):
     temperature: NonNegativeFloat = Field(
         1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
     )
+
+
+class AskedModelConfig(ModelConfig):
+    """The model that is asked."""
+
+    path: str = Field(
+        "auto",
+        description="A run (its newest whole checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a "
+        "repository of the hub (`org/name`, or `org/name@revision`), or the embedded model: `tiny`. `auto` is the model "
+        "that `adapter` is of.",
+    )
+
+
+class AskConfig(Settings):
+    """Which model is asked, and how it answers."""
+
+    model: AskedModelConfig = AskedModelConfig.model_validate({})
+    adapter: str | list[str] = Field(
+        [],
+        description="Folder of an adapter in PEFT's format, or a run that trained one; or a list of them that add up.",
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Tokens after which to stop, if the text has not ended.")
+    temperature: NonNegativeFloat = Field(0.0, description="0 takes the likeliest token; above it, tokens are drawn.")
+    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the fewest tokens whose probabilities reach this share."
+    )
+    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
+    seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are chosen and what ends an answer."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed")
+        return {name: getattr(self, name) for name in names}

@@ -10,6 +10,7 @@ from lean_ft.training.rewards import Rewards
 from lean_ft.training.rollouts import Rollouts
 from lean_ft.training.run import Run
 from lean_ft.training.sample_log import SampleLog
+from lean_ft.training.sampler import Sampler
 from lean_ft.training.shared_prompts import shares_prompts
 from lean_ft.training.teacher import load_teacher
 
@@ -19,6 +20,7 @@ __all__ = [
     "Rollouts",
     "Run",
     "SampleLog",
+    "Sampler",
     "answer_held_out",
     "apply_regularization",
     "load_policy_reference",

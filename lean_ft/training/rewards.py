@@ -1,8 +1,8 @@
-"""What answers are worth: functions of the user's own, and a few that are there.
+"""What answers are worth: functions of the user's own, a few that are there, and reward models.
 
 A function takes `prompts` and `completions`, lists of as many, and returns a number for each, or None for an answer that it
-cannot judge. Whatever else it names is given by name: further columns of the rows (`answer`), `completion_ids`, `ended` (whether
-an answer ended by itself). It may be `async`; several of these run beside one another. A reward is the sum of all functions, each
+cannot judge. Whatever else it names is given by name: further columns of the rows (`answer`), `prompt_ids`, `completion_ids`,
+`ended` (whether an answer ended by itself). It may be `async`; several of these run beside one another. A reward is the sum of all functions, each
 by its weight; an answer that none of them judges has none.
 
     def right(prompts, completions, answer):
@@ -23,12 +23,17 @@ from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.generation import Sample
+from lean_ft.paths import repository_name
 from lean_ft.settings import Reward
 from lean_ft.shapes_only import stage
 from lean_ft.spelling import did_you_mean
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import TrainingFailed
+from lean_ft.training.continuation import QUICK_BYTES
+from lean_ft.training.finished_models import find_finished
+from lean_ft.training.reward_model import JudgingModel
 
-GIVEN = ("prompts", "completions", "completion_ids", "ended")
+GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended")
 Function = Callable[..., Any]
 
 
@@ -76,30 +81,50 @@ def length(
 BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_found, "length": length}
 
 
+def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
+    """Each of the settings as a `Reward`. Raises ValueError where there is none."""
+    if not settings:
+        raise ValueError(
+            "rewards is empty, and answers are learned from by their rewards. Name a function of your own "
+            "(rewards=[my_rewards.py:right]), one that is there (rewards=[exact_answer]) or the folder of a reward model."
+        )
+    found = []
+    for one in settings:
+        is_model = isinstance(one, str) and one not in BUILT_IN and Path(one).expanduser().is_dir()
+        found.append(Reward.model_validate({"model" if is_model else "function": one}) if isinstance(one, str) else one)
+    return found
+
+
+def check_rewards(settings: Sequence[Reward | str]) -> None:
+    """Raises ValueError as `Rewards` does, without opening a model."""
+    for one in rewards_of(settings):
+        if one.model is None:
+            _load(one)
+        elif repository_name(one.model) is None:
+            find_finished(one.model, QUICK_BYTES)
+
+
 class Rewards:
-    """`score(prompts, samples, decode)`: what N answers are worth, as the settings say."""
+    """`score(prompts, samples)`: what N answers are worth, as the settings say."""
 
-    def __init__(self, settings: Sequence[Reward | str]) -> None:
-        """Loads the functions. Raises ValueError where there is none, or one is not there or cannot be run."""
-        if not settings:
-            raise ValueError(
-                "rewards is empty, and answers are learned from by their rewards. Name a function of your own "
-                "(rewards=[my_rewards.py:right]) or one that is there (rewards=[exact_answer])."
-            )
-        self._settings = [Reward.model_validate({"function": one}) if isinstance(one, str) else one for one in settings]
-        self._functions = [_load(one) for one in self._settings]
+    def __init__(self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto") -> None:
+        """Loads functions, and models onto `device`. Raises ValueError where there is none, or one is not there or cannot be
+        run."""
+        self._settings, self._tokenizer = rewards_of(settings), tokenizer
+        self._functions = [
+            _load(one) if one.model is None else JudgingModel(one.model, device, tokenizer) for one in self._settings
+        ]
 
-    def __call__(
-        self, prompts: Sequence[Prompt], samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
-    ) -> Scores:
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         """prompts, samples: N of each. Raises TrainingFailed where a function fails, with the row's place, or returns
         something else than a finite number or None for each answer."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
-        texts = [decode(one.ids) for one in samples]
+        texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]
         given = {
             "prompts": [prompt.asked for prompt in prompts],
             "completions": texts,
+            "prompt_ids": [prompt.ids for prompt in prompts],
             "completion_ids": [one.ids for one in samples],
             "ended": [one.ended for one in samples],
         }
@@ -116,7 +141,7 @@ class Rewards:
 
     async def _all(self, prompts: Sequence[Prompt], given: dict[str, list[Any]]) -> list[list[float | None]]:
         calls = [
-            self._one(one.function, function, prompts, given)
+            self._one(one.name, function, prompts, given)
             for one, function in zip(self._settings, self._functions, strict=True)
         ]
         return list(await asyncio.gather(*calls))
@@ -155,7 +180,9 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     """What of the given a function takes: all, or what it names."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        taken = dict(given)
+        taken = {
+            name: values for name, values in given.items() if name != "prompt_ids"
+        }  # which TRL's functions do not get
     else:
         taken = {one.name: given[one.name] for one in parameters if one.name in given}
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
@@ -189,12 +216,13 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
 
 
 def _load(reward: Reward) -> Function:
+    assert reward.function is not None
     file, colon, name = reward.function.rpartition(":")
     if not colon:
         if reward.function not in BUILT_IN:
             raise ValueError(
                 f"no reward is called '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} There are "
-                f"{', '.join(BUILT_IN)}; one of your own is given as my_rewards.py:name."
+                f"{', '.join(BUILT_IN)}; one of your own is given as my_rewards.py:name, a reward model as its folder."
             )
         built_in, pattern = BUILT_IN[reward.function], reward.pattern
         if reward.function == "format" and pattern is None:

@@ -81,6 +81,7 @@ class Rollouts:
         self._step = self._steps  # of the round, done; no round has begun
         self._answers: list[Answer] = []
         self._even: list[Answer] = []  # groups without spread, that stand in where attempts run out
+        self._entropies: dict[int, list[float]] = {}  # of the tokens of each answer, before the first update
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
 
@@ -150,6 +151,8 @@ class Rollouts:
         """Works the advantages out; from here on there are steps to take."""
         size = self._cfg.generation.num_answers
         if self._planned is None:
+            if self._cfg.loss.entropy_share < 1:
+                self._keep_least_sure()
             worth = [math.nan if answer.worth is None else answer.worth for answer in self._answers]
             values = advantages(torch.tensor(worth).view(-1, size), self._cfg.loss.advantage_of_loss).flatten().tolist()
             for answer, value in zip(self._answers, values, strict=True):
@@ -184,14 +187,17 @@ class Rollouts:
         for i in range(self.num_answers // self._cfg.batch_size):
             yield self._batch(i)
 
-    def remember(self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None) -> Tensor:
-        """Notes what the trainer says of a batch of the round; returns the entropies of tokens that count.
+    def remember(self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None) -> None:
+        """Notes what the trainer says of a batch of the round.
 
         reference (B, A): the log-probabilities under it, where the divergence is of the rewards.
         """
         if self._planned is not None:
-            return now.entropies
+            return
         loss, mine = self._cfg.loss, self._answers[batch.answers.start : batch.answers.stop]
+        if loss.entropy_share < 1:
+            for i, entropies in zip(batch.answers, now.entropies.tolist(), strict=True):
+                self._entropies[i] = entropies[: len(self._answers[i].ids)]
         for answer, old in zip(mine, now.log_probs.tolist(), strict=True):
             answer.old = old[: len(answer.ids)]
         if reference is not None:
@@ -199,17 +205,19 @@ class Rollouts:
             for answer, divergence in zip(mine, divergences, strict=True):
                 answer.divergence = divergence
                 answer.worth = None if answer.reward is None else answer.reward - loss.kl_weight * divergence
-        return now.entropies[batch.counts]
 
-    def keep_least_sure(self, entropies: Sequence[Tensor]) -> None:
-        """Leaves out all tokens but the `loss.entropy_share` of highest entropy; entropies: what `remember` returned."""
-        if self._cfg.loss.entropy_share == 1 or self._planned is not None:
+    def _keep_least_sure(self) -> None:
+        """Of the tokens that count leaves out all but the `loss.entropy_share` of highest entropy."""
+        tokens = [
+            [(entropy, counts) for entropy, counts in zip(self._entropies[i], answer.counts, strict=True)]
+            for i, answer in enumerate(self._answers)
+        ]
+        counted = sorted(entropy for answer in tokens for entropy, counts in answer if counts)
+        if not counted:
             return
-        values = torch.cat(list(entropies))
-        least = values.sort().values[math.floor((len(values) - 1) * (1 - self._cfg.loss.entropy_share))]
-        counted = iter((values >= least).tolist())
-        for answer in self._answers:
-            answer.counts = [counts and next(counted) for counts in answer.counts]
+        least = counted[math.floor((len(counted) - 1) * (1 - self._cfg.loss.entropy_share))]
+        for answer, own in zip(self._answers, tokens, strict=True):
+            answer.counts = [counts and entropy >= least for entropy, counts in own]
 
     # What is told -------------------------------------------------------------------------------------------------
 

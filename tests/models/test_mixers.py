@@ -27,7 +27,11 @@ HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """So that few tokens make several chunks, and of these several segments."""
-    for module, name, size in ((linear_attention, "CHUNK", 4), (linear_attention, "SEGMENT", 8), (convolution, "_BLOCK", 5)):
+    for module, name, size in (
+        (linear_attention, "CHUNK", 4),
+        (linear_attention, "SEGMENT", 8),
+        (convolution, "_BLOCK", 5),
+    ):
         monkeypatch.setattr(module, name, size)
 
 
@@ -189,9 +193,9 @@ def test_rows_that_end_leave_the_others_their_states(case, hybrid):
 
 
 def test_prefixes_are_refused(hybrid):
+    ids, cu_seqlens, bounds = ids_of(9, 0)[None], torch.tensor([0, 5, 9]).int(), torch.tensor([[0, 0], [0, 3]]).int()
     with pytest.raises(ValueError, match="layers of this model keep a state over each document"):
-        bounds = torch.tensor([[0, 0], [0, 3]]).int()
-        hybrid("lfm2")(ids_of(9, 0)[None], cu_seqlens=torch.tensor([0, 5, 9]).int(), prefixes=bounds, num_prefix_tokens=3)
+        hybrid("lfm2")(ids, cu_seqlens=cu_seqlens, prefixes=bounds, num_prefix_tokens=3)
 
 
 TECHNIQUES = {

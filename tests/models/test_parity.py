@@ -68,7 +68,9 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     if not isinstance(model, Decoder):
         return parameters
     return {
-        name if ".mlp." in name and model.mixture is not None else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
+        name
+        if ".mlp." in name and model.mixture is not None
+        else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
         for name, parameter in parameters.items()
     }
 
@@ -306,6 +308,8 @@ def configurations(draw) -> tuple[str, dict]:
     optional = {
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),
+        "use_bias": st.booleans(),
+        "attention_out_bias": st.booleans(),
         "use_sliding_window": st.booleans(),
         "sliding_window": st.integers(1, 30),
         "max_window_layers": st.integers(0, 3),
@@ -317,6 +321,8 @@ def configurations(draw) -> tuple[str, dict]:
         "embedding_multiplier": st.floats(0.5, 12.0),
         "residual_multiplier": st.floats(0.1, 1.0),
         "logits_scaling": st.floats(0.5, 8.0),
+        "logit_scale": st.floats(0.1, 2.0),
+        "sliding_window_pattern": st.integers(1, 3),
         "num_experts": st.integers(3, 6),
         "num_local_experts": st.integers(3, 6),
         "num_experts_per_tok": st.integers(2, 3),
@@ -325,6 +331,14 @@ def configurations(draw) -> tuple[str, dict]:
         "decoder_sparse_step": st.integers(1, 2),
         "swiglu_alpha": st.floats(0.5, 2.0),
         "swiglu_limit": st.floats(0.3, 7.0),
+        "shared_expert_intermediate_size": st.integers(3, 20),
+        "linear_key_head_dim": st.integers(1, 9),
+        "linear_value_head_dim": st.integers(1, 9),
+        "linear_conv_kernel_dim": st.integers(2, 5),
+        "conv_L_cache": st.integers(2, 5),
+        "conv_bias": st.booleans(),
+        "block_auto_adjust_ff_dim": st.booleans(),
+        "block_multiple_of": st.integers(1, 9),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
@@ -334,16 +348,28 @@ def configurations(draw) -> tuple[str, dict]:
     if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
-    elif model_type != "gemma3_text":
+    elif model_type not in ("gemma3_text", "olmo3"):  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
     rope = draw(st.sampled_from(ropes))
-    if model_type != "gemma3_text":
+    if model_type == "ministral3":
+        rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
+    if model_type not in ("gemma3_text", "olmo3"):
         chosen["rope_parameters"] = dict(rope)
+    if model_type == "seed_oss":
+        chosen |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    if mixers := FAMILIES[model_type].mixers:
+        kinds = st.sampled_from(["full_attention", *mixers])
+        chosen["layer_types"] = draw(st.lists(kinds, min_size=num_layers, max_size=num_layers))
+    if "linear_num_key_heads" in known:
+        chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
+        chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
     return model_type, {
         **chosen,
         activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])) if model_type != "gpt_oss" else "silu",
-        "hidden_size": num_heads * head_dim if model_type in ("phi3", "olmoe") else num_heads * draw(st.integers(3, 9)),
+        "hidden_size": num_heads * head_dim
+        if model_type in ("phi3", "olmoe", "cohere2", "lfm2")
+        else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
         "num_hidden_layers": num_layers,

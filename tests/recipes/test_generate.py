@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.generation.texts import _text
+from lean_ft.generation.texts import text_of
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
 from lean_ft.settings_text import load_config
@@ -104,7 +104,7 @@ def test_the_stream_cuts_no_character() -> None:
     tokenizer = load_tokenizer("tiny")
     text = "fig 日本 🙂 é, saw"
     ids = tokenizer.encode(text)
-    pieces = list(_text(tokenizer, iter(ids)))
+    pieces = list(text_of(tokenizer, iter(ids)))
     assert "".join(pieces) == text
     assert len(pieces) > 5
     assert not any("\ufffd" in piece for piece in pieces)
@@ -113,7 +113,7 @@ def test_the_stream_cuts_no_character() -> None:
 def test_the_stream_ends_with_half_a_character_if_the_model_did() -> None:
     tokenizer = load_tokenizer("tiny")
     ids = tokenizer.encode("ok 🙂")[:-1]
-    assert "".join(_text(tokenizer, iter(ids))) == tokenizer.decode(ids)
+    assert "".join(text_of(tokenizer, iter(ids))) == tokenizer.decode(ids)
 
 
 CHAT = [{"role": "user", "content": QUESTION}]

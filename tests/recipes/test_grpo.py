@@ -8,16 +8,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lean_ft import load_model, load_tokenizer, save_model
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.data import Prompt
+from lean_ft.generation import Sample
+from lean_ft.losses import policy
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings import Reward
 from lean_ft.settings_text import load_config
+from lean_ft.training import Rewards
 
 SETTINGS = (
     "model.path=tiny",
@@ -93,15 +101,14 @@ BEGINNINGS = [
 def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
     train: Train, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, ratios = load_recipe(find_recipe("grpo")), []
-    plain = sys.modules["lean_ft.losses"].policy_loss
+    ratios: list[float] = []
+    plain = policy.policy_loss
 
     def watched(name: str, now: Any, old: Any, *others: Any, **further: Any) -> Any:
         ratios.append((now - old)[others[1]].abs().max().item())
         return plain(name, now, old, *others, **further)
 
-    monkeypatch.setattr("lean_ft.losses.policy_loss", watched)
-    del module
+    monkeypatch.setattr(policy, "policy_loss", watched)
     lines = train(*settings, "max_steps=3")
     of_first_step = len(ratios) // 3
     assert ratios[:of_first_step] == [0.0] * of_first_step
@@ -151,6 +158,44 @@ def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_pat
         assert row["reward"] == pytest.approx(2 * (right or 0) + short + shaped + length)
 
 
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_model")
+    model = load_model("tiny", scores=True)
+    torch.nn.init.normal_(model.output_weight, generator=torch.Generator().manual_seed(0))
+    save_model(model, folder)
+    load_tokenizer("tiny").save(folder)
+    return folder
+
+
+def test_a_reward_model_judges_as_transformers_does(reward_model: Path) -> None:
+    """The tokens themselves where they are its own; else the chat or the text, as its own tokenizer writes it."""
+    tokenizer, theirs = load_tokenizer("tiny"), AutoTokenizer.from_pretrained(reward_model)
+    judge = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    said, asked = ["Paris.", "It is 41, or so"], ["What is the capital?", "6 * 7 ="]
+    samples = [Sample(ids=tokenizer.encode(text), ended=True) for text in said]
+    prompts = [Prompt(tokenizer.encode(text), text, {}, "") for text in asked]
+
+    def expected(sequences: list[list[int]]) -> list[float]:
+        return [judge(torch.tensor([ids])).logits.item() for ids in sequences]
+
+    own = Rewards([Reward(model=str(reward_model), weight=0.5)], tokenizer)(prompts, samples)
+    tokens = [prompt.ids + sample.ids for prompt, sample in zip(prompts, samples, strict=True)]
+    assert own.totals == pytest.approx([value / 2 for value in expected(tokens)], rel=1e-4)
+    other = SimpleNamespace(vocab_size=2, token_text=str, decode=lambda ids, **_: tokenizer.decode(ids))
+    chats = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in zip(asked, said, strict=True)
+    ]
+    written = Rewards([str(reward_model)], other)(prompts, samples)  # type: ignore[arg-type]
+    ids = [theirs.apply_chat_template(chat, return_dict=False) for chat in chats]
+    ends = {tuple(theirs(text, add_special_tokens=False).input_ids) for text in ("\n", "")}
+    ids = [
+        one[: len(one) - max((len(end) for end in ends if end and tuple(one[-len(end) :]) == end), default=0)]
+        for one in ids
+    ]
+    assert written.totals == pytest.approx(expected(ids), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("rewards", "error", "message"),
     [
@@ -161,6 +206,8 @@ def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_pat
         ("['MINE:fails']", RuntimeError, r"MINE:fails failed at .*problems_train.jsonl, line \d+: KeyError: 'less'"),
         ("['MINE:few']", RuntimeError, "MINE:few returned 1 values for 16 answers"),
         ("['MINE:nothing']", RuntimeError, "MINE:nothing returned nan at .*line"),
+        ("[{model: tiny}]", ValueError, "no reward model: it has no output layer"),
+        ("[{weight: 2}]", ValueError, "expected a function or a model, came neither"),
     ],
 )
 def test_what_is_wrong_with_a_reward_is_said(

@@ -1,0 +1,66 @@
+"""`leanft serve`: a checkpoint behind OpenAI's chat API, to try it with what speaks that."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lean_ft.cli.arguments import Debug
+
+
+def serve(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|RUN",
+            help="A checkpoint, a run, an adapter, any model folder, or org/name.",
+            show_default=False,
+        ),
+    ],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="FOLDER", help="An adapter to put on it; several add up.", show_default=False
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; any but a loopback address needs the variable LEANFT_TOKEN.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="The model's name there; its folder's by default.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that an answer may have where a request does not say.")
+    ] = 1024,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Where to compute.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="bfloat16|float32|float16", help="Type of weights and arithmetic.")
+    ] = "bfloat16",
+    debug: Debug = False,
+) -> None:
+    """Serve a model by OpenAI's chat API, for trying it: chat completions, whole or streamed, one at a time.
+
+    With the variable LEANFT_TOKEN set, requests have to bring it as their API key.
+    """
+    from lean_ft.generation import open_model
+    from lean_ft.generation.server import ChatServer
+    from lean_ft.log import say
+
+    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype)
+    server = ChatServer(
+        model,
+        tokenizer,
+        name or Path(checkpoint).expanduser().resolve().name,
+        host=host,
+        port=port,
+        max_new_tokens=max_new_tokens,
+        token=os.environ.get("LEANFT_TOKEN"),
+    )
+    say("serving", f"{server.name} at {server.url}, until Ctrl-C")
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("stopped", "by Ctrl-C")

@@ -1,0 +1,104 @@
+"""A conversation in the terminal with whatever training left: a run, a checkpoint, an adapter, any model with a chat template.
+
+leanft run chat model.path=runs/tiny
+leanft run chat adapter=runs/tiny_lora system="Answer in one word." temperature=0.7
+leanft run chat model.path=runs/tiny < questions.txt       # a line each; only answers are printed
+
+Ctrl-C stops an answer, /help lists what else there is.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from lean_ft.generation import open_model, stream
+from lean_ft.settings import AskConfig
+
+HELP = """\
+/reset       forget what was said
+/save FILE   add the conversation to a JSONL file, as a row that data.source takes
+/help        this
+/quit        end; so does Ctrl-D
+Ctrl-C stops an answer; what was said of it stays in the conversation."""
+
+
+class Config(AskConfig):
+    system: str | None = Field(None, description="The system message that the conversation begins with.")
+
+
+def main(cfg: Config) -> None:
+    model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{cfg.model.path} has no chat template, so it was not made for conversations. `leanft run generate` has it go "
+            "on from a text."
+        )
+    beginning = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+    messages: list[dict[str, Any]] = [*beginning]
+    in_terminal = sys.stdin.isatty()
+    if in_terminal:
+        print("/help tells what there is beside questions.")
+    with _ctrl_c_interrupts():
+        for line in _lines("> " if in_terminal else ""):
+            command, _, argument = line.partition(" ")
+            if command == "/quit":
+                return
+            if command == "/reset":
+                messages = [*beginning]
+            elif command == "/save":
+                _save(messages, argument.strip())
+            elif command == "/help":
+                print(HELP)
+            elif line.startswith("/"):
+                print(f"there is no {command}; /help lists what there is.")
+            elif line:
+                messages.append({"role": "user", "content": line})
+                answer = ""
+                with suppress(KeyboardInterrupt):
+                    for text in stream(model, tokenizer, messages, chat=True, **cfg.sampling):
+                        print(text, end="", flush=True)
+                        answer += text
+                print(flush=True)
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """What is typed, a line each, until it ends. In a terminal it can be edited, and earlier lines come back by the arrows."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (input() then uses it)
+    while True:
+        try:
+            yield input(prompt).strip()
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            return
+
+
+def _save(messages: list[dict[str, Any]], name: str) -> None:
+    if not name:
+        print("/save needs the name of a file.")
+        return
+    try:
+        with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        print(f"{name}: {error.strerror}.")
+    else:
+        print(f"{len(messages)} messages added to {name}.")
+
+
+@contextmanager
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Inside, Ctrl-C raises KeyboardInterrupt; around a run it ends the process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,175 @@
+"""The server, asked by OpenAI's own client, against what the library answers."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+
+from lean_ft.generation import generate, sample
+from lean_ft.generation.server import ChatServer
+from lean_ft.generation.texts import asked_of
+from lean_ft.models import Decoder, load_model
+from lean_ft.tokenizers import load_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of Zanemar?"}]
+TOKEN = "ThisTokenMustNeverBeSeen"
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def server(model: Decoder) -> Iterator[ChatServer]:
+    with ChatServer(model, load_tokenizer("tiny"), "mine", max_new_tokens=24) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(server: ChatServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["mine"]
+    assert client.models.retrieve("mine").owned_by == "lean_ft"
+    with pytest.raises(openai.NotFoundError, match="there is no GET /v1/models/other here"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0, "max_tokens": 9},
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 3, "max_completion_tokens": 12, "top_p": 0.9},
+        {"temperature": 2.0, "seed": 4, "extra_body": {"top_k": 5, "min_p": 0.01}},
+        {"temperature": 0, "stop": ["sum"]},
+    ],
+)
+def test_answers_whole_and_streamed_are_the_librarys(client: openai.OpenAI, model: Decoder, settings: dict) -> None:
+    most = settings.get("max_tokens") or settings.get("max_completion_tokens") or 24
+    ours = {
+        k: v for k, v in {**settings, **settings.get("extra_body", {})}.items() if k != "extra_body" and "max" not in k
+    }
+    tokenizer = load_tokenizer("tiny")
+    (expected,) = generate(model, [CHAT], tokenizer, max_new_tokens=most, **ours)
+    how, prompts = asked_of(model, tokenizer, [CHAT], True, {"max_new_tokens": most, **ours})
+    (sampled,) = sample(model, prompts, how, decode=tokenizer.decode)
+    whole = client.chat.completions.create(model="mine", messages=CHAT, **settings)
+    assert whole.choices[0].message.content == expected
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="mine", messages=CHAT, stream=True, **usage, **settings)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert last.usage == whole.usage
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompts[0]), len(sampled.ids))
+    reasons = {whole.choices[0].finish_reason, chunks[-1].choices[0].finish_reason}
+    assert reasons == {"stop" if sampled.ended else "length"}
+
+
+def test_several_clients_get_their_own_answers(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str:
+        made = client.chat.completions.create(model="mine", messages=CHAT, temperature=3, seed=seed, max_tokens=8)
+        return made.choices[0].message.content or ""
+
+    alone = [ask(seed) for seed in range(4)]
+    assert len(set(alone)) == 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == alone
+
+
+def test_a_client_that_leaves_lets_the_next_one_in(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="mine", messages=CHAT, temperature=2, seed=1, max_tokens=400, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    assert client.chat.completions.create(model="mine", messages=CHAT, max_tokens=2, timeout=60).usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not done by this server"),
+        ({"n": 2}, "n is not done by this server"),
+        ({"logprobs": True}, "logprobs is not done"),
+        ({"max_tokens": 100_000}, "more than the model's context of 512"),
+        ({"max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ({"extra_body": {"temprature": 1}}, "temprature is not known here. Did you mean 'temperature'?"),
+        ({"messages": []}, "expected messages, a list of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "no text"),
+        ({"model": "other"}, "there is no model 'other' here, but 'mine'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, settings: dict, message: str) -> None:
+    with pytest.raises(openai.APIStatusError, match=message) as refused:
+        client.chat.completions.create(**{"model": "mine", "messages": CHAT, **settings})
+    assert refused.value.status_code in (400, 404)
+
+
+def test_parts_of_text_are_read_as_one(client: openai.OpenAI) -> None:
+    parts = [
+        CHAT[0],
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("What is the capital", " of Zanemar?")]},
+    ]
+    asked = [client.chat.completions.create(model="mine", messages=m, temperature=0) for m in (CHAT, parts)]
+    assert asked[0].choices[0].message.content == asked[1].choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"Host": "evil.example"}, b"{}", 403),  # a name that its owner points here
+        ({"Content-Type": "text/plain"}, b"{}", 415),  # what a page may send without asking
+        ({}, b"{", 400),
+        ({}, b"[]", 400),
+        ({"Content-Length": "99999999999"}, b"", 413),
+    ],
+)
+def test_what_is_no_request_is_refused(server: ChatServer, headers: dict, body: bytes, status: int) -> None:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+
+def test_another_address_needs_a_token_that_stays_unseen(model: Decoder, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer("tiny")
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ValueError, match="Set the variable LEANFT_TOKEN"):
+            ChatServer(model, tokenizer, "mine", host=host)
+    with ChatServer(model, tokenizer, "mine", host="0.0.0.0", token=TOKEN) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert [m.id for m in openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0).models.list()] == ["mine"]
+        for wrong in ("none", TOKEN[:-1], "é"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {wrong}".encode()})
+            answer = connection.getresponse()
+            assert answer.status == 401 and TOKEN not in answer.read().decode()
+        server.shutdown()
+    assert TOKEN not in "".join(capsys.readouterr())
+
+
+def test_an_answer_that_fails_is_an_error_and_the_server_goes_on(server: ChatServer, client: openai.OpenAI) -> None:
+    weight = server.model.output_weight
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.fill_(float("nan"))
+        for stream in (False, True):
+            with pytest.raises(openai.APIError, match="not finite"):
+                list(client.chat.completions.create(model="mine", messages=CHAT, stream=stream))
+        weight.copy_(kept)
+    assert client.chat.completions.create(model="mine", messages=CHAT, max_tokens=2).choices
