@@ -102,7 +102,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
     fused_gate_up: bool = False  # one for the gate and what it gates
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu"] = "silu"  # with xielu there is no gate
 
     # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, Family, no_layer
 from lean_ft.spelling import did_you_mean
 
@@ -84,12 +85,6 @@ SCORE_ARCHITECTURES = {
     }.items()
 }
 
-_REMEDIES_FOR_QUANTIZED = {
-    "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
-    "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
-    "bfloat16.",
-}
-
 
 def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
     """Returns the config.json of the language model inside a model that reads images too; any other as it is."""
@@ -105,6 +100,8 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
         for key, value in config.items()
         if not isinstance(value, dict) and not any(part in key for part in _OF_IMAGES)
     }
+    if config.get("quantization_config") is not None:
+        shared["quantization_config"] = config["quantization_config"]
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
 
 
@@ -262,14 +259,15 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             f"{where}: architectures is {architectures!r}; expected a language model, a name that ends "
             "in ForCausalLM. Bare, classification and multimodal models have other weights."
         )
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        remedy = _REMEDIES_FOR_QUANTIZED.get(method, "Train from the unquantized model that this one was made from.")
-        raise ValueError(
-            f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
-            f"bfloat16 weights. {remedy}"
-        )
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        if not isinstance(quantization, dict) or method not in READABLE or quantization.get("fmt", "e4m3") != "e4m3":
+            raise ValueError(
+                f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
+                f"bfloat16 weights, or {' or '.join(READABLE)}, which is read into them. Train from the unquantized model "
+                "that this one was made from."
+            )
 
 
 def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:

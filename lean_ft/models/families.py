@@ -493,6 +493,28 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 4,
         },
     ),
+    "apertus": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "head"},
+        activations={"xielu": "xielu"},
+        on_disk={
+            "input_layernorm": ("attention_layernorm",),
+            "post_attention_layernorm": ("feedforward_layernorm",),
+        },
+        defaults={
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 65536,
+            "rope_theta": 12e6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
     "cohere2": Family(
         facts={
             **_ATTENTION_BIAS,

@@ -31,7 +31,7 @@ from lean_ft.settings.losses import (
     RewardLossConfig,
     UnpairedLossConfig,
 )
-from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import LOGGER_PACKAGES, KeepTeacherConfig, LogConfig, RecipeConfig, TrainingConfig, models_of
 
@@ -48,6 +48,7 @@ __all__ = [
     "FormatName",
     "Fraction",
     "GenerationConfig",
+    "GroupSize",
     "GroupT",
     "KeepTeacherConfig",
     "LoRAConfig",
@@ -61,6 +62,8 @@ __all__ = [
     "PreferenceDataConfig",
     "PreferenceLossConfig",
     "PromptDataConfig",
+    "QuantizeConfig",
+    "QuantizedKind",
     "RecipeConfig",
     "ReferenceConfig",
     "Reward",

@@ -28,6 +28,7 @@ LONG_CASES = {
     "hunyuan_v1_dense_tied_biases",
     "exaone4_listed_windows",
     "exaone4_without_windows",
+    "apertus_tied_biases",
     "cohere2_untied_biases",
 }
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
@@ -306,6 +307,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4_without_windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "apertus": ("apertus", {"head_dim": 20, "rope_parameters": LLAMA3}),
+    "apertus_tied_biases": (
+        "apertus",
+        {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    ),
     "cohere2": ("cohere2", {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.6}),
     "cohere2_untied_biases": (
         "cohere2",

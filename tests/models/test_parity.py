@@ -293,6 +293,8 @@ def decoder_of(reference: Reference) -> Decoder:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(reference.get_buffer(name))
     return model
 
 
@@ -366,7 +368,8 @@ def configurations(draw) -> tuple[str, dict]:
         chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
     return model_type, {
         **chosen,
-        activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])) if model_type != "gpt_oss" else "silu",
+        activation: {"gpt_oss": "silu", "apertus": "xielu"}.get(model_type)
+        or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
         if model_type in ("phi3", "olmoe", "cohere2", "lfm2")
         else num_heads * draw(st.integers(3, 9)),
