@@ -12,7 +12,7 @@ from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs
-from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
+from lean_ft.losses.unpaired import UNPAIRED_LOSSES, Baseline, RunningMean, UnpairedStatistics, unpaired_loss
 
 __all__ = [
     "IGNORED_LABEL",
@@ -21,6 +21,7 @@ __all__ = [
     "AnswerLogProbs",
     "AnswerTokens",
     "Answers",
+    "Baseline",
     "CrossEntropy",
     "Distillation",
     "RunningMean",

@@ -19,6 +19,7 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
@@ -45,8 +46,8 @@ class Unread:
         self.fill = fill
 
     def into(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self.fill(name, parameter)
+        for name, tensor in _tensors(model):
+            self.fill(name, tensor)
 
 
 @counted_as("weights")
@@ -249,9 +250,23 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
     hf_config = getattr(model, "hf_config", {})
     return {
         place: tensor
-        for name, parameter in model.named_parameters()
+        for name, parameter in _tensors(model)
         for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
     }
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a folder holds of a module itself: its parameters, and the buffers that are no temporary ones."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for place, module in model.named_modules():
+        for name, tensor in own_tensors(module):
+            yield f"{place}.{name}" if place else name, tensor
 
 
 def parts_on_disk(model: nn.Module) -> dict[str, Part]:
@@ -259,7 +274,7 @@ def parts_on_disk(model: nn.Module) -> dict[str, Part]:
     hf_config = getattr(model, "hf_config", {})
     return {
         place: part
-        for name, parameter in model.named_parameters()
+        for name, parameter in _tensors(model)
         for place, part in _parts_of_parameter(hf_config, name, parameter)
     }
 
@@ -288,7 +303,12 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
     try:
         with outside(), torch.device("meta"):
-            return Decoder(config).to(dtype)
+            model = Decoder(config)
+            for tensor in (*model.parameters(), *model.buffers()):
+                # What corrects a choice among many experts is small beside what it is added to.
+                if not getattr(tensor, "stays_float32", False):
+                    tensor.data = tensor.data.to(dtype)
+            return model
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
         raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None
 
@@ -300,8 +320,8 @@ def _fill(model: Decoder, device: str | torch.device, fill: Fill, after_module: 
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            fill(own, parameter)
+        for own, tensor in own_tensors(module):
+            fill(f"{name}.{own}" if name else own, tensor)
         del module
         if after_module is not None:
             after_module(model, name)
@@ -316,10 +336,17 @@ def _drawn(config: DecoderConfig) -> Fill:
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
             here.values.copy_(here.within(whole))
+        elif name.endswith("dt_bias"):
+            here.values.fill_(1.0)
+        elif name.endswith("A_log"):
+            here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
+        elif (own := name.rpartition(".")[2]) in XIELU_START:
+            here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
-            here.values.fill_(1.0 - config.norm_weight_offset)
+            has_offset = not name.endswith("linear_attn.norm.weight")
+            here.values.fill_(1.0 - (config.norm_weight_offset if has_offset else 0.0))
         else:
             here.values.normal_(0.0, config.initializer_range)
 
@@ -384,6 +411,8 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     """The stored tensors that make up the parameters; raises ValueError unless they match one to one."""
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
+    # Layers that predict several tokens at once are beside the model, and neither trained nor saved, as in transformers.
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
     if model.score_is_new:
         del expected["score.weight"]
@@ -419,10 +448,11 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
 
 def _check_tied(embedding: Readable, head: Readable) -> None:
     """Some folders store a tied output layer as well; it must then be the embedding itself."""
-    same = isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor)
-    same = same and (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
-    if same:
-        same = all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
+    same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
+    if isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):
+        same = same and all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
+    else:  # quantised, as no tied output layer is
+        same = False
     if not same:
         raise ValueError(
             f"{head.file}: tie_word_embeddings is true in config.json, but lm_head.weight differs from "
