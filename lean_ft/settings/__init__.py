@@ -26,10 +26,12 @@ from lean_ft.settings.losses import (
     DistillConfig,
     LossConfig,
     PolicyLossConfig,
+    PPOLossConfig,
     PreferenceLossConfig,
     ReferenceConfig,
     RewardLossConfig,
     UnpairedLossConfig,
+    ValueConfig,
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
@@ -56,6 +58,7 @@ __all__ = [
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PPOLossConfig",
     "ParallelConfig",
     "PolicyLossConfig",
     "PreferenceDataConfig",
@@ -76,5 +79,6 @@ __all__ = [
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",
+    "ValueConfig",
     "models_of",
 ]
