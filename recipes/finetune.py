@@ -14,6 +14,7 @@ from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.quantization import fake_quantize
 from lean_ft.settings import (
     LoRAConfig,
     LossConfig,
@@ -21,6 +22,7 @@ from lean_ft.settings import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    QuantizeConfig,
     RecipeConfig,
     ScheduleConfig,
     SFTDataConfig,
@@ -34,6 +36,7 @@ class Config(RecipeConfig):
     data: SFTDataConfig
     lora: LoRAConfig | None = None  # null: all parameters train
     parallel: ParallelConfig = ParallelConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -47,6 +50,7 @@ def main(cfg: Config) -> None:
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    fake_quantize(model, cfg, ranks)  # rounds as the quantised model will, where `quantize.train` says so
     cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks, tokens=cfg.pass_tokens)  # each rank reads and keeps its rows, or all

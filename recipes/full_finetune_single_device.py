@@ -9,11 +9,13 @@ from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.quantization import fake_quantize
 from lean_ft.settings import (
     LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    QuantizeConfig,
     RecipeConfig,
     ScheduleConfig,
     SFTDataConfig,
@@ -25,6 +27,7 @@ from lean_ft.training import Run, apply_regularization, start
 class Config(RecipeConfig):
     model: ModelConfig
     data: SFTDataConfig
+    quantize: QuantizeConfig = QuantizeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -37,6 +40,7 @@ def main(cfg: Config) -> None:
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_model(cfg.model, device)
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    fake_quantize(model, cfg)  # rounds as the quantised model will, where `quantize.train` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     optimizer = build_optimizer(model, cfg)
     cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time

@@ -72,7 +72,11 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 # embedded model.
 SUBSTITUTES = [
     (r"\[(--.*?)\]", r"\1", "an option in brackets may be left out, and is not"),
-    (r"^(leanft run (?!generate).*)", r"\1 max_steps=2 eval_answers=0 compile=false plan=false", "so it takes seconds"),
+    (
+        r"^(leanft run (?!generate|quantize).*)",
+        r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
+        "so it takes seconds",
+    ),
     (r"^(leanft run generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
     (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds: longer rows have a dash"),
     (r",another\]", r",runs/lora]", "a second adapter; the same one twice adds up as well"),
@@ -166,7 +170,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text += "".join(
         catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME", "..."}
     )
-    for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - {"runs/first"}:
+    for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - {"runs/first", "runs/qat"}:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
         if "Instruct" not in name:  # a base model has no chat template
             file = tmp_path / name / "tokenizer_config.json"

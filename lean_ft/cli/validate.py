@@ -46,6 +46,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.data import prompt_rows
     from lean_ft.models import empty_model
     from lean_ft.peft import apply_lora, quantize_as_loaded
+    from lean_ft.quantization import fake_quantize
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
@@ -80,6 +81,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 quantize_as_loaded(lora)
                 apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights
             if isinstance(cfg, RecipeConfig):
+                fake_quantize(decoder, cfg)
                 freeze_parameters(decoder, cfg.freeze, cfg.train)
         with _gathered(problems):
             tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None

@@ -55,10 +55,10 @@ class TokenExchange:
 def check_divides(model: Decoder, num_ranks: int) -> None:
     """Raises ValueError where a layer of the model cannot be cut over so many ranks."""
     config, setting = model.config, f"parallel.tensor={num_ranks}"
-    if config.fused_projections:
+    if config.fused_qkv or config.fused_gate_up:
         raise ValueError(
-            f"{setting} cuts projections by heads and features, and this model's queries, keys and values are one matrix, as "
-            "are the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
+            f"{setting} cuts projections by heads and features, and this model has one matrix for queries, keys and values, "
+            "or for the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
         )
     if config.qk_norm == "projection":
         raise ValueError(

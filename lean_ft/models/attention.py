@@ -29,7 +29,7 @@ from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.document_attention import document_attention
 from lean_ft.models.layers import RMSNorm
-from lean_ft.models.rope import rotate
+from lean_ft.models.rope import rotate_both
 
 # Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.scoring = Scoring(config.attention_scale, config.layers[layer_index].window, config.attention_softcap)
         query_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.split_sizes = [query_size, kv_size, kv_size]
-        self.is_fused = config.fused_projections
+        self.is_fused = config.fused_qkv
         if self.is_fused:
             self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         else:
@@ -96,6 +96,8 @@ class Attention(nn.Module):
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
             self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
+        rope = config.layers[layer_index].rope
+        self.turns_neighbours = rope is not None and rope.turns_neighbours
         self.qk_norm = config.qk_norm
         if self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
@@ -112,8 +114,8 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
-        """hidden (B, T, hidden_size); cos and sin (B or 1, T, turned features), or None where positions turn nothing;
-        returns (B, T, hidden_size)."""
+        """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
+        nothing; returns (B, T, hidden_size)."""
         if self.is_fused:
             query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
         else:
@@ -125,7 +127,9 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if cos is not None and sin is not None:
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = rotate_both(query, key, cos, sin, self.turns_neighbours)
+        if self.qk_norm == "turned_head":
+            query, key = self.q_norm(query), self.k_norm(key)
         if cache is not None:
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
         else:

@@ -51,17 +51,21 @@ class DecoderConfig:
     tied_embeddings: bool
 
     norm_eps: float
-    # Where a layer norms: on the way into attention and feed-forward, on the way out of them, or both.
-    norm_placement: Literal["in", "out", "both"] = "in"
+    # Where a layer norms: on the way into attention and feed-forward, on the way out of them, or both; or once, into the
+    # two side by side, of which the second then does not see what the first adds.
+    norm_placement: Literal["in", "out", "both", "once"] = "in"
+    norm_centered: bool = False  # norms of the residual take the mean away first
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    fused_projections: bool = False  # one matrix for queries, keys and values, one for the gate and what it gates
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    fused_qkv: bool = False  # one matrix for queries, keys and values
+    fused_gate_up: bool = False  # one for the gate and what it gates
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu"] = "silu"  # with xielu there is no gate
 
-    qk_norm: Literal["head", "projection"] | None = None  # queries and keys are normed: each head, or all as one vector
+    # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
+    qk_norm: Literal["head", "turned_head", "projection"] | None = None
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value

@@ -13,6 +13,7 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, Family, no_layer
 from lean_ft.spelling import did_you_mean
 
@@ -30,8 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
 }
-
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # Values at which fields that change the mathematics change nothing, and the fields. Absent and null are always such.
 # Biases are not among them: a bias that is not expected shows in the weights.
@@ -66,16 +65,17 @@ SCORE_ARCHITECTURES = {
         "phi3": "Phi3",
         "smollm3": "SmolLM3",
         "olmo2": "Olmo2",
+        "ministral": "Ministral",
+        "ministral3": "Ministral3",
+        "olmo3": "Olmo3",
+        "glm4": "Glm4",
+        "seed_oss": "SeedOss",
+        "hunyuan_v1_dense": "HunYuanDenseV1",
+        "exaone4": "Exaone4",
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
         "gpt_oss": "GptOss",
     }.items()
-}
-
-_REMEDIES_FOR_QUANTIZED = {
-    "mxfp4": "These are the experts' weights in 4 bits, which cannot be trained. Load the model with transformers' "
-    "Mxfp4Config(dequantize=True) and save it in bfloat16 with save_pretrained(), or take a repository of it in "
-    "bfloat16.",
 }
 
 
@@ -89,6 +89,8 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
         raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
     family, architecture = _LANGUAGE_MODEL_OF[model_type]
     shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
+    if config.get("quantization_config") is not None:
+        shared["quantization_config"] = config["quantization_config"]
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
 
 
@@ -143,21 +145,21 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
             "expected the first to be a multiple of the second."
         )
-    read = DecoderConfig(
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        intermediate_size=fields.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim_of(fields),
-        layers=_layers(fields, family),
-        max_positions=fields.count("max_position_embeddings"),
-        initializer_range=fields.positive("initializer_range"),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        norm_eps=fields.positive("rms_norm_eps"),
-        activation=_activation(fields, family),
-        **_facts(family.facts, fields),
-    )
+    facts: dict[str, Any] = {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": fields.count("hidden_size"),
+        "intermediate_size": fields.count("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim_of(fields),
+        "layers": _layers(fields, family),
+        "max_positions": fields.count("max_position_embeddings"),
+        "initializer_range": fields.positive("initializer_range"),
+        "tied_embeddings": fields.flag("tie_word_embeddings"),
+        "norm_eps": fields.positive(family.norm_eps_field),
+        "activation": _activation(fields, family),
+    }
+    read = DecoderConfig(**facts | _facts(family.facts, fields))
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
         return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
@@ -216,10 +218,9 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
 def _activation(fields: Fields, family: Family) -> Any:
     def meant(name: str) -> str:
         value = fields.values.get(name)
-        known = family.activation_meant.get(str(value), str(value))
-        if known not in _ACTIVATIONS:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(_ACTIVATIONS)}.")
-        return _ACTIVATIONS[known]
+        if str(value) not in family.activations:
+            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(family.activations)}.")
+        return family.activations[str(value)]
 
     own = family.activation_field
     other = "hidden_activation" if own == "hidden_act" else "hidden_act"
@@ -242,14 +243,15 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             f"{where}: architectures is {architectures!r}; expected a language model, a name that ends "
             "in ForCausalLM. Bare, classification and multimodal models have other weights."
         )
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        remedy = _REMEDIES_FOR_QUANTIZED.get(method, "Train from the unquantized model that this one was made from.")
-        raise ValueError(
-            f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
-            f"bfloat16 weights. {remedy}"
-        )
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        if not isinstance(quantization, dict) or method not in READABLE or quantization.get("fmt", "e4m3") != "e4m3":
+            raise ValueError(
+                f"{where}: quantization_config says the weights are quantized ({method}); expected float32, float16 or "
+                f"bfloat16 weights, or {' or '.join(READABLE)}, which is read into them. Train from the unquantized model "
+                "that this one was made from."
+            )
 
 
 def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], where: str) -> None:

@@ -28,20 +28,22 @@ _NORMS = {
     "in": (_INTO_ATTENTION, None, _AFTER_ATTENTION, None),
     "out": (None, _AFTER_ATTENTION, None, _OUT),
     "both": (_INTO_ATTENTION, _AFTER_ATTENTION, "pre_feedforward_layernorm", _OUT),
+    "once": (_INTO_ATTENTION, None, None, None),
 }
 
 
 class Block(nn.Module):
-    """One layer: attention, then the feed-forward layer, each added to the residual, with norms in, out or both."""
+    """One layer: attention and the feed-forward layer, each added to the residual, with norms on the way in or out."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.norms = _NORMS[config.norm_placement]
+        self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = Attention(config, layer_index)
         sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
         self.mlp = (
-            MLP(*sizes, config.mlp_bias, config.activation, config.fused_projections)
+            MLP(*sizes, config.mlp_bias, config.activation, config.fused_gate_up)
             if mixture is None
             else MixtureOfExperts(config.hidden_size, mixture)
         )
@@ -64,9 +66,10 @@ class Block(nn.Module):
         that is set aside, so that compilation and checkpointing treat them right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        added = self.self_attn(self._normed(into_attention, hidden), cos, sin, cu_seqlens, cache, prefixes)
+        normed = self._normed(into_attention, hidden)
+        added = self.self_attn(normed, cos, sin, cu_seqlens, cache, prefixes)
         hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
-        added, router_logits = self.mlp(self._normed(into_mlp, hidden)), None
+        added, router_logits = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden)), None
         if isinstance(added, tuple):
             added, router_logits = added
         hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
@@ -76,7 +79,9 @@ class Block(nn.Module):
         return x if name is None else getattr(self, name)(x)
 
 
-def _norm(config: DecoderConfig) -> RMSNorm:
+def _norm(config: DecoderConfig) -> nn.Module:
+    if config.norm_centered:
+        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_weight_offset)
 
 
@@ -128,6 +133,7 @@ class Decoder(nn.Module):
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
+        self.quantization: dict[str, Any] = {}  # how the weights of its folder are, where they were read into others
         self.generation_config: bytes | None = None
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next

@@ -10,9 +10,9 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from lean_ft.models.config_fields import Fields
+from lean_ft.models.config_fields import Fields, head_dim_of
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config
+from lean_ft.models.rope_settings import rope_config, rope_settings
 
 # Readers of one field by its name: true or false, a positive integer, a positive number, such a number or null.
 flag, count, number, number_or_null = (
@@ -54,6 +54,19 @@ def _layers_without_rope(fields: Fields, layer: int) -> bool:
     return slides and not _has_rope(fields, layer)
 
 
+def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def _unlisted_layers_but_every_nth(fields: Fields, layer: int) -> bool:
+    """The same of a file that lists no layers; with such a list the pattern may be anything."""
+    fields.get("sliding_window_pattern")
+    if fields.get("layer_types") is not None:
+        return False
+    fields.count("sliding_window")  # where there is none, transformers wants the list
+    return _all_but_every_nth_layer(fields, layer)
+
+
 # Which layers of a family with experts have them.
 
 
@@ -63,6 +76,8 @@ def _every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
         raise ValueError(f"{fields.where}: mlp_only_layers is {excepted!r}; expected a list of layers' numbers.")
     return layer not in excepted and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
+
+_LONGEST = "max_position_embeddings"
 
 # How positions turn queries and keys, a function of the fields, the layer's number and whether it has a window.
 
@@ -76,6 +91,42 @@ def _has_rope(fields: Fields, layer: int) -> bool:
     if fields.get("no_rope_layers") is not None:  # named for the layers without, a 1 nevertheless marks those with it
         has_rope = fields.of_each_layer("no_rope_layers")[layer] == 1
     return has_rope
+
+
+def _neighbours_in_a_part(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    fields.positive("partial_rotary_factor")  # null is another number to transformers once it has saved the file
+    return rope_config(fields, may_be_partial=True, turns_neighbours=True)
+
+
+def _neighbours_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    return rope_config(fields, turns_neighbours=True) if is_windowed else None
+
+
+def _rope_of_windows_or_of_all(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """Where no layer has a window, all have positions."""
+    return rope_config(fields) if is_windowed or fields.get("sliding_window") is None else None
+
+
+def _rope_with_alpha(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """`dynamic` with an alpha is another base, whatever the text's length and the other settings."""
+    key, settings = rope_settings(fields)
+    if not isinstance(settings, dict) or not settings.get("alpha"):
+        return rope_config(fields)
+    own = Fields(settings, {"rope_theta": fields.get("rope_theta")}, f"{fields.where}: {key}")
+    head_dim = head_dim_of(fields)
+    theta = own.positive("rope_theta") * own.positive("alpha") ** (head_dim / (head_dim - 2))
+    return rope_config(fields, settings={"rope_theta": theta}, key=key)
+
+
+def _rope_with_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    key, settings = rope_settings(fields)
+    if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
+        return rope_config(fields)
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    growth = own.positive("llama_4_scaling_beta"), own.positive("original_max_position_embeddings")
+    # The longest context is there a second time.
+    known = {name: value for name, value in settings.items() if name not in ("llama_4_scaling_beta", _LONGEST)}
+    return rope_config(fields, settings=known, key=key, query_growth=growth[0], query_growth_positions=growth[1])
 
 
 def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -96,6 +147,9 @@ def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig
     )
 
 
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
 @dataclass(frozen=True)
 class Family:
     """What tells a family from the others."""
@@ -109,8 +163,9 @@ class Family:
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
     activation_field: str = "hidden_act"
-    # What the family's older files mean by the name of an activation, where it is another one.
-    activation_meant: Mapping[str, str] = field(default_factory=dict)
+    # The activations that config.json may name, and which each is.
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    norm_eps_field: str = "rms_norm_eps"
     # Facts of MixtureConfig, as above; without any the family has no experts.
     mixture: Mapping[str, Any] = field(default_factory=dict)
     has_mixture: Callable[[Fields, int], bool] = lambda fields, layer: True
@@ -121,6 +176,7 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}
 _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
+_EVERY_BIAS: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), flag("use_bias"))
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -183,7 +239,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(
         facts=_GEMMA_FACTS,
         defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
-        activation_meant={"gelu": "gelu_pytorch_tanh"},
+        activations={**ACTIVATIONS, "gelu": "gelu_tanh"},  # by which its older files mean the other
     ),
     "gemma2": Family(
         facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
@@ -201,7 +257,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         facts={**_GEMMA_2_FACTS, "qk_norm": "head"},
-        has_window=lambda fields, layer: (layer + 1) % fields.count("sliding_window_pattern") != 0,
+        has_window=_all_but_every_nth_layer,
         reads_layer_types=True,
         rope=_rope_by_window,
         defaults={
@@ -219,7 +275,7 @@ FAMILIES: dict[str, Family] = {
         activation_field="hidden_activation",
     ),
     "phi3": Family(
-        facts={"fused_projections": True},
+        facts={"fused_qkv": True, "fused_gate_up": True},
         has_window=_every_layer,
         rope=lambda fields, layer, is_windowed: rope_config(fields, may_be_partial=True),
         defaults={
@@ -260,6 +316,145 @@ FAMILIES: dict[str, Family] = {
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "logits_scaling": 1.0,
+        },
+    ),
+    "ministral": Family(
+        has_window=_every_layer,
+        reads_layer_types=True,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "ministral3": Family(
+        has_window=_every_layer,
+        rope=_rope_with_growing_queries,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "olmo3": Family(
+        facts={**_ATTENTION_BIAS, "norm_placement": "out", "qk_norm": "projection"},
+        has_window=_all_but_every_nth_layer,
+        reads_layer_types=True,
+        rope=_rope_by_window,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+        },
+    ),
+    "glm4": Family(
+        facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
+        rope=_neighbours_in_a_part,
+        on_disk={
+            "post_attention_layernorm": ("post_self_attn_layernorm",),
+            "pre_feedforward_layernorm": ("post_attention_layernorm",),
+            "post_feedforward_layernorm": ("post_mlp_layernorm",),
+        },
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
+    ),
+    "seed_oss": Family(
+        facts={"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_out_bias"), **_MLP_BIAS},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
+    ),
+    "ernie4_5": Family(
+        facts=_EVERY_BIAS,
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True),
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 5e5,
+            "use_bias": False,
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "turned_head"},
+        rope=_rope_with_alpha,
+        on_disk={"self_attn.q_norm": ("self_attn.query_layernorm",), "self_attn.k_norm": ("self_attn.key_layernorm",)},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    "exaone4": Family(
+        facts={"norm_placement": "out", "qk_norm": "head"},
+        has_window=_unlisted_layers_but_every_nth,
+        reads_layer_types=True,
+        rope=_rope_of_windows_or_of_all,
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "apertus": Family(
+        facts={**_ATTENTION_BIAS, "qk_norm": "head"},
+        activations={"xielu": "xielu"},
+        on_disk={
+            "input_layernorm": ("attention_layernorm",),
+            "post_attention_layernorm": ("feedforward_layernorm",),
+        },
+        defaults={
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 65536,
+            "rope_theta": 12e6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "cohere2": Family(
+        facts={
+            **_ATTENTION_BIAS,
+            "norm_placement": "once",
+            "norm_centered": True,
+            "logits_divisor": lambda fields: 1 / fields.positive("logit_scale"),
+        },
+        has_window=_all_but_every_nth_layer,
+        reads_layer_types=True,
+        rope=_neighbours_in_windows,
+        norm_eps_field="layer_norm_eps",
+        defaults={
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
         },
     ),
     "mixtral": Family(

@@ -18,6 +18,8 @@ from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
@@ -44,8 +46,8 @@ class Unread:
         self.fill = fill
 
     def into(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self.fill(name, parameter)
+        for name, tensor in _tensors(model):
+            self.fill(name, tensor)
 
 
 @counted_as("weights")
@@ -114,7 +116,8 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
 def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
     dtype: torch.dtype | None = None
-    for tensor in _stored_tensors(folder).values():
+    config = language_model_config(read_json(folder / "config.json", "it says what the model computes."))
+    for tensor in dequantized(_stored_tensors(folder), config.get("quantization_config") or {}).values():
         if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype in _DTYPES else torch.float32
@@ -155,14 +158,17 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
     part_of, own = "" if hf_config is whole else whole["model_type"], hf_config
     if scores:
         hf_config = score_config(own, where=str(file))
+    score_is_new = hf_config is not own
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
+    quantization = hf_config.get("quantization_config") or {}
+    hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     if model.config.scores and scores is False:
         raise ValueError(
             f"{folder} is a reward model: it gives scores and no text. Expected a language model; leanft score and the "
             "recipe reward take it."
         )
     model.source_folder, model.hf_config, model.part_of = folder, hf_config, part_of
-    model.score_is_new = hf_config is not own
+    model.score_is_new, model.quantization = score_is_new, quantization
     if router_aux_loss_coef and model.mixture is None:
         raise ValueError(
             f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
@@ -244,9 +250,23 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
     hf_config = getattr(model, "hf_config", {})
     return {
         place: tensor
-        for name, parameter in model.named_parameters()
+        for name, parameter in _tensors(model)
         for place, tensor in parameters_on_disk(hf_config, name, parameter.detach())
     }
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a folder holds of a module itself: its parameters, and the buffers that are no temporary ones."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for place, module in model.named_modules():
+        for name, tensor in own_tensors(module):
+            yield f"{place}.{name}" if place else name, tensor
 
 
 def parts_on_disk(model: nn.Module) -> dict[str, Part]:
@@ -254,7 +274,7 @@ def parts_on_disk(model: nn.Module) -> dict[str, Part]:
     hf_config = getattr(model, "hf_config", {})
     return {
         place: part
-        for name, parameter in model.named_parameters()
+        for name, parameter in _tensors(model)
         for place, part in _parts_of_parameter(hf_config, name, parameter)
     }
 
@@ -283,7 +303,12 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder of shapes alone, on the meta device."""
     try:
         with outside(), torch.device("meta"):
-            return Decoder(config).to(dtype)
+            model = Decoder(config)
+            for tensor in (*model.parameters(), *model.buffers()):
+                # What corrects a choice among many experts is small beside what it is added to.
+                if not getattr(tensor, "stays_float32", False):
+                    tensor.data = tensor.data.to(dtype)
+            return model
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
         raise ValueError(f"config.json describes a tensor that no machine can hold: {error}") from None
 
@@ -295,8 +320,8 @@ def _fill(model: Decoder, device: str | torch.device, fill: Fill, after_module: 
     for name in [name for name, _ in model.named_modules()]:
         module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            fill(own, parameter)
+        for own, tensor in own_tensors(module):
+            fill(f"{name}.{own}" if name else own, tensor)
         del module
         if after_module is not None:
             after_module(model, name)
@@ -313,6 +338,8 @@ def _drawn(config: DecoderConfig) -> Fill:
             here.values.copy_(here.within(whole))
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
+        elif (own := name.rpartition(".")[2]) in XIELU_START:
+            here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
             here.values.fill_(1.0 - config.norm_weight_offset)
         else:
@@ -323,7 +350,7 @@ def _drawn(config: DecoderConfig) -> Fill:
 
 def _read_from(folder: Path, model: Decoder) -> Fill:
     """Fills the model's parameters from the folder's files; raises ValueError unless they match."""
-    stored = _stored_tensors(folder)
+    stored = dequantized(_stored_tensors(folder), model.quantization)
     if model.part_of:
         names = {name: name_in_language_model(name) for name in stored}
         stored = {own: stored[name] for name, own in names.items() if own is not None}
@@ -375,7 +402,7 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
     return file
 
 
-def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
+def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[str, Readable]:
     """The stored tensors that make up the parameters; raises ValueError unless they match one to one."""
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
@@ -412,11 +439,13 @@ def _match(model: Decoder, stored: dict[str, StoredTensor], folder: Path) -> dic
     return stored
 
 
-def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
+def _check_tied(embedding: Readable, head: Readable) -> None:
     """Some folders store a tied output layer as well; it must then be the embedding itself."""
-    same = embedding.shape == head.shape and embedding.dtype == head.dtype and head.dtype in _STORED_DTYPES
-    if same:
-        same = all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
+    same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
+    if isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):
+        same = same and all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
+    else:  # quantised, as no tied output layer is
+        same = False
     if not same:
         raise ValueError(
             f"{head.file}: tie_word_embeddings is true in config.json, but lm_head.weight differs from "

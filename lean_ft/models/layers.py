@@ -1,12 +1,13 @@
-"""RMSNorm and the gated feed-forward layer.
+"""RMSNorm and the feed-forward layer, gated but with xIELU.
 
-Both write their own backward pass where PyTorch's eager one would keep copies that can be had again for next to
+All write their own backward pass where PyTorch's eager one would keep copies that can be had again for next to
 nothing: the norm keeps its input instead of three float32 tensors of that size, the product of the gate and the
 up-projection keeps its two factors and not activation(gate) as well. Compiled or not, the numbers are the same.
 
 Shapes: D features, I intermediate features.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,8 +84,48 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
+XIELU_START = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+
+
+class XIELU(nn.Module):
+    """A parabola above 0 and an exponential below it, whose sizes are trained.
+
+    Source: Huang and Schlag 2024, https://arxiv.org/abs/2411.13010.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        self.beta, self.eps = nn.Buffer(torch.empty(())), nn.Buffer(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        return _XIELU.apply(x, above, below, self.beta, self.eps)
+
+
+class _XIELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, above: Tensor, below: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, above, below, beta, eps)
+        low = torch.expm1(torch.minimum(x, eps)).sub_(x)
+        return torch.where(x > 0, above * x * x, below * low).add_(beta * x).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, above, below, beta, eps = ctx.saved_tensors
+        is_above = x > 0
+        low = torch.expm1(torch.minimum(x, eps))
+        # Of those between eps and 0 the exponential does not change.
+        slope = torch.where(is_above, 2 * above * x, below * torch.where(x < eps, low, -1)).add_(beta)
+        low.sub_(x).masked_fill_(is_above, 0).mul_(grad)
+        grad_above = (x.square().mul_(grad) * is_above).sum(dtype=torch.float32)
+        grad_below = low.sum(dtype=torch.float32)
+        return grad * slope, grad_above.to(above.dtype).view(1), grad_below.to(below.dtype).view(1), None, None
+
+
 class MLP(nn.Module):
-    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix.
+    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix. With xIELU there
+    is no gate: down(activation(up(x))).
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
@@ -98,11 +139,16 @@ class MLP(nn.Module):
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         else:
-            self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+            if activation == "xielu":
+                self.act_fn = XIELU()
+            else:
+                self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
             self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.activation == "xielu":
+            return self.down_proj(self.act_fn(self.up_proj(x)))
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
         return self.down_proj(gated(gate, up, self.activation))
 

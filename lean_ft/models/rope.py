@@ -15,6 +15,7 @@ Shapes: B batch, T tokens, H heads, D features of a head, R <= D features that a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class RopeConfig:
     theta: float
     scaling: str = "default"
     turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
+    turns_neighbours: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
+    # Queries are multiplied by 1 + query_growth * log(1 + position // query_growth_positions).
+    query_growth: float = 0.0
+    query_growth_positions: float = math.inf
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -132,14 +137,22 @@ class RotaryEmbedding:
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, each (B, T, R) in `dtype`, of positions (B, T).
+        """Returns cos and sin, each (B, T, R) in `dtype`, of positions (B, T); where queries grow with positions, two
+        each, (2, B, T, R): those of queries, which grow, and those of keys.
 
         lengths (B or 1, T or 1) int64: the length of the text that a position belongs to, which some scalings read;
         where left out it ends with the row's last position.
         """
         angles = positions[..., None].float() * self._of(positions, lengths)  # (B, T, R / 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        factor = self.rope.attention_factor
+        if self.rope.turns_neighbours:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        factor: Any = self.rope.attention_factor
+        if self.rope.query_growth:
+            passed = (positions / self.rope.query_growth_positions).floor()
+            growth = 1 + self.rope.query_growth * torch.log1p(passed)  # (B, T)
+            factor = factor * torch.stack((growth, torch.ones_like(growth)))[..., None]
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _of(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
@@ -162,13 +175,24 @@ class RotaryEmbedding:
         return torch.where(is_long, _dynamic(self.rope, self.size, lengths), frequencies)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_both(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turns_neighbours: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turns query (B, T, H, D) and key (B, T, K, D) by what `RotaryEmbedding` gives."""
+    (cos_query, cos_key), (sin_query, sin_key) = (x if x.dim() == 4 else (x, x) for x in (cos, sin))
+    return rotate(query, cos_query, sin_query, turns_neighbours), rotate(key, cos_key, sin_key, turns_neighbours)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, turns_neighbours: bool = False) -> Tensor:
     """Turns the first R features of x (B, T, H, D) by the angles of cos and sin (B, T, R); the result has the dtype of
     x."""
     size = cos.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
+        return torch.cat((rotate(x[..., :size], cos, sin, turns_neighbours), x[..., size:]), dim=-1)
+    if turns_neighbours:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
     # Under autocast the residual stream, and so cos and sin, is float32, and x is not.
     return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)

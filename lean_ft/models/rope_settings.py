@@ -10,12 +10,12 @@ from lean_ft.spelling import did_you_mean
 
 
 def rope_config(
-    fields: Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False
+    fields: Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False, **facts: Any
 ) -> RopeConfig:
-    """Reads the rotary settings that `key` names, or those of the whole model where left out."""
+    """Reads the rotary settings that `key` names, or those of the whole model where left out; `facts` of RopeConfig are
+    the family's."""
     if key is None:
-        key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-        settings = fields.get(key) or {}
+        key, settings = rope_settings(fields)
     where = f"{fields.where}: {key}"
     if not isinstance(settings, dict):
         raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
@@ -51,7 +51,13 @@ def rope_config(
         )
     if scaling not in ("default", "linear"):
         values.setdefault("original_max_positions", original)
-    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values)
+    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values, **facts)
+
+
+def rope_settings(fields: Fields) -> tuple[str, Any]:
+    """The rotary settings of the whole model, and the name of the field that has them."""
+    key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    return key, fields.get(key) or {}
 
 
 # What each scaling reads from its settings, given the longest context and the number of its frequencies.

@@ -8,7 +8,7 @@ drawn whole, in the order in which one process draws it, so its values do not de
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.hf_format import Unread
+from lean_ft.models.hf_format import Unread, own_tensors
 from lean_ft.peft.layers import AdaptedLayer, row_norms
 from lean_ft.peft.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole
 from lean_ft.shards import Part, local, part_of, whole_shape
@@ -26,7 +26,7 @@ class UnreadBesideAdapter(Unread):
             if isinstance(module, AdaptedLayer):
                 continue
             own_name = name.replace(BASE, "")
-            for key, parameter in module.named_parameters(recurse=False):
+            for key, parameter in own_tensors(module):
                 if isinstance(module, NF4Linear) and key in CUT_NAMES:
                     if key == CUT_NAMES[0]:
                         self._quantize(module, f"{own_name}.weight", below_dora.get(module))

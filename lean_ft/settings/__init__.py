@@ -33,7 +33,7 @@ from lean_ft.settings.losses import (
     UnpairedLossConfig,
     ValueConfig,
 )
-from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import LOGGER_PACKAGES, KeepTeacherConfig, LogConfig, RecipeConfig, TrainingConfig, models_of
 
@@ -50,6 +50,7 @@ __all__ = [
     "FormatName",
     "Fraction",
     "GenerationConfig",
+    "GroupSize",
     "GroupT",
     "KeepTeacherConfig",
     "LoRAConfig",
@@ -64,6 +65,8 @@ __all__ = [
     "PreferenceDataConfig",
     "PreferenceLossConfig",
     "PromptDataConfig",
+    "QuantizeConfig",
+    "QuantizedKind",
     "RecipeConfig",
     "ReferenceConfig",
     "Reward",

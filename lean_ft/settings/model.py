@@ -1,8 +1,8 @@
 """Settings of the model that trains, and of the adapters on it."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from lean_ft.settings.base import Fraction, Settings
 
@@ -63,3 +63,42 @@ class LoRAConfig(Settings):
         description="QLoRA: keep the linear layers' frozen weights in 4 bits (NF4, double quantisation), made whole "
         "for each product.",
     )
+
+
+# What torchao has and lean_ft does not -> why.
+_NOT_QUANTIZED_TO = {
+    **dict.fromkeys(
+        ("nvfp4", "mxfp4", "mxfp8"), "torchao's is a prototype, and its products are for GPUs from Blackwell on"
+    ),
+    **dict.fromkeys(
+        ("float8_dynamic", "float8_dynamic_int4_weight"), "its products are for GPUs from Ada and Hopper on"
+    ),
+    "int4_packed": "its kernels (mslk) are for GPUs",
+}
+
+
+def _is_not_refused(name: Any) -> Any:
+    if name in _NOT_QUANTIZED_TO:
+        raise ValueError(f"{name} is not done here: {_NOT_QUANTIZED_TO[name]}, and nothing was tested there.")
+    return name
+
+
+QuantizedKind = Annotated[
+    Literal["int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight"],
+    BeforeValidator(_is_not_refused),
+]
+GroupSize = Annotated[
+    PositiveInt,
+    Field(description="Weights of 4 bits: neighbouring inputs that share a scale. It has to divide their number."),
+]
+
+
+class QuantizeConfig(Settings):
+    """Quantisation that the model is trained for (QAT); `leanft run quantize` then does it."""
+
+    train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_is_not_refused)] | None = Field(
+        None,
+        description="In training, round the layers' weights to 4 bits, and with int8_dynamic_int4_weight their inputs to 8 bits "
+        "a token, as torchao's quantised layers do; checkpoints hold the weights as they are. null rounds nothing.",
+    )
+    group_size: GroupSize = 32

@@ -122,6 +122,8 @@ def describe_model(model: nn.Module) -> str:
     text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
     if isinstance(model, Decoder) and model.part_of:
         text += f"; the language model of a {model.part_of}, without what reads images"
+    if isinstance(model, Decoder) and model.quantization:
+        text += f"; its folder has them in {model.quantization['quant_method']}, what is saved is in {dtypes[0]}"
     return text
 
 

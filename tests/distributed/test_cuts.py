@@ -196,7 +196,7 @@ REFUSED = [
         Case(TENSOR, {"name": "adamw_8bit"}),
     ),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
-    ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_projections": True})),
+    ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_qkv": True})),
     ("this model norms the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),
     ("cuts the 1 key-value heads of this model into equal parts", Case(TENSOR, model={"num_kv_heads": 1})),
     (

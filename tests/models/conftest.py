@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.models.family_cases import CASES, SIZES
+from tests.models.family_cases import CASES, LONG_CASES, SIZES
 
 Reference = transformers.PreTrainedModel
 MakeCheckpoint = Callable[..., tuple[Path, Reference]]
@@ -43,6 +43,6 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     return make
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in CASES])
 def case(request: pytest.FixtureRequest) -> str:
     return request.param

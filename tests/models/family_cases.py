@@ -18,6 +18,19 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Further checkpoints of families that one stands for in the short tests.
+LONG_CASES = {
+    "ministral3_window_tied",
+    "olmo3_listed_windows",
+    "glm4_tied",
+    "seed_oss_other_biases",
+    "ernie4_5_untied_biases",
+    "hunyuan_v1_dense_tied_biases",
+    "exaone4_listed_windows",
+    "exaone4_without_windows",
+    "apertus_tied_biases",
+    "cohere2_untied_biases",
+}
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
 
 LLAMA3 = {
@@ -192,6 +205,110 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "attention_bias": True,
             "mlp_bias": True,
+        },
+    ),
+    "ministral": (
+        "ministral",
+        {"head_dim": 20, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 20,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "mscale": 0.8, "mscale_all_dim": 0.3}
+            | {"llama_4_scaling_beta": 0.9, "max_position_embeddings": 256},
+        },
+    ),
+    "ministral3_window_tied": (
+        "ministral3",
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "original_max_position_embeddings": 5}
+            | {"llama_4_scaling_beta": 0.4},
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo3_listed_windows": (
+        "olmo3",
+        {
+            "num_key_value_heads": 6,
+            "attention_bias": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 20}),
+    "glm4_tied": (
+        "glm4",
+        {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | {
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 20, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "seed_oss_other_biases": (
+        "seed_oss",
+        {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
+        | {"attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 20}),
+    "ernie4_5_untied_biases": (
+        "ernie4_5",
+        {"head_dim": None, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": YARN},
+    ),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 20,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 20.0, "factor": 1.0}
+            | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0},
+        },
+    ),
+    "hunyuan_v1_dense_tied_biases": (
+        "hunyuan_v1_dense",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "exaone4": ("exaone4", {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "head_dim": 20}),
+    "exaone4_listed_windows": (
+        "exaone4",
+        {
+            "sliding_window": 9,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "exaone4_without_windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "apertus": ("apertus", {"head_dim": 20, "rope_parameters": LLAMA3}),
+    "apertus_tied_biases": (
+        "apertus",
+        {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.6}),
+    "cohere2_untied_biases": (
+        "cohere2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_norm_eps": 1e-2,
+            "logit_scale": 1.5,
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 5}),

@@ -19,6 +19,7 @@ from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.families import FAMILIES
+from lean_ft.models.names_on_disk import parameters_on_disk
 from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
@@ -45,15 +46,31 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def logits_of(reference: Reference, ids: torch.Tensor) -> torch.Tensor:
-    """The reference's logits of a text that is the first it sees: it keeps the frequencies of longer ones."""
-    with torch.no_grad():
-        reference(ids[:, :1])
+    """The reference's logits of a text that is the first it sees: some keep the frequencies of longer ones."""
+    if depends_on_length(reference):
+        with torch.no_grad():
+            reference(ids[:, :1])
     return reference(ids).logits
 
 
+def depends_on_length(reference: Reference) -> bool:
+    return any(kind in str(reference.config.rope_parameters) for kind in ("dynamic", "longrope"))
+
+
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    names, parameters = zip(*named_as_in_transformers(model).items(), strict=True)
     return dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+
+
+def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters by transformers' names in memory: those on disk, but for experts, which it stacks as we do."""
+    parameters = dict(model.named_parameters())
+    if not isinstance(model, Decoder):
+        return parameters
+    return {
+        name if ".mlp." in name else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
+        for name, parameter in parameters.items()
+    }
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -154,10 +171,14 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
         found = sample(model, prompts, Sampling(12, temperature, seed=5))
         assert [answer.ids for answer in found] == plain(temperature)
         for prompt, answer in zip(prompts, found, strict=True):
-            told = []
-            for end in range(12):  # each with the text of its own length, which some frequencies depend on
-                logits = logits_of(reference, torch.tensor([[*prompt, *answer.ids[:end]]]))[0, -1]
-                told.append((logits / (temperature or 1)).log_softmax(-1)[answer.ids[end]].item())
+            whole = torch.tensor([[*prompt, *answer.ids]])
+            ends = range(len(prompt), len(prompt) + 12)
+            if depends_on_length(reference):  # each with the text of its own length
+                logits = torch.stack([logits_of(reference, whole[:, :end])[0, -1] for end in ends])
+            else:
+                logits = logits_of(reference, whole)[0, len(prompt) - 1 : -1]
+            log_probs = (logits / (temperature or 1)).log_softmax(-1)
+            told = log_probs.gather(1, whole[0, len(prompt) :, None]).squeeze(1).tolist()
             assert answer.log_probs == pytest.approx(told, abs=2e-4)
 
 
@@ -228,10 +249,14 @@ def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_
 def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
-    weights = reference.state_dict()
-    if model.lm_head is None:
-        del weights["lm_head.weight"]
-    model.load_state_dict(weights)
+    model.hf_config = reference.config.to_dict()
+    weights, own = dict(reference.named_parameters()), named_as_in_transformers(model)
+    assert own.keys() == weights.keys()
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(reference.get_buffer(name))
     return model
 
 
@@ -247,6 +272,8 @@ def configurations(draw) -> tuple[str, dict]:
     optional = {
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),
+        "use_bias": st.booleans(),
+        "attention_out_bias": st.booleans(),
         "use_sliding_window": st.booleans(),
         "sliding_window": st.integers(1, 30),
         "max_window_layers": st.integers(0, 3),
@@ -258,6 +285,8 @@ def configurations(draw) -> tuple[str, dict]:
         "embedding_multiplier": st.floats(0.5, 12.0),
         "residual_multiplier": st.floats(0.1, 1.0),
         "logits_scaling": st.floats(0.5, 8.0),
+        "logit_scale": st.floats(0.1, 2.0),
+        "sliding_window_pattern": st.integers(1, 3),
         "num_experts": st.integers(3, 6),
         "num_local_experts": st.integers(3, 6),
         "num_experts_per_tok": st.integers(2, 3),
@@ -275,16 +304,23 @@ def configurations(draw) -> tuple[str, dict]:
     if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
-    elif model_type != "gemma3_text":
+    elif model_type not in ("gemma3_text", "olmo3"):  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
     rope = draw(st.sampled_from(ropes))
-    if model_type != "gemma3_text":
+    if model_type == "ministral3":
+        rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
+    if model_type not in ("gemma3_text", "olmo3"):
         chosen["rope_parameters"] = dict(rope)
+    if model_type == "seed_oss":
+        chosen |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
     return model_type, {
         **chosen,
-        activation: draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])) if model_type != "gpt_oss" else "silu",
-        "hidden_size": num_heads * head_dim if model_type in ("phi3", "olmoe") else num_heads * draw(st.integers(3, 9)),
+        activation: {"gpt_oss": "silu", "apertus": "xielu"}.get(model_type)
+        or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
+        "hidden_size": num_heads * head_dim
+        if model_type in ("phi3", "olmoe", "cohere2")
+        else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
         "num_hidden_layers": num_layers,

@@ -1,0 +1,153 @@
+"""Quantised weights of a published checkpoint, read as the numbers that they stand for.
+
+Two formats, strip by strip, so that no second copy of a matrix is ever in memory (a few MiB are):
+
+- `fp8`: numbers in float8_e4m3 with a float32 scale a block of a matrix, or one for all of it (DeepSeek-V3 technical
+  report, 2024, https://arxiv.org/abs/2412.19437, section 3.3). Scales of activations are left out: here these are not
+  quantised.
+- `mxfp4`: of stacked experts, 32 numbers of 4 bits each with a power of two (OCP Microscaling Formats 1.0, 2023).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.models.safetensors_file import StoredTensor
+from lean_ft.shards import Part
+
+READABLE = ("fp8", "mxfp4")
+_STRIP_NUMBERS = 2**18  # that are computed at a time
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_LEVELS = torch.cat((_E2M1, -_E2M1))
+# The two numbers in each byte, (256, 2); the lower half of the bits comes first.
+_OF_BYTE = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A matrix of float8 numbers, and what each block of them is multiplied by."""
+
+    numbers: StoredTensor  # (rows, columns)
+    scales: StoredTensor  # (blocks of rows, blocks of columns)
+    block: tuple[int, int]
+
+    dtype, dtype_name = torch.bfloat16, "F8_E4M3"
+
+    @property
+    def file(self) -> Path:
+        return self.numbers.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def read_part(self, part: Part) -> None:
+        """Fills what is here of the matrix, whole rows or a stretch of each, in the dtype that it has."""
+        columns, (block_rows, block_columns) = self.shape[1], self.block
+        scales = self.scales.read().float()
+        scales = scales.view(1, 1) if scales.numel() == 1 else scales
+        flat, done = part.values.view(-1), 0
+        for first, length in part.runs():
+            width = min(length, columns - first % columns)
+            while length:
+                num_rows = min(length // width, max(1, _STRIP_NUMBERS // width))
+                row, column = divmod(first, columns)
+                assert num_rows and (width == columns or num_rows == 1), "a run is of whole rows, or within one"
+                numbers = _read(self.numbers, first, (num_rows, width))
+                of_rows = scales[torch.arange(row, row + num_rows) // block_rows]
+                scale = of_rows[:, torch.arange(column, column + width) // block_columns]
+                flat[done : done + numbers.numel()].view(num_rows, width).copy_(numbers.float() * scale)
+                first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
+
+
+@dataclass(frozen=True)
+class FourBitStack:
+    """A stack of matrices of 4 bits, each stored by the rows of its transposed."""
+
+    blocks: StoredTensor  # (experts, rows, groups, 16): two numbers a byte
+    exponents: StoredTensor  # (experts, rows, groups), of two, with 127 added
+
+    dtype, dtype_name = torch.bfloat16, "U8"
+
+    @property
+    def file(self) -> Path:
+        return self.blocks.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_experts, num_rows, num_groups, _ = self.blocks.shape
+        return num_experts, 32 * num_groups, num_rows
+
+    def read_part(self, part: Part) -> None:
+        """Fills what is here of the stack: whole matrices, in the dtype that they have."""
+        _, num_rows, num_groups, _ = self.blocks.shape
+        of_matrix = math.prod(self.shape[1:])
+        assert part.run is None and not part.first % of_matrix, "a stack is cut by its first dimension"
+        strip = max(1, _STRIP_NUMBERS // (32 * num_groups))
+        for expert, matrix in enumerate(part.values.view(-1, *self.shape[1:]), start=part.first // of_matrix):
+            for row in range(0, num_rows, strip):
+                size, place = min(strip, num_rows - row), expert * num_rows + row
+                packed = _read(self.blocks, place * num_groups * 16, (size, num_groups, 16))
+                exponents = _read(self.exponents, place * num_groups, (size, num_groups, 1)).int() - 127
+                numbers = torch.ldexp(_OF_BYTE[packed.int()].flatten(-2), exponents)  # (size, groups, 32)
+                matrix[:, row : row + size] = numbers.flatten(1).T
+
+
+Readable = StoredTensor | ScaledTensor | FourBitStack
+
+
+def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Readable]:
+    """The tensors of a folder, by name, with what stands for quantised ones in the place of their pieces.
+
+    config: the `quantization_config` of its config.json, empty where it has none. Raises ValueError where scales do not
+    fit the weight that they are of.
+    """
+    if config.get("quant_method") == "mxfp4":
+        stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+        pieces = {f"{name}_{kind}" for name in stacks for kind in ("blocks", "scales")}
+        made = {name: FourBitStack(stored[f"{name}_blocks"], _scales(stored, f"{name}_scales")) for name in stacks}
+        for name, stack in made.items():
+            if len(stack.blocks.shape) != 4 or stack.exponents.shape != stack.blocks.shape[:3]:
+                raise ValueError(_misfit(name, stack.blocks, stack.exponents))
+    elif config.get("quant_method") == "fp8":
+        names = [name for name, tensor in stored.items() if tensor.dtype_name == "F8_E4M3"]
+        pieces = {name for name in stored if name.endswith(("_scale_inv", ".activation_scale"))} | set(names)
+        made = {name: _scaled(name, stored, config.get("weight_block_size")) for name in names}
+    else:
+        return dict(stored)
+    return {**{name: tensor for name, tensor in stored.items() if name not in pieces}, **made}
+
+
+def _scaled(name: str, stored: Mapping[str, StoredTensor], block: Any) -> ScaledTensor:
+    numbers, scales = stored[name], _scales(stored, f"{name}_scale_inv")
+    if len(numbers.shape) == 2 and math.prod(scales.shape) == 1:
+        return ScaledTensor(numbers, scales, numbers.shape)  # type: ignore[arg-type]
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if not is_pair or scales.shape != tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False)):
+        raise ValueError(_misfit(name, numbers, scales) + f" weight_block_size is {block!r}.")
+    return ScaledTensor(numbers, scales, (block[0], block[1]))
+
+
+def _scales(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    if name not in stored:
+        raise ValueError(f"the weights lack {name}, which config.json's quantization_config calls for.")
+    return stored[name]
+
+
+def _misfit(name: str, numbers: StoredTensor, scales: StoredTensor) -> str:
+    return (
+        f"{scales.file}: the scales of {name} have the shape {list(scales.shape)}, which does not fit its own, "
+        f"{list(numbers.shape)}."
+    )
+
+
+def _read(stored: StoredTensor, first: int, shape: tuple[int, ...]) -> Tensor:
+    """The elements from `first` on, as a tensor of a shape of its own."""
+    values = torch.empty(shape, dtype=stored.dtype)
+    stored.read_part(Part(values, stored.shape, first))
+    return values

@@ -1,0 +1,83 @@
+"""Quantises a model by torchao: writes a folder that transformers opens, and tells the held-out loss before and after.
+
+leanft run quantize model.path=runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
+leanft run quantize model.path=runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
+
+An adapter, or a run that trained one, is merged into its model first. To train for it: quantize.train of `finetune`.
+"""
+
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from pydantic import Field, PositiveInt
+
+from lean_ft.data import Batch, EvalBatches, sft_batches
+from lean_ft.export.places import check_destination, read_source
+from lean_ft.log import say
+from lean_ft.losses import linear_cross_entropy
+from lean_ft.models import Decoder
+from lean_ft.peft import is_adapter
+from lean_ft.quantization import quantize, save_quantized
+from lean_ft.settings import GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
+from lean_ft.training.finished_models import find_finished
+from lean_ft.units import gibibytes, number
+from lean_ft.whole_files import write_whole
+
+
+class Config(Settings):
+    model: ModelConfig
+    kind: QuantizedKind = Field(
+        description="int8, int4 and float8: weights alone. int8_dynamic_int8_weight and int8_dynamic_int4_weight: inputs too, "
+        "each token with a scale of its own. Weights of 4 bits take a byte each in the file, as torchao lays them out."
+    )
+    group_size: GroupSize = 32
+    output: Path = Field(description="The new folder.")
+    data: SFTDataConfig | None = Field(
+        None, description="Rows whose loss is told, before and after: those held out, or all."
+    )
+    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
+
+
+def main(cfg: Config) -> None:
+    source = find_finished(cfg.model.path)
+    check_destination(cfg.output, source, force=False)
+    model, tokenizer, _ = read_source(source, is_adapter(source), dtype=getattr(torch, cfg.model.dtype))
+    batches = None
+    if cfg.data is not None:
+        if tokenizer is None:
+            raise ValueError(f"{source} has no tokenizer to read data.source with. Leave data out, or add its files.")
+        rows, held_out = sft_batches(cfg.data, tokenizer, cfg.batch_size, seed=0)
+        batches = EvalBatches(rows.layout, rows.report) if held_out is None else held_out
+    before = None if batches is None else mean_loss(model, batches)
+    bytes_before = sum(parameter.nbytes for parameter in model.parameters())
+    count = quantize(model, cfg.kind, cfg.group_size)
+    gc.collect()
+    cfg.output.parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(cfg.output) as folder:
+        folder.mkdir()
+        save_quantized(model, tokenizer, folder, cfg.kind, cfg.group_size)
+        size = (folder / "model.safetensors").stat().st_size
+    say("quantized", f"{count} projections to {cfg.kind}; {gibibytes(bytes_before)} of weights are {gibibytes(size)}")
+    if batches is not None and before is not None:
+        after = mean_loss(model, batches)
+        say("loss", f"{number(before)} before, {number(after)} after, over {batches.report.kept:,} rows")
+    say("output", f"{cfg.output}; transformers opens it, with torchao installed")
+
+
+@torch.inference_mode()
+def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
+    """Mean cross-entropy over the targets of the batches."""
+    total, num_targets = 0.0, 0
+    for batch in batches:
+        hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True, is_token=batch.is_token)
+        loss = linear_cross_entropy(
+            hidden,
+            model.output_weight,
+            batch.labels,
+            num_targets=batch.num_targets,
+            softcap=model.config.logits_softcap,
+        )
+        total, num_targets = total + loss.item(), num_targets + batch.num_targets
+    return total / max(1, num_targets)

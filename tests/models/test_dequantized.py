@@ -1,0 +1,139 @@
+"""Weights in fp8 and mxfp4 are read as what transformers makes of them, whole and by parts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from lean_ft.models import dequantized as module
+from lean_ft.models import load_model, save_model
+from lean_ft.models.dequantized import FourBitStack, ScaledTensor
+from lean_ft.models.safetensors_file import read_header
+from lean_ft.shards import Part
+from lean_ft.training.summary import describe_model
+
+BLOCK = [16, 8]
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+def numbers_of_8_bits(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (200 * torch.randn(shape, generator=generator)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def bytes_of_4_bits(*shape: int, low: int = 0, high: int = 256, seed: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+@pytest.fixture(params=[2**18, 64], ids=["few strips", "many strips"])
+def strips(request, monkeypatch):
+    monkeypatch.setattr(module, "_STRIP_NUMBERS", request.param)
+
+
+def edit(folder, replace, quantization) -> dict[str, torch.Tensor]:
+    """Puts quantised tensors in the place of a folder's, and returns what transformers makes of them, by name."""
+    stored, expected = load_file(folder / "model.safetensors"), {}
+    for name in list(stored):
+        pieces, meant = replace(name, stored[name])
+        if meant is not None:
+            del stored[name]
+            stored |= pieces
+            expected[name] = meant
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    assert expected
+    return expected
+
+
+@pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "one scale"])
+def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_checkpoint, tmp_path, strips):
+    folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+
+    def replace(name, weight):
+        if not name.endswith("proj.weight"):
+            return {}, None
+        numbers = numbers_of_8_bits(*weight.shape, seed=len(name))
+        grid = [n // size for n, size in zip(weight.shape, block or weight.shape, strict=True)]
+        scales = 1e-3 * torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 1e-4
+        meant = Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.bfloat16)
+        scales = scales.view(()) if block is None else scales
+        own = {name: numbers, f"{name}_scale_inv": scales}
+        return {**own, name.replace("weight", "activation_scale"): torch.ones(())}, meant
+
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block, "activation_scheme": "dynamic"}
+    expected = edit(folder, replace, quantization)
+    model = load_model(folder, dtype=torch.bfloat16)
+    assert "its folder has them in fp8, what is saved is in bfloat16" in describe_model(model)
+    save_model(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(expected) == 2 * (4 + 3 * 4)
+    for name, meant in expected.items():
+        assert torch.equal(saved[name], meant), name
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert not load_model(tmp_path).quantization
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(make_checkpoint, strips):
+    folder, _ = make_checkpoint("gpt_oss", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
+
+    def replace(name, weight):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return {}, None
+        num_experts, size, num_rows = weight.shape
+        blocks = bytes_of_4_bits(num_experts, num_rows, size // 32, 16, seed=len(name))
+        scales = bytes_of_4_bits(num_experts, num_rows, size // 32, low=110, high=135)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+
+    expected = edit(folder, replace, {"quant_method": "mxfp4", "modules_to_not_convert": []})
+    model = load_model(folder, dtype=torch.bfloat16)
+    for name, meant in expected.items():
+        assert torch.equal(model.get_parameter(name), meant), name
+
+
+def test_parts_are_those_of_the_whole(tmp_path, strips):
+    """Rows, columns and matrices, as ranks that share a model read them."""
+    file = tmp_path / "a.safetensors"
+    save_file({"w": numbers_of_8_bits(48, 20), "s": torch.rand(3, 3)}, file)
+    stored = read_header(file)
+    matrix = ScaledTensor(stored["w"], stored["s"], (16, 8))
+    whole, rows, columns = torch.empty(48, 20), torch.empty(17, 20), torch.empty(48, 5)
+    matrix.read_part(Part(whole, (48, 20)))
+    matrix.read_part(Part(rows, (48, 20), 9 * 20))
+    matrix.read_part(Part(columns, (48, 20), 6, run=5, stride=20))
+    assert torch.equal(rows, whole[9:26]) and torch.equal(columns, whole[:, 6:11]) and whole.std() > 0
+
+    save_file({"b": bytes_of_4_bits(3, 8, 2, 16), "s": bytes_of_4_bits(3, 8, 2, low=120, high=130)}, file)
+    stored = read_header(file)
+    stack = FourBitStack(stored["b"], stored["s"])
+    whole, one = torch.empty(3, 64, 8), torch.empty(1, 64, 8)
+    stack.read_part(Part(whole, stack.shape))
+    stack.read_part(Part(one, stack.shape, 2 * 64 * 8))
+    assert torch.equal(one[0], whole[2]) and whole.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_block_size": [16, 16]}, r"scales of .*proj.weight .* weight_block_size is \[16, 16\]"),
+        ({"weight_block_size": "large"}, "weight_block_size is 'large'"),
+        ({"fmt": "e5m2"}, r"quantized \(fp8\); expected"),
+        ({"quant_method": "gptq"}, r"quantized \(gptq\); expected"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change, message, make_checkpoint):
+    folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+
+    def replace(name, weight):
+        grid = [n // size for n, size in zip(weight.shape, BLOCK, strict=False)]
+        is_projection = name.endswith("proj.weight")
+        pieces = {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(grid)} if is_projection else {}
+        return pieces, weight if is_projection else None
+
+    edit(folder, replace, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK, **change})
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
