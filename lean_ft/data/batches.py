@@ -54,6 +54,11 @@ class Batch:
     """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
     cut or joined, or it is not of prepared data."""
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a `Decoder`'s forward pass takes of it."""
+        return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}
+
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
         device = torch.device(device)
@@ -83,6 +88,10 @@ class PairBatch(Batch):
     goes on from. What is shared predicts a first token of each answer, of which `labels` has the chosen one's alone."""
     num_prefix_tokens: int = 0
     """Of all prefixes together."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
 
     @property
     def num_pairs(self) -> int:

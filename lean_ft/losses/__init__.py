@@ -12,7 +12,7 @@ from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
-from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
+from lean_ft.losses.unpaired import UNPAIRED_LOSSES, Baseline, RunningMean, UnpairedStatistics, unpaired_loss
 from lean_ft.losses.values import generalized_advantages, value_loss, whitened
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "AnswerLogProbs",
     "AnswerTokens",
     "Answers",
+    "Baseline",
     "CrossEntropy",
     "Distillation",
     "RunningMean",

@@ -23,7 +23,46 @@ class MixtureConfig:
     gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
     up_offset: float = 0.0  # it is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
+    shared_intermediate_size: int = 0  # of an expert that every token meets beside those chosen; 0: there is none
+    shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # Hugging Face's, of the module
+    shared_gate: bool = False  # its result is weighed by the sigmoid of a linear layer
     router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig:
+    """A state that tokens correct, behind a short convolution."""
+
+    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
+    num_heads: int  # of values, and so of states
+    key_dim: int  # features of a head
+    value_dim: int
+    num_taps: int  # of the convolution
+    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int] | None:
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class ShortConvolutionConfig:
+    """A short convolution between two gates, with no other state than its last inputs."""
+
+    num_channels: int  # the hidden size
+    num_taps: int
+    bias: bool
+    state_shape: tuple[int, int, int] | None = None
+
+
+MixerConfig = DeltaRuleConfig | ShortConvolutionConfig
+"""What mixes tokens in the place of attention: each has a convolution of `num_channels` and `num_taps`, and a state of
+`state_shape` a text or none."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +71,7 @@ class LayerConfig:
 
     rope: RopeConfig | None  # None: positions do not turn queries and keys
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
+    mixer: MixerConfig | None = None  # None: attention
     mixture: MixtureConfig | None = None  # None: one feed-forward layer for all tokens
 
 
@@ -68,6 +108,7 @@ class DecoderConfig:
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    attention_gate: bool = False  # what each head attended to is gated by a projection beside its query's
     attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
 
     embedding_multiplier: float = 1.0
@@ -80,3 +121,8 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer reads what came before from a state, and not from the tokens themselves."""
+        return any(layer.mixer is not None for layer in self.layers)

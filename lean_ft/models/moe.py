@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS
+from lean_ft.models.layers import ACTIVATIONS, MLP
 
 
 class Router(nn.Module):
@@ -93,6 +93,11 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.add_module(config.router_name, Router(hidden_size, config.num_experts, config.router_bias))
         self.experts = Experts(hidden_size, config)
+        if config.shared_intermediate_size:
+            shared = MLP(hidden_size, config.shared_intermediate_size, bias=False, activation=config.activation)
+            self.add_module(config.shared_name, shared)
+        if config.shared_gate:
+            self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (..., D); returns what its experts make of it (..., D), and the router's logits (N, E)."""
@@ -104,7 +109,13 @@ class MixtureOfExperts(nn.Module):
             weights = scores.softmax(-1)
         else:
             weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token)
-        return self.experts(tokens, weights, chosen).view(x.shape), logits
+        mixed = self.experts(tokens, weights, chosen)
+        if self.config.shared_intermediate_size:
+            shared = getattr(self, self.config.shared_name)(tokens)
+            if self.config.shared_gate:
+                shared = shared * getattr(self, f"{self.config.shared_name}_gate")(tokens).sigmoid()
+            mixed = mixed + shared
+        return mixed.view(x.shape), logits
 
 
 def load_balancing_loss(

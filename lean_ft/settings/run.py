@@ -133,6 +133,14 @@ class RecipeConfig(Settings):
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
     log: LogConfig = LogConfig()
+    profile: bool = Field(
+        False,
+        description="Profile a few steps by torch.profiler: a trace, the largest operations by module, and memory over time "
+        "beside the plan, in output_dir/profile.",
+    )
+    profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = Field(
+        (2, 1, 2), description="With profile: steps that it waits, warms up, and watches."
+    )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
     plan: Literal["auto"] | bool = Field(

@@ -65,6 +65,7 @@ from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
+from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
 from lean_ft.training.regularization import check_applied
@@ -341,7 +342,11 @@ class Run:
         self._say_answers(f"at step {self.start_step}")
         started = self._saved_at = time.perf_counter()
         try:
-            with self._signals as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
+            with (
+                self._signals as signals,
+                ProgressBar(self.start_step, self.total_steps) as self._progress,
+                profiled(self.cfg, self.model, self.device, writes=self.ranks.rank == 0) as profiler,
+            ):
                 if self._random_state is not None:
                     restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
@@ -361,6 +366,8 @@ class Run:
                     except GeneratorExit:  # the loop was left, by an exception or a break: it does not tell which
                         self._save_what_is_whole()
                         raise
+                    if profiler is not None:
+                        profiler.step()
                     # Read once: what comes while this step is saved is for the next.
                     received = self._signal_to_stop(signals)
                     self._finish_step(stopping=received is not None)
