@@ -32,6 +32,13 @@ class AnswerTokens(NamedTuple):
     log_probs: Tensor  # (B, A)
     entropies: Tensor  # (B, A), without gradients
     router_loss: Tensor | None  # what a mixture of experts adds to a mean loss
+    hidden: Tensor  # (B, T, D): of all positions
+
+
+def on_grid(values: Tensor, batch: Any) -> Tensor:
+    """Of values (N,), one a token of the batch's answers, the grid (B, A)."""
+    flat = values.new_zeros(batch.counts.numel())  # no position is written twice, so no order is left to chance
+    return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
 
 
 class TokenLogProbs:
@@ -57,11 +64,7 @@ class TokenLogProbs:
                 **self._output_layer.settings,
             )
 
-        def grid(values: Tensor) -> Tensor:  # no position is written twice, so no order is left to chance
-            flat = values.new_zeros(batch.counts.numel())
-            return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
-
-        tokens = AnswerTokens(grid(log_probs), grid(entropies), router_loss)
+        tokens = AnswerTokens(on_grid(log_probs, batch), on_grid(entropies, batch), router_loss, hidden)
         if statistics is not None:
             statistics.add(entropy=(tokens.entropies * batch.counts).sum())
         return tokens

@@ -19,7 +19,7 @@ from lean_ft.settings.answers import GenerationConfig
 from lean_ft.settings.base import Every, GroupT, RegularExpression, Settings
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
-from lean_ft.settings.losses import DistillConfig, LossConfig
+from lean_ft.settings.losses import DistillConfig, LossConfig, ValueConfig
 from lean_ft.settings.model import ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -227,7 +227,7 @@ class KeepTeacherConfig(Settings):
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
 
 
-_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher"}
+_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher", ValueConfig: "path"}
 
 
 def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
