@@ -46,9 +46,9 @@ class KVCache:
     def __init__(
         self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, batch_size, capacity, config.num_kv_heads, config.head_dim)
+        shapes = [(config.num_layers, batch_size, capacity, *shape) for shape in config.cached_shapes]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
-        self._take(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        self._take(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values  # (layers, rows, C, K, D)

@@ -17,6 +17,7 @@ from lean_ft.models.attention import Attention, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.few_rows import few_rows_linear
+from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
@@ -40,7 +41,7 @@ class Block(nn.Module):
         self.norms = _NORMS[config.norm_placement]
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
-        self.self_attn = Attention(config, layer_index)
+        self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer_index)
         sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
         self.mlp = (
             MLP(*sizes, config.mlp_bias, config.activation, config.fused_gate_up)
@@ -289,7 +290,8 @@ class Decoder(nn.Module):
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """What such a cache takes."""
         config = self.config
-        numbers = 2 * config.num_layers * batch_size * capacity * config.num_kv_heads * config.head_dim
+        of_token = sum(heads * features for heads, features in config.cached_shapes)
+        numbers = config.num_layers * batch_size * capacity * of_token
         return numbers * self.output_weight.element_size()
 
 
