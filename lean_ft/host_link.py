@@ -192,8 +192,9 @@ class HostLink:
 
     def forget_arrivals(self) -> None:
         """Gives up what was prefetched and that no one will come for: its owners are gone."""
-        for _, arrived in self._arriving.values():
-            self._wait(arrived)
+        for value, arrived in self._arriving.values():
+            if not self._lies_apart(value):
+                self._wait(arrived)
         self._arriving.clear()
 
     def synchronize(self) -> None:
@@ -206,8 +207,12 @@ class HostLink:
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return self._pinned.empty_like(like, new=new)
 
+    def _lies_apart(self, value: Tensor) -> bool:
+        """Whether what comes back so large has memory of the copies' stream."""
+        return value.nbytes <= self._in_flight_bytes
+
     def _device_memory(self, like: Tensor) -> Tensor:
-        with torch.cuda.stream(self._stream if like.nbytes <= self._in_flight_bytes else None):
+        with torch.cuda.stream(self._stream if self._lies_apart(like) else None):
             return torch.empty_like(like, device=self.device)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:

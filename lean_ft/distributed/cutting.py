@@ -25,6 +25,7 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     if cfg.tensor > 1:
         tensor.check_divides(model, cfg.tensor)
     if cfg.context > 1:
+        tensor.refuse_states(model, f"parallel.context={cfg.context}")
         context.check_heads(model, cfg.context, cfg.tensor)
     if cfg.experts > 1:
         experts.check_experts(model, cfg.experts)

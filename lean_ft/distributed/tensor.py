@@ -55,6 +55,7 @@ class TokenExchange:
 def check_divides(model: Decoder, num_ranks: int) -> None:
     """Raises ValueError where a layer of the model cannot be cut over so many ranks."""
     config, setting = model.config, f"parallel.tensor={num_ranks}"
+    refuse_states(model, setting)
     if config.fused_qkv or config.fused_gate_up:
         raise ValueError(
             f"{setting} cuts projections by heads and features, and this model has one matrix for queries, keys and values, "
@@ -88,6 +89,15 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             )
 
 
+def refuse_states(model: Decoder, setting: str) -> None:
+    """Raises ValueError for a model whose layers are not all attention."""
+    if model.config.has_states:
+        raise ValueError(
+            f"{setting} cuts attention by heads, and layers of this model keep a state over each row, which is not cut. Set it "
+            "to 1, with more of parallel.shard."
+        )
+
+
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
     """Cuts the projections of every layer, and puts the exchange of tokens around them."""
     group = ranks.groups[TENSOR]
@@ -105,12 +115,20 @@ def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
         if adapter is not None:
             factor = "lora_B" if side == ROWS else "lora_A"
             cut_parameter(model, adapter, name.removesuffix(".base_layer"), factor, cut)
-    for name, part in model.named_modules():
+    for name, part in _cut_parts(model):
         if isinstance(part, Attention) and part.sinks is not None:
             cut_parameter(model, part, name, "sinks", Cut(TENSOR, 0, group.size(), group.rank()))
-        if isinstance(part, Attention | MLP):
-            part.register_forward_pre_hook(exchange.gather)
-            part.register_forward_hook(exchange.scatter)
+        part.register_forward_pre_hook(exchange.gather)
+        part.register_forward_hook(exchange.scatter)
+
+
+def _cut_parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """What is cut, by name: attention, and feed-forward layers but for those inside a mixture, which has its tokens cut."""
+    for i, layer in enumerate(model.layers):
+        for name in ("self_attn", "mlp"):
+            part = layer.get_submodule(name)
+            if isinstance(part, Attention | MLP):
+                yield f"model.layers.{i}.{name}", part
 
 
 def _out_of(layer: nn.Module) -> nn.Module:
@@ -119,11 +137,10 @@ def _out_of(layer: nn.Module) -> nn.Module:
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Any, int]]:
     """Each projection that is cut: its name, itself or what has an adapter in its place, and along what."""
-    for place, part in model.named_modules():
-        if isinstance(part, Attention | MLP):
-            for name, side in _SIDES.items():
-                if hasattr(part, name):
-                    yield f"{place}.{name}", part.get_submodule(name), side
+    for place, part in _cut_parts(model):
+        for name, side in _SIDES.items():
+            if hasattr(part, name):
+                yield f"{place}.{name}", part.get_submodule(name), side
 
 
 def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from lean_ft.models.cache import LayerCache
+from lean_ft.models.cache import LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.document_attention import document_attention
 from lean_ft.models.layers import RMSNorm
@@ -92,13 +92,14 @@ class Attention(nn.Module):
         if self.is_fused:
             self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         else:
-            self.q_proj = nn.Linear(hidden_size, query_size, bias=config.qkv_bias)
+            of_gate = query_size if config.attention_gate else 0
+            self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
             self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
         rope = config.layers[layer_index].rope
         self.turns_neighbours = rope is not None and rope.turns_neighbours
-        self.qk_norm = config.qk_norm
+        self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
         """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
@@ -120,6 +121,9 @@ class Attention(nn.Module):
             query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
         else:
             query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        gate = None
+        if self.is_gated:  # head by head, each query with its gate behind it
+            query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
         # (B, T, H, D), and (B, T, K, D) twice
@@ -131,10 +135,12 @@ class Attention(nn.Module):
         if self.qk_norm == "turned_head":
             query, key = self.q_norm(query), self.k_norm(key)
         if cache is not None:
+            assert isinstance(cache, LayerCache)
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
         else:
             attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
-        return self.o_proj(attended.flatten(-2))
+        attended = attended.flatten(-2)
+        return self.o_proj(attended if gate is None else attended * gate.sigmoid())
 
 
 def attend(

@@ -1,4 +1,5 @@
-"""The key-value cache of generation: keys and values of all positions so far, in memory taken once.
+"""The cache of generation: of attention keys and values of all positions so far, in memory taken once, of other mixers their
+state and the last inputs of their convolution.
 
 Rows of a batch may have different lengths. Position p of a row lies at index p of its cache, so a row's padding is
 overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p. A row can be filled
@@ -7,6 +8,7 @@ once and spread to several that go on from it, and rows that have ended leave.
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lean_ft.models.config import DecoderConfig
+from lean_ft.models.config import DecoderConfig, MixerConfig
 
 
 @dataclass(frozen=True)
@@ -37,34 +39,66 @@ class LayerCache:
         return self.keys[:rows, :filled], self.values[:rows, :filled]
 
 
+@dataclass(frozen=True)
+class StateCache:
+    """What a layer that is no attention keeps of each row; rows beyond those of a pass are let go of."""
+
+    inputs: Tensor  # (B, taps - 1, channels): the convolution's last ones
+    state: Tensor | None  # (B, heads, key features, value features) in float32
+    owner: "KVCache"
+
+    def behind_inputs(self, x: Tensor) -> Tensor:
+        """Returns the last inputs and x (B, T, channels) behind them, and keeps the last of these that are no padding."""
+        x = torch.cat((self.inputs[: len(x)], x), 1)
+        num_kept, lengths = self.inputs.shape[1], self.owner.new_lengths
+        if lengths is None:
+            last = x[:, x.shape[1] - num_kept :]
+        else:
+            last = x[self.owner.rows, lengths[:, None] + torch.arange(num_kept, device=x.device)]
+        self.inputs[: len(x)] = last
+        return x
+
+    def is_padding(self, num_tokens: int) -> Tensor | None:
+        """Which of the new tokens are padding, (B, T); None where none is."""
+        lengths = self.owner.new_lengths
+        return None if lengths is None else torch.arange(num_tokens, device=lengths.device) >= lengths[:, None]
+
+
 class KVCache:
     """The layers' caches and how far each row is filled.
 
-    Takes 2 * layers * B * C * K * D elements. `begin` and `advance` frame each forward pass; Decoder calls both.
+    Takes 2 * attention layers * B * C * K * D elements, and what the other mixers keep. `begin` and `advance` frame each forward pass; Decoder calls both.
     """
 
     def __init__(
         self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shapes = [(config.num_layers, batch_size, capacity, *shape) for shape in config.cached_shapes]
+        self._mixers = [layer.mixer for layer in config.layers]
+        shapes = [(self._mixers.count(None), batch_size, capacity, *shape) for shape in config.cached_shapes]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
-        self._take(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self._take(keys, values, {i: _state(m, batch_size, dtype, device) for i, m in enumerate(self._mixers) if m})
 
-    def _take(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values  # (layers, rows, C, K, D)
+    def _take(self, keys: Tensor, values: Tensor, states: dict[int, tuple[Tensor, Tensor | None]]) -> None:
+        self.keys, self.values = keys, values  # (attention layers, rows, C, K, D)
+        self.states = states  # of the other layers: the last inputs, and the state
         self.capacity = keys.shape[2]
         self.lengths = torch.zeros(keys.shape[1], dtype=torch.int64, device=keys.device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
         self.shortest = 0
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
+        self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
         self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
-    def layer(self, i: int) -> LayerCache:
+    def layer(self, i: int) -> LayerCache | StateCache:
         """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
         garbage."""
-        return LayerCache(self.keys[i], self.values[i], self)
+        if i in self.states:
+            return StateCache(*self.states[i], self)
+        place = self._mixers[:i].count(None)
+        return LayerCache(self.keys[place], self.values[place], self)
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
@@ -83,6 +117,7 @@ class KVCache:
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
         self.rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
+        self.new_lengths = lengths
         self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
         self._visible.clear()
         return self.positions
@@ -111,7 +146,9 @@ class KVCache:
     def part(self, start: int, end: int) -> "KVCache":
         """An empty cache in the memory of some of the rows of this one, to be filled for them."""
         part = KVCache.__new__(KVCache)
-        part._take(self.keys[:, start:end], self.values[:, start:end])
+        part._mixers = self._mixers
+        states = {i: tuple(None if x is None else x[start:end] for x in kept) for i, kept in self.states.items()}
+        part._take(self.keys[:, start:end], self.values[:, start:end], states)  # pyright: ignore[reportArgumentType]
         return part
 
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
@@ -124,6 +161,8 @@ class KVCache:
             if (start := ends[row] - counts[row]) != row or counts[row] > 1:
                 for tensor in (self.keys, self.values):
                     tensor[:, start : ends[row], : self.filled] = tensor[:, row : row + 1, : self.filled].clone()
+                for tensor in self._state_tensors():
+                    tensor[start : ends[row]] = tensor[row : row + 1].clone()
         repeats = torch.tensor(counts, device=self.lengths.device)
         lengths = torch.cat([part.lengths for part in parts])
         self.lengths = self.next_lengths = lengths.repeat_interleave(repeats, output_size=sum(counts))
@@ -139,5 +178,29 @@ class KVCache:
             sources = [order[row] for row in moved]
             for tensor in (self.keys, self.values):
                 tensor[:, moved, : self.filled] = tensor[:, sources, : self.filled]
+            for tensor in self._state_tensors():
+                tensor[moved] = tensor[sources]
         self.lengths = self.next_lengths = self.lengths[order]
         return order
+
+    def _state_tensors(self) -> list[Tensor]:
+        return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
+
+
+def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    inputs = torch.zeros(num_rows, mixer.num_taps - 1, mixer.num_channels, dtype=dtype, device=device)
+    if mixer.state_shape is None:
+        return inputs, None
+    return inputs, torch.zeros(num_rows, *mixer.state_shape, dtype=torch.float32, device=device)
+
+
+def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int) -> int:
+    """What a cache takes."""
+    total = 0
+    for layer in config.layers:
+        if layer.mixer is None:
+            total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes)
+        else:
+            total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
+            total += 4 * math.prod(layer.mixer.state_shape or (0,))
+    return batch_size * total

@@ -41,10 +41,44 @@ class LatentConfig:
 
     rank: int  # of that vector
     query_rank: int | None  # of the one that queries are made from; None: from the hidden state
-    plain_dim: (
-        int  # features of a head's queries and keys that positions do not turn; `head_dim` are those that they do
-    )
+    plain_dim: int  # features of a head's queries and keys that positions leave; `head_dim` are those that they turn
     value_dim: int  # features of a head's values
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig:
+    """A state that tokens correct, behind a short convolution."""
+
+    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
+    num_heads: int  # of values, and so of states
+    key_dim: int  # features of a head
+    value_dim: int
+    num_taps: int  # of the convolution
+    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int] | None:
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class ShortConvolutionConfig:
+    """A short convolution between two gates, with no other state than its last inputs."""
+
+    num_channels: int  # the hidden size
+    num_taps: int
+    bias: bool
+    state_shape: tuple[int, int, int] | None = None
+
+
+MixerConfig = DeltaRuleConfig | ShortConvolutionConfig
+"""What mixes tokens in the place of attention: each has a convolution of `num_channels` and `num_taps`, and a state of
+`state_shape` a text or none."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +87,7 @@ class LayerConfig:
 
     rope: RopeConfig | None  # None: positions do not turn queries and keys
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
+    mixer: MixerConfig | None = None  # None: attention
     mixture: MixtureConfig | None = None  # None: one feed-forward layer for all tokens
 
 
@@ -90,6 +125,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
+    attention_gate: bool = False  # what each head attended to is gated by a projection beside its query's
     attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
 
     embedding_multiplier: float = 1.0
@@ -109,3 +145,8 @@ class DecoderConfig:
         if self.latent is not None:
             return (1, self.latent.rank), (1, self.head_dim)
         return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer reads what came before from a state, and not from the tokens themselves."""
+        return any(layer.mixer is not None for layer in self.layers)

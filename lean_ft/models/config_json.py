@@ -49,7 +49,12 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 )
 
 # Models that read images too, whose language model is a family here and is what is trained.
-_LANGUAGE_MODEL_OF = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
+_LANGUAGE_MODEL_OF = {
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+}
+_OF_IMAGES = ("image", "video", "vision")
 
 # What transformers calls the model of a family that gives one score in place of logits; other families have none there.
 SCORE_ARCHITECTURES = {
@@ -77,6 +82,8 @@ SCORE_ARCHITECTURES = {
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
         "gpt_oss": "GptOss",
+        "qwen3_next": "Qwen3Next",
+        "qwen3_5_text": "Qwen3_5Text",
     }.items()
 }
 
@@ -90,7 +97,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
     family, architecture = _LANGUAGE_MODEL_OF[model_type]
-    shared = {key: value for key, value in config.items() if not isinstance(value, dict) and "image" not in key}
+    shared = {
+        key: value
+        for key, value in config.items()
+        if not isinstance(value, dict) and not any(part in key for part in _OF_IMAGES)
+    }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
     return {**shared, **text, "model_type": family, "architectures": [architecture]}
@@ -204,11 +215,14 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
 def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
-    if fields.get("layer_types") is not None:
+    if fields.get("layer_types") is None:
+        kinds = [family.layer_type(fields, layer) for layer in range(num_layers)]
+    else:
         kinds = fields.of_each_layer("layer_types")
         has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"{has}; expected full_attention or sliding_attention.")
+        known = ["full_attention", "sliding_attention", *family.mixers]
+        if any(kind not in known for kind in kinds):
+            raise ValueError(f"{has}; expected {' or '.join(known)}.")
         by_family, windowed = windowed, [kind == "sliding_attention" for kind in kinds]
         if windowed != by_family and not family.reads_layer_types:
             raise ValueError(
@@ -219,10 +233,12 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
         fields.get("sliding_window")  # the family knows it, even where no layer uses it
     window = fields.count("sliding_window") if any(windowed) else None
     mixture = _mixture(fields, family)
+    mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
     return tuple(
         LayerConfig(
-            family.rope(fields, layer, is_windowed),
+            None if kinds[layer] in mixers else family.rope(fields, layer, is_windowed),
             window if is_windowed else None,
+            mixers.get(kinds[layer]),
             mixture if mixture is not None and family.has_mixture(fields, layer) else None,
         )
         for layer, is_windowed in enumerate(windowed)

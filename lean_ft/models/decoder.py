@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention, Prefixes
-from lean_ft.models.cache import KVCache, LayerCache
-from lean_ft.models.config import DecoderConfig
+from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
+from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, ShortConvolutionConfig
+from lean_ft.models.convolution import ShortConvolution
+from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm
@@ -32,16 +34,27 @@ _NORMS = {
     "once": (_INTO_ATTENTION, None, None, None),
 }
 
+# What mixes a layer's tokens, by its config, and Hugging Face's name of it.
+_MIXERS: dict[type, tuple[str, type[nn.Module]]] = {
+    type(None): ("self_attn", Attention),
+    DeltaRuleConfig: ("linear_attn", GatedDeltaRule),
+    ShortConvolutionConfig: ("conv", ShortConvolution),
+}
+
 
 class Block(nn.Module):
-    """One layer: attention and the feed-forward layer, each added to the residual, with norms on the way in or out."""
+    """One layer: a mixer of tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
+    on the way in or out."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.norms = _NORMS[config.norm_placement]
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
-        self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer_index)
+        self.mixer_name, mixer = _MIXERS[type(config.layers[layer_index].mixer)]
+        if mixer is Attention and config.latent is not None:
+            mixer = LatentAttention
+        self.add_module(self.mixer_name, mixer(config, layer_index))
         sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
         self.mlp = (
             MLP(*sizes, config.mlp_bias, config.activation, config.fused_gate_up)
@@ -58,7 +71,7 @@ class Block(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
@@ -68,13 +81,18 @@ class Block(nn.Module):
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
         normed = self._normed(into_attention, hidden)
-        added = self.self_attn(normed, cos, sin, cu_seqlens, cache, prefixes)
+        added = self.mixer(normed, cos, sin, cu_seqlens, cache, prefixes)
         hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         added, router_logits = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden)), None
         if isinstance(added, tuple):
             added, router_logits = added
         hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         return hidden if router_logits is None else (hidden, router_logits)
+
+    @property
+    def mixer(self) -> nn.Module:
+        """Attention, or what is in its place."""
+        return getattr(self, self.mixer_name)
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
@@ -220,6 +238,11 @@ class Decoder(nn.Module):
         if prefixes is not None:
             if cu_seqlens is None:
                 raise ValueError("prefixes go with cu_seqlens: they are what its documents go on from.")
+            if self.config.has_states:
+                raise ValueError(
+                    "prefixes are seen by attention alone, and layers of this model keep a state over each document: give "
+                    "each document what it goes on from as a copy of its own."
+                )
             seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, input_ids.numel())
 
         hidden = self._embed(input_ids)
@@ -289,10 +312,7 @@ class Decoder(nn.Module):
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """What such a cache takes."""
-        config = self.config
-        of_token = sum(heads * features for heads, features in config.cached_shapes)
-        numbers = config.num_layers * batch_size * capacity * of_token
-        return numbers * self.output_weight.element_size()
+        return cache_bytes(self.config, batch_size, capacity, self.output_weight.element_size())
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

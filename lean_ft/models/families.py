@@ -11,7 +11,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from lean_ft.models.config import LatentConfig
+from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixerConfig, ShortConvolutionConfig
 from lean_ft.models.config_fields import Fields, head_dim_of
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
@@ -83,6 +83,47 @@ def _every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
     return layer not in excepted and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
+# Which layers have another mixer than attention, where config.json does not list it, and what it is.
+
+
+def _attention_in_every_nth_layer(fields: Fields, layer: int) -> str:
+    return "linear_attention" if (layer + 1) % fields.count("full_attention_interval") else "full_attention"
+
+
+def _attention_in_some_layers(fields: Fields, layer: int) -> str:
+    some = fields.get("full_attn_idxs")
+    if some is not None and not isinstance(some, list):
+        raise ValueError(f"{fields.where}: full_attn_idxs is {some!r}; expected a list of layers' numbers.")
+    return "full_attention" if some is None or layer in some else "conv"
+
+
+def _delta_rule(fields: Fields, fused_projections: bool) -> DeltaRuleConfig:
+    num_key_heads, num_heads = (fields.count(f"linear_num_{of}_heads") for of in ("key", "value"))
+    if num_heads % num_key_heads:
+        raise ValueError(
+            f"{fields.where}: linear_num_value_heads is {num_heads} and linear_num_key_heads is {num_key_heads}; expected "
+            "the first to be a multiple of the second."
+        )
+    key_dim, value_dim = (fields.count(f"linear_{of}_head_dim") for of in ("key", "value"))
+    num_taps = fields.count("linear_conv_kernel_dim")
+    return DeltaRuleConfig(num_key_heads, num_heads, key_dim, value_dim, num_taps, fused_projections)
+
+
+def _short_convolution(fields: Fields) -> ShortConvolutionConfig:
+    return ShortConvolutionConfig(fields.count("hidden_size"), fields.count("conv_L_cache"), fields.flag("conv_bias"))
+
+
+def _adjusted_intermediate_size(fields: Fields) -> int:
+    """Two thirds of what is said, times a factor, rounded up to a multiple: unless it is said to be as it is."""
+    size = fields.count("intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim")
+    if fields.flag("block_auto_adjust_ff_dim"):
+        size = int(2 * size / 3)
+        if fields.get("block_ffn_dim_multiplier") is not None:
+            multiple = fields.count("block_multiple_of")
+            size = -(-int(fields.positive("block_ffn_dim_multiplier") * size) // multiple) * multiple
+    return size
+
+
 _LONGEST = "max_position_embeddings"
 
 
@@ -138,6 +179,10 @@ def _rope_with_alpha(fields: Fields, layer: int, is_windowed: bool) -> RopeConfi
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
 
 
+# How positions of images are spread over frequencies; those of a text are the same in all three directions.
+_OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
+
+
 def _rope_with_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
@@ -182,6 +227,9 @@ class Family:
     rope: Callable[[Fields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(fields)
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
+    # The other mixers that `layer_types` may name, and what a layer is where config.json does not list them.
+    mixers: Mapping[str, Callable[[Fields], MixerConfig]] = field(default_factory=dict)
+    layer_type: Callable[[Fields, int], str] = lambda fields, layer: "full_attention"
     activation_field: str = "hidden_act"
     # The activations that config.json may name, and which each is.
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
@@ -283,6 +331,30 @@ def _yarn_scale(fields: Fields) -> float:
     factor = own.positive("factor")
     return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
+
+_QWEN_HYBRID: dict[str, Any] = {  # of qwen3_next and 3.5
+    "facts": {**_ATTENTION_BIAS, "norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True},
+    "layer_type": _attention_in_every_nth_layer,
+    "rope": partial(_a_part_turned, ignored=_OF_IMAGE_POSITIONS),
+}
+_QWEN_HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN_HYBRID_MIXTURE = {
+    **_MIXTURE,
+    "intermediate_size": count("moe_intermediate_size"),
+    "shared_intermediate_size": count("shared_expert_intermediate_size"),
+    "shared_gate": True,
+}
+_DELTA_RULE = {"linear_attention": partial(_delta_rule, fused_projections=False)}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -706,6 +778,83 @@ FAMILIES: dict[str, Family] = {
                 "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
+        },
+    ),
+    "qwen3_next": Family(
+        **_QWEN_HYBRID,
+        mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
+        mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
+        has_mixture=_every_nth_layer_but_some,
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            **_QWEN_HYBRID_DEFAULTS,
+            "num_key_value_heads": 2,
+            "intermediate_size": 5632,
+            "num_local_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3_5_text": Family(
+        **_QWEN_HYBRID,
+        mixers=_DELTA_RULE,
+        defaults={**_QWEN_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+    ),
+    "qwen3_5_moe_text": Family(
+        **_QWEN_HYBRID,
+        mixers=_DELTA_RULE,
+        mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": True},
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            **_QWEN_HYBRID_DEFAULTS,
+            "num_key_value_heads": 2,
+            "intermediate_size": 512,  # no layer has it
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "lfm2": Family(
+        facts={
+            "qk_norm": "head",
+            "activation": "silu",
+            "intermediate_size": _adjusted_intermediate_size,
+            "tied_embeddings": lambda fields: fields.flag(
+                "tie_word_embeddings" if fields.get("tie_embedding") is None else "tie_embedding"
+            ),
+        },
+        mixers={"conv": _short_convolution},
+        layer_type=_attention_in_some_layers,
+        norm_eps_field="norm_eps",
+        on_disk={
+            "input_layernorm": ("operator_norm",),
+            "post_attention_layernorm": ("ffn_norm",),
+            "model.norm": ("model.embedding_norm",),
+            "self_attn.o_proj": ("self_attn.out_proj",),
+            "self_attn.q_norm": ("self_attn.q_layernorm",),
+            "self_attn.k_norm": ("self_attn.k_layernorm",),
+            "mlp.gate_proj": ("feed_forward.w1",),
+            "mlp.up_proj": ("feed_forward.w3",),
+            "mlp.down_proj": ("feed_forward.w2",),
+        },
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "intermediate_size": 12288,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
         },
     ),
 }

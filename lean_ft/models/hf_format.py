@@ -336,12 +336,17 @@ def _drawn(config: DecoderConfig) -> Fill:
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
             here.values.copy_(here.within(whole))
+        elif name.endswith("dt_bias"):
+            here.values.fill_(1.0)
+        elif name.endswith("A_log"):
+            here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
-            here.values.fill_(1.0 - config.norm_weight_offset)
+            has_offset = not name.endswith("linear_attn.norm.weight")
+            here.values.fill_(1.0 - (config.norm_weight_offset if has_offset else 0.0))
         else:
             here.values.normal_(0.0, config.initializer_range)
 
@@ -406,6 +411,8 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     """The stored tensors that make up the parameters; raises ValueError unless they match one to one."""
     # Early Llama folders keep the rotary frequencies, which config.json determines.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
+    # Layers that predict several tokens at once are beside the model, and neither trained nor saved, as in transformers.
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
     if model.score_is_new:
         del expected["score.weight"]

@@ -7,18 +7,26 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.")
 
 
 def name_in_language_model(name: str) -> str | None:
     """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    if name.startswith(("model.language_model.", "model.vision", "model.multi")):
+    if name.startswith(("model.language_model.", "model.vis", "model.multi")):
         name = name.removeprefix("model.")
     if name.startswith(_OF_IMAGES):
         return None
     inner = name.removeprefix("language_model.")
     # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
     return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+
+
+def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
+    """What the folder of a family, and so an adapter's, calls a module that it has whole."""
+    family = FAMILIES.get(hf_config.get("model_type", ""), Family())
+    renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
+    part = next((part for part in renamed if part in name), None)
+    return name if part is None else name.replace(part, renamed[part])
 
 
 def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:

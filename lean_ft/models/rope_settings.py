@@ -1,7 +1,7 @@
 """Reads rotary settings from a config.json, in the spellings of transformers 4 and 5: one reader a scaling."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
@@ -10,10 +10,15 @@ from lean_ft.spelling import did_you_mean
 
 
 def rope_config(
-    fields: Fields, settings: Any = None, key: str | None = None, may_be_partial: bool = False, **facts: Any
+    fields: Fields,
+    settings: Any = None,
+    key: str | None = None,
+    may_be_partial: bool = False,
+    ignored: Sequence[str] = (),
+    **facts: Any,
 ) -> RopeConfig:
-    """Reads the rotary settings that `key` names, or those of the whole model where left out; `facts` of RopeConfig are
-    the family's."""
+    """Reads the rotary settings that `key` names, or those of the whole model where left out. Settings that are `ignored`
+    change nothing; `facts` of RopeConfig are the family's."""
     if key is None:
         key, settings = rope_settings(fields)
     where = f"{fields.where}: {key}"
@@ -43,7 +48,8 @@ def rope_config(
     values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * share) // 2))
     original = own.positive("original_max_position_embeddings")
     theta = own.positive("rope_theta")
-    unknown = [name for name, value in settings.items() if name not in own.read and value is not None]
+    known = {*own.read, *ignored}
+    unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "

@@ -27,6 +27,7 @@ from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
 from lean_ft.models.hf_format import read_json, weights_fingerprint
 from lean_ft.models.moe import Experts, Router
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
@@ -88,7 +89,7 @@ def save_adapter(
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
     """What is here of the model's adapter as it is saved, by PEFT's names without the prefix."""
-    return {name: part_of(tensor) for name, tensor in (_named_tensors(adapted_layers(model)) | _score(model)).items()}
+    return {name: part_of(tensor) for name, tensor in (_named_tensors(model) | _score(model)).items()}
 
 
 def adapter_bytes(model: nn.Module) -> int:
@@ -121,7 +122,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     for name, score in _score(model).items():
         score.copy_(_read(stored[name]))
     for name, layer in layers.items():
-        stem = _stem(name, layers)
+        stem = _stem(model, name, layers)
         _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
 
 
@@ -133,7 +134,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     """
     if adapted_layers(model):
         raise ValueError("the model has an adapter already; load it anew to give it others.")
-    adapters = [_with_experts_named(model, read_adapter(Path(path))) for path in paths]
+    adapters = [_with_own_names(model, read_adapter(Path(path))) for path in paths]
     for adapter in adapters:
         _check_fits(model, adapter)
         if len(adapters) > 1 and any(shape.dora for shape in adapter.shapes.values()):
@@ -220,30 +221,36 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     return tensors
 
 
-def _named_tensors(layers: dict[str, AdaptedLayer]) -> dict[str, Tensor]:
-    """All tensors of an adapter by PEFT's names, without the prefix."""
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of the model's adapter by PEFT's names, without the prefix."""
+    layers = adapted_layers(model)
     return {
-        _stem(name, layers) + suffix: tensor
+        _stem(model, name, layers) + suffix: tensor
         for name, layer in layers.items()
         for suffix, tensor in _tensors(layer).items()
     }
 
 
-def _stem(name: str, layers: dict[str, AdaptedLayer]) -> str:
+def _name_in_peft(model: nn.Module, name: str) -> str:
+    """What transformers, and so PEFT, calls a module."""
+    return module_on_disk(getattr(model, "hf_config", {}), name)
+
+
+def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
     """What the names of a layer's tensors begin with: PEFT wraps experts for `gate_up_proj` first, then for the other."""
     if not isinstance(layers[name], ExpertsAdapter):
-        return name
+        return _name_in_peft(model, name)
     place, _, projection = name.rpartition(".")
     is_inner = projection == "gate_up_proj" and f"{place}.down_proj" in layers
     return f"{place}.base_layer" if is_inner else place
 
 
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
-    shapes = {name: _stored_as(layer) for name, layer in layers.items()}
+    shapes = {_name_in_peft(model, name): _stored_as(layer) for name, layer in layers.items()}
     (rank, alpha), _ = Counter((shape.rank, shape.alpha) for shape in shapes.values()).most_common(1)[0]
     first = next(iter(shapes.values()))
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
-    modules = [name for name in layers if name not in as_parameters]
+    modules = [_name_in_peft(model, name) for name in layers if name not in as_parameters]
     name_or_path, revision = _base_model(model)
     return {
         "peft_type": "LORA",
@@ -284,7 +291,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
-        for name, module in model.named_modules()
+        for name, module in ((_name_in_peft(model, own), module) for own, module in model.named_modules())
         if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
         and name.rpartition(".")[2] in short
     }
@@ -340,9 +347,15 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
     return AdapterShape(rank, float(next(matching, config["lora_alpha"])), rslora, dora)
 
 
-def _with_experts_named(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
-    """The adapter with its wrappers of experts under the names of the projections, which their shapes tell."""
+def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
+    """The adapter by the names of our modules, its wrappers of experts by those of the projections, which their shapes tell."""
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
+    for own in modules:
+        if (theirs := _name_in_peft(model, own)) != own and theirs in shapes:
+            shapes[own] = shapes.pop(theirs)
+            for ending in (*_OF_LINEAR, _MAGNITUDE):
+                if theirs + ending in tensors:
+                    tensors[own + ending] = tensors.pop(theirs + ending)
     for name in adapter.shapes:
         place = name.removesuffix(".base_layer")
         if not isinstance(modules.get(place), Experts):

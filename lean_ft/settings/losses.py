@@ -221,6 +221,11 @@ class PolicyLossConfig(Settings):
         return self.kl_weight > 0
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence stands in the rewards, and not in the loss."""
+        return self.kl == "in_reward" and self.needs_reference
+
+    @property
     def advantage_of_loss(self) -> Literal["group", "batch", "mean", "leave_one_out"]:
         if self.advantage is not None:
             return self.advantage
@@ -242,6 +247,47 @@ class PolicyLossConfig(Settings):
                     f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
                 )
         return self
+
+
+class PPOLossConfig(Settings):
+    """The losses of the policy and of the value model, and what they are of; docs/online.md has the formulas."""
+
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.2, description="How far a token's ratio to the sampling model may go from 1 before it gains nothing."
+    )
+    value_epsilon: PositiveFloat = Field(
+        0.2,
+        description="How far a token's value may go from what it was when the answer was sampled, as far as it gains.",
+    )
+    value_weight: PositiveFloat = Field(0.1, description="What the value model's loss counts beside the policy's.")
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="What a reward counts for the token before, and so on back."
+    )
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.95,
+        description="Between 0, which compares a token with the value behind it, and 1, which compares it with the reward "
+        "that came.",
+    )
+    kl_weight: NonNegativeFloat = Field(
+        0.05, description="What each token's divergence from the reference costs of the reward; 0 has no reference."
+    )
+    mask_truncated: bool = Field(False, description="Learn nothing from answers that max_new_tokens cut.")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_weight > 0
+
+
+class ValueConfig(Settings):
+    """The value model, which tells of each token of an answer what is still to come. With an adapter it is an output layer on
+    the policy itself, and else a model of its own."""
+
+    path: str | None = Field(
+        None,
+        description="The model that it begins as, with an output layer of zeros, or a reward model with its own; null is "
+        "model.path.",
+    )
+    lr_ratio: PositiveFloat = Field(10.0, description="Its learning rate over optimizer.lr.")
 
 
 class DistillConfig(Settings):

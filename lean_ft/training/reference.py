@@ -38,7 +38,7 @@ from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
 from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
-from lean_ft.settings import PolicyLossConfig
+from lean_ft.settings import GenerationConfig, ParallelConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.frozen_model import load_frozen
@@ -56,14 +56,14 @@ def load_reference(
     cfg: Any,
     model: Decoder,
     log_probs: AnswerLogProbs,
-    batches: Batches,
-    held_out: EvalBatches | None,
+    batches: Batches | None = None,
+    held_out: EvalBatches | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference:
     """Returns the reference that `cfg.reference` asks for and `cfg.loss` needs, and says which.
 
     `model` is the one that is about to train, with the memory settings applied and cut over `ranks`; `log_probs` is of its
-    settings.
+    settings. `batches` are what is cached; where the answers are sampled there are none.
     Raises ValueError where the loss reads no reference but one is asked for, or the model has no adapter to be off.
     """
     kind, why = choose_kind(cfg)
@@ -102,11 +102,14 @@ def load_reference(
         return without_adapter
     if stage() is not None:
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
+    assert batches is not None
     table = _filled(cfg, model, without_adapter, batches, held_out, ranks).to(device)
     return lambda batch: table[batch.pairs]
 
 
-def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) -> Callable[[PolicyBatch], Tensor] | None:
+def load_policy_reference(
+    cfg: Any, model: Decoder, log_probs: TokenLogProbs, ranks: Ranks = ALONE
+) -> Callable[[PolicyBatch], Tensor] | None:
     """Returns what gives the reference's log-probabilities of sampled tokens, (B, A), without gradients; None where
     `cfg.loss` measures no divergence from it.
 
@@ -119,9 +122,23 @@ def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) ->
     if stage() is None:
         say("reference", f"{kind}{why}")
     if kind in ("model", "nf4"):
-        device = model.output_weight.device
-        frozen = load_frozen(cfg.model, device, nf4=kind == "nf4", memory=cfg.memory, compile=cfg.compile)
-        return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
+        frozen = load_frozen(
+            cfg.model,
+            model.output_weight.device,
+            nf4=kind == "nf4",
+            memory=cfg.memory,
+            compile=cfg.compile,
+            parallel=cfg.group(ParallelConfig),
+            ranks=ranks,
+        )
+
+        @torch.no_grad()
+        def of_second_model(batch: PolicyBatch) -> Tensor:
+            values = log_probs(frozen, batch).log_probs
+            ranks.gather_no_more(frozen)  # as no backward pass does
+            return values
+
+        return of_second_model
 
     @torch.no_grad()
     def without_adapter(batch: PolicyBatch) -> Tensor:
@@ -134,7 +151,7 @@ def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) ->
 def choose_kind(cfg: Any) -> tuple[str, str]:
     """The kind of reference, and why if it was not the user's choice. Raises ValueError as `load_reference` does."""
     asked = cfg.reference.kind
-    if isinstance(cfg.loss, PolicyLossConfig):
+    if isinstance(getattr(cfg, "generation", None), GenerationConfig):
         return _kind_for_samples(cfg, asked)
     if not cfg.loss.needs_reference:
         if asked not in ("auto", "none"):
@@ -158,13 +175,17 @@ def choose_kind(cfg: Any) -> tuple[str, str]:
 
 
 def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
+    weighs = hasattr(cfg.loss, "kl_weight")
     if not cfg.loss.needs_reference:
+        setting = "kl_weight" if weighs else "name"
+        without = "loss.kl_weight=0" if weighs else f"loss.name={cfg.loss.name}"
         if asked not in ("auto", "none"):
             raise ValueError(
-                f"reference.kind={asked}, and with loss.kl_weight=0 nothing reads a reference. Leave it out, or set "
-                "loss.kl_weight."
+                f"reference.kind={asked}, and with {without} nothing reads a reference. Leave it out, or set loss.{setting}."
             )
-        return "none", ", as loss.kl_weight is 0"
+        return "none", f", as with {without} nothing reads it"
+    if asked == "none" and not weighs:
+        return asked, f": loss.name={cfg.loss.name} measures the answers against nothing"
     kind = ("model" if cfg.lora is None else "adapter_off") if asked == "auto" else asked
     if kind in ("cached", "none") or (kind == "adapter_off" and cfg.lora is None):
         why = {

@@ -1,12 +1,15 @@
 """The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lean_ft.data import Prompt
+from lean_ft.distributed import generating
 from lean_ft.generation import Sample, Sampling, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.settings import GenerationConfig
+from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.rewards import Rewards
 
@@ -20,10 +23,11 @@ class SamplingConfig(Protocol):
 
 class Sampler:
     """`sampler(prompts, seed)`: an answer to each, which depends on the weights, the prompt, the seed and on how often the same
-    prompt stands before it alone."""
+    prompt stands before it alone. Many ranks share the prompts out, and all get all answers."""
 
-    def __init__(self, cfg: SamplingConfig, model: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(self, cfg: SamplingConfig, model: Decoder, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
+        self._ranks = ranks
         self._stop_ids = stop_ids(model, tokenizer)
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
@@ -36,8 +40,27 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        ids = [prompt.ids for prompt in prompts]
-        return sample(self._model, ids, how, decode=self._tokenizer.decode, cache_gib=generation.cache_gib)
+        asked, seen, numbers = [prompt.ids for prompt in prompts], Counter[tuple[int, ...]](), list[int]()
+        for ids in asked:
+            numbers.append(seen[tuple(ids)])
+            seen[tuple(ids)] += 1
+        # Neighbours, and the answers to one prompt on one rank, which reads it once.
+        groups = -(-len(asked) // generation.num_answers)
+        share = -(-groups // self._ranks.size) * generation.num_answers
+        mine = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
+
+        def answer() -> list[Sample]:
+            with generating(self._model, self._ranks, generation.gather):
+                return sample(
+                    self._model,
+                    asked[mine],
+                    how,
+                    numbers=numbers[mine],
+                    decode=self._tokenizer.decode,
+                    cache_gib=generation.cache_gib,
+                )
+
+        return [one for answers in self._ranks.everywhere(answer) for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each

@@ -40,7 +40,9 @@ def shares_prompts(cfg: Any) -> bool:
 
 
 def _why_not(model: Decoder, max_length: int) -> str:
-    """What in the model lets a prompt depend on the answer behind it; nothing where nothing does."""
+    """What in the model keeps a prompt from being computed once for all its answers; nothing where nothing does."""
+    if model.config.has_states:
+        return "layers of the model keep a state over each document, which does not branch"
     for rope in model.rotary:
         if not rope.same_frequencies(1, max_length):
             return (

@@ -53,6 +53,21 @@ def longrope(num_frequencies: int, **settings: Any) -> dict[str, Any]:
     return {"rope_type": "longrope", "rope_theta": 300.0, **divisors, **settings}
 
 
+# Heads, features and taps that no two of are the same.
+DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
+SHARED_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
 # (model_type, settings) by name.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -435,6 +450,80 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
             "swiglu_alpha": 0.8,
             "attention_bias": False,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 16,
+            **DELTA_RULE,
+            **SHARED_EXPERTS,
+        },
+    ),
+    "qwen3_next_some_experts": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            **DELTA_RULE,
+            **SHARED_EXPERTS,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 16,
+            **DELTA_RULE,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+            | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+    ),
+    "qwen3_5_text_tied": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "head_dim": 8,
+            **DELTA_RULE,
+            "linear_num_key_heads": 1,
+            "linear_key_head_dim": 7,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            **DELTA_RULE,
+            **SHARED_EXPERTS,
+        },
+    ),
+    "lfm2": ("lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 8}),
+    "lfm2_untied_biases": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-3,
         },
     ),
 }

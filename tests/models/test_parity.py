@@ -70,7 +70,9 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     if not isinstance(model, Decoder):
         return parameters
     return {
-        name if ".mlp." in name else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
+        name
+        if ".mlp." in name and model.mixture is not None
+        else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
         for name, parameter in parameters.items()
     }
 
@@ -248,6 +250,42 @@ def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
+    """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
+    _, settings = CASES["qwen3_5_text" if kind == "Qwen3_5" else "qwen3_5_moe_text"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    vision |= {"patch_size": 4, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**SIZES, **settings},
+        vision_config=vision,
+        **{name: 97 + i for i, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id"))},
+        vision_end_token_id=100,
+    )
+    config.text_config._experts_implementation = "eager"
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
+            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    stored = load_file(file)
+    assert any(name.startswith("model.visual.") for name in stored)
+    save_file({**stored, "mtp.norm.weight": torch.ones(48)}, file, {"format": "pt"})
+    ids = token_ids(2, 20).clamp(max=96)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    model = load_model(tmp_path / "whole")
+    assert model.part_of == config.model_type
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path / "alone")
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
@@ -312,6 +350,13 @@ def configurations(draw) -> tuple[str, dict]:
         "rope_interleave": st.booleans(),
         "swiglu_alpha": st.floats(0.5, 2.0),
         "swiglu_limit": st.floats(0.3, 7.0),
+        "linear_key_head_dim": st.integers(1, 9),
+        "linear_value_head_dim": st.integers(1, 9),
+        "linear_conv_kernel_dim": st.integers(2, 5),
+        "conv_L_cache": st.integers(2, 5),
+        "conv_bias": st.booleans(),
+        "block_auto_adjust_ff_dim": st.booleans(),
+        "block_multiple_of": st.integers(1, 9),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
@@ -332,15 +377,23 @@ def configurations(draw) -> tuple[str, dict]:
     if "n_group" in chosen:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
     if model_type == "deepseek_v3":
-        num_heads = num_kv_heads
+        num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
     if model_type == "seed_oss":
         chosen |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    if mixers := FAMILIES[model_type].mixers:
+        kinds = st.sampled_from(["full_attention", *mixers])
+        other_layers = draw(st.lists(kinds, min_size=num_layers - 1, max_size=num_layers - 1))
+        chosen["layer_types"] = [*other_layers, "full_attention"]  # without one transformers' cache fails
+    if "linear_num_key_heads" in known:
+        chosen["rope_parameters"]["partial_rotary_factor"] = 0.5  # of 2 turned features `dynamic` divides by 0 there
+        chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
+        chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
     return model_type, {
         **chosen,
         activation: {"gpt_oss": "silu", "apertus": "xielu"}.get(model_type)
         or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
-        if model_type in ("phi3", "olmoe", "cohere2")
+        if model_type in ("phi3", "olmoe", "cohere2", "lfm2")
         else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_ft import load_model
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.peft.conftest import FAMILIES, IDS, loss_of, randomize
@@ -39,7 +40,8 @@ def test_an_adapter_of_peft_has_its_logits_and_gradients(kind, family, make_chec
     loss_of(expected).backward()
     loss_of(logits).backward()
     expected_grads = {_name(name): p.grad for name, p in reference.named_parameters() if p.requires_grad}
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    own = model.hf_config
+    grads = {module_on_disk(own, name): p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).norm() <= 1e-3 * expected_grads[name].norm(), name
