@@ -152,6 +152,10 @@ class HostLink:
         """A copy in pinned host memory, done when this returns."""
         return self._host_memory(tensor, new=True).copy_(tensor)
 
+    def bring_back(self, host: Tensor) -> Tensor:
+        """The tensor on the device, in the computation's own memory and order, as nothing is computed beside the copy."""
+        return torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+
     def prefetch(self, sent: Sent) -> None:
         """Starts the copy back, unless the tensor is on the device still or again."""
         if sent.source is None and sent.arrival is None:

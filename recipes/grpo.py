@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer, ranks)  # as the model is now
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
 
     def sample_a_round() -> None:
         while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others

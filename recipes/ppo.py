@@ -85,7 +85,7 @@ def main(cfg: Config) -> None:
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, beside=value
     )
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer)  # as the model is now
+    answer = Sampler(cfg, model, tokenizer, optimizer)  # as the model is now
 
     @torch.no_grad()
     def sample_a_round() -> None:

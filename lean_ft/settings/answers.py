@@ -45,6 +45,11 @@ class GenerationConfig(Settings):
         "rest. null is a quarter of what the weights leave on the device.",
     )
 
+    offload_training_state: bool = Field(
+        False,
+        description="Keep the optimizer's state in the host's memory while it samples, and so more of the GPU's for keys and "
+        "values: two copies a round.",
+    )
     gather: Literal["layer", "whole"] = Field(
         "layer",
         description="Of a model that is cut over processes: gather the weights of a `layer` at a time, for every token, or "

@@ -148,11 +148,12 @@ class RewardLossConfig(Settings):
 class ReferenceConfig(Settings):
     """The frozen model that a preference is measured against: the one that training begins with."""
 
-    kind: Literal["auto", "cached", "adapter_off", "model", "nf4", "none"] = Field(
+    kind: Literal["auto", "cached", "adapter_off", "model", "streamed", "nf4", "none"] = Field(
         "auto",
         description="Where its log-probabilities come from. `cached`: computed once before training, and kept beside the "
-        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `nf4`: that "
-        "in 4 bits, so that margins do not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
+        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `streamed`: "
+        "that in the host's memory, whose layers travel to the GPU as they compute. `nf4`: a copy in 4 bits, so that margins do "
+        "not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
         "the loss reads none, adapter_off for an adapter that sees no answer twice, and cached otherwise.",
     )
 
@@ -297,6 +298,10 @@ class DistillConfig(Settings):
         None,
         description="The frozen model to learn from: what model.path takes, of any family and size, with the same tokenizer.",
     )
+    teacher_streamed: bool = Field(
+        False,
+        description="Keep the teacher's layers in the host's memory, from which they travel to the GPU as they compute.",
+    )
     teacher_dtype: Literal["bfloat16", "float32", "float16", "nf4"] | None = Field(
         None,
         description="Type of the teacher's weights and arithmetic; nf4 keeps its linear layers in 4 bits. null is "
@@ -347,6 +352,12 @@ class DistillConfig(Settings):
             raise ValueError(
                 f"teacher_dtype={self.teacher_dtype} is of a teacher in memory, and cached={self.cached} is what one said "
                 "before. Leave it out."
+            )
+        if self.teacher_streamed and (self.cached is not None or self.teacher_dtype == "nf4"):
+            other = "teacher_dtype=nf4" if self.cached is None else f"cached={self.cached}"
+            raise ValueError(
+                f"teacher_streamed=true brings a whole teacher's layers from the host's memory, and {other} has none there. "
+                "Leave one of them out."
             )
         if self.cached is not None and self.on_policy:
             raise ValueError(

@@ -6,6 +6,7 @@ or its log-probabilities are computed, before `Run` restores a checkpoint.
     cached        two float32 a pair, computed once with the model itself, on disk beside the prepared data
     adapter_off   the model without its adapter: another forward pass a batch, and no memory
     model, nf4    a second model in memory, whole or with its linear layers in 4 bits
+    streamed      a second model in the host's memory, whose layers travel to the GPU as they compute
     none          zeros
 
 The cache holds a NaN where nothing was computed yet. It is filled in the order in which the first epoch takes its
@@ -34,6 +35,7 @@ from torch import Tensor
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
+from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
@@ -47,6 +49,7 @@ from lean_ft.training.progress import shown
 Reference = Callable[[PairBatch], Tensor]
 """Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
 
+SECOND_MODELS = ("model", "streamed", "nf4")  # the kinds that are
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
@@ -72,16 +75,8 @@ def load_reference(
     device = model.output_weight.device
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
-    if kind in ("model", "nf4"):
-        frozen = load_frozen(
-            cfg.model,
-            device,
-            nf4=kind == "nf4",
-            memory=cfg.memory,
-            compile=cfg.compile,
-            parallel=cfg.parallel,
-            ranks=ranks,
-        )
+    if kind in SECOND_MODELS:
+        frozen = _second_model(cfg, kind, device, parallel=cfg.parallel, ranks=ranks)
 
         @torch.no_grad()
         def of_second_model(batch: PairBatch) -> Tensor:
@@ -121,16 +116,8 @@ def load_policy_reference(
         return None
     if stage() is None:
         say("reference", f"{kind}{why}")
-    if kind in ("model", "nf4"):
-        frozen = load_frozen(
-            cfg.model,
-            model.output_weight.device,
-            nf4=kind == "nf4",
-            memory=cfg.memory,
-            compile=cfg.compile,
-            parallel=cfg.group(ParallelConfig),
-            ranks=ranks,
-        )
+    if kind in SECOND_MODELS:
+        frozen = _second_model(cfg, kind, model.output_weight.device, parallel=cfg.group(ParallelConfig), ranks=ranks)
 
         @torch.no_grad()
         def of_second_model(batch: PolicyBatch) -> Tensor:
@@ -146,6 +133,13 @@ def load_policy_reference(
             return log_probs(model, batch).log_probs
 
     return without_adapter
+
+
+def _second_model(cfg: Any, kind: str, device: torch.device, **sharing: Any) -> Decoder:
+    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
+    return load_frozen(
+        cfg.model, device, nf4=kind == "nf4", link=link, memory=cfg.memory, compile=cfg.compile, **sharing
+    )
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:
@@ -193,7 +187,9 @@ def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
             "none": "loss.kl_weight weighs the divergence from one",
             "adapter_off": "all parameters train, and the model that it began with is gone",
         }[kind]
-        raise ValueError(f"reference.kind={kind} cannot be: {why}. Set reference.kind=model or nf4, or turn lora on.")
+        raise ValueError(
+            f"reference.kind={kind} cannot be: {why}. Set reference.kind=model, streamed or nf4, or turn lora on."
+        )
     return kind, ""
 
 
