@@ -2,6 +2,7 @@
 
     python benchmarks/crashes.py                       # 240 kills of tiny runs, some minutes
     python benchmarks/crashes.py --kills 12 --budget-seconds 60
+    python benchmarks/crashes.py --kills 200 --only online    # while they sample, score, learn or save
 
 A run of the real recipe, 16 steps with a checkpoint every second one, is ended by SIGKILL after a random time, or a
 random moment after it began to write a checkpoint; then it is started again, up to three times over, and at last left to
@@ -11,7 +12,7 @@ end. After every kill it is checked that
 - the metrics tell of no more steps beyond the newest one than lie between two saves (twice that with `save_async`),
 - the next start goes on from exactly that checkpoint;
 
-and at the end that checkpoint and metrics equal the undisturbed run's, bit for bit. What fails any of these is listed.
+and at the end that checkpoint, metrics and samples equal the undisturbed run's, bit for bit. What fails any of these is listed.
 
 Writes `results/crashes_<hardware>.json`.
 """
@@ -30,8 +31,9 @@ from typing import Annotated, Any
 
 import typer
 from results import RESULTS, print_result, require_hardware, write_result
-from tiny_runs import STEPS, digests, finish, fork, metrics, train, write_inputs
+from tiny_runs import STEPS, digests, finish, fork, metrics, recipe, train, write_inputs
 
+from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.training.checkpoint import check_whole, checkpoint_step, list_checkpoints
 
 SAVE_EVERY = 2
@@ -52,6 +54,9 @@ VARIANTS = {
         "keep_last=1",
     ],
     "AdamW, save_async, keep_last=1": ["optimizer.name=adamw", "save_async=true", "keep_last=1"],
+    "online: grpo": ["loss.kl_weight=0.1", "loss.entropy_share=0.8", "generation.most_attempts=2"],
+    "online: ppo": ["optimizer.name=adamw_8bit", "save_async=true"],
+    "online: online_dpo": ["lora.rank=2", "lora.dropout=0.1"],
 }
 COLUMNS = ["run", "kills", "before a checkpoint", "inside a save", "steps lost, most", "ended bitwise equal"]
 
@@ -84,6 +89,7 @@ class Campaign:
 
     def __init__(self, label: str, settings: list[str], inputs: Path, place: Path, chance: random.Random):
         self.label, self.inputs, self.place, self.chance = label, inputs, place, chance
+        self.recipe = load_recipe(find_recipe(label.removeprefix("online: "))) if label.startswith("online") else recipe
         self.settings = [f"save_every={SAVE_EVERY}", *settings]
         self.most_lost = SAVE_EVERY * (2 if "save_async=true" in settings else 1)
         self.row: dict[str, Any] = {
@@ -105,7 +111,7 @@ class Campaign:
             raise RuntimeError(f"{label}: the undisturbed run failed:\n{(place / 'log').read_text()}")
         self.seconds = time.perf_counter() - began
         self.last = whole / f"step_{STEPS:08d}"
-        self.digests, self.metrics = digests(self.last), metrics(whole)
+        self.digests, self.metrics, self.samples = digests(self.last), metrics(whole), _samples(whole)
 
     def disturb_one_run(self, most_kills: int) -> None:
         """Start a run, kill it and start it again, let it end, and compare it."""
@@ -113,7 +119,7 @@ class Campaign:
         self.row["runs"] += 1
         failures = len(self.row["failures"])
         for _ in range(self.chance.randint(1, min(MOST_KILLS_OF_A_RUN, most_kills))):
-            process = fork(lambda: train(self.inputs, run, self.settings), self.place / "log")
+            process = fork(lambda: train(self.inputs, run, self.settings, self.recipe), self.place / "log")
             self._wait_for_the_moment(run, process)
             os.kill(process, signal.SIGKILL)
             code = finish(process)
@@ -131,6 +137,8 @@ class Campaign:
             self._fail(run, "the last checkpoint differs")
         elif metrics(run) != self.metrics:
             self._fail(run, "the metrics differ")
+        elif _samples(run) != self.samples:
+            self._fail(run, "the samples differ")
         elif list(run.glob(".step_*")):
             self._fail(run, "half a checkpoint is left behind")
         if len(self.row["failures"]) == failures:
@@ -138,7 +146,7 @@ class Campaign:
             shutil.rmtree(run)
 
     def _start(self, run: Path) -> int:
-        return finish(fork(lambda: train(self.inputs, run, self.settings), self.place / "log"))
+        return finish(fork(lambda: train(self.inputs, run, self.settings, self.recipe), self.place / "log"))
 
     def _wait_for_the_moment(self, run: Path, process: int) -> None:
         """Half of the times any, half of the times one inside of a save."""
@@ -175,7 +183,7 @@ class Campaign:
         """One that trains no step, so that what it found is all that it did."""
         log = self.place / "log"
         before = log.stat().st_size
-        code = finish(fork(lambda: _only_begin(self.inputs, run, self.settings), log))
+        code = finish(fork(lambda: _only_begin(self.inputs, run, self.settings, self.recipe), log))
         said = log.read_text()[before:]
         if code:
             self._fail(run, f"exit code {code} at the next start: {said[-300:]}")
@@ -188,11 +196,15 @@ class Campaign:
         self.row["failures"].append(f"{run.name}: {what}")
 
 
-def _only_begin(inputs: Path, run: Path, settings: list[str]) -> None:
-    from tiny_runs import recipe
+def _only_begin(inputs: Path, run: Path, settings: list[str], recipe: Any) -> None:
+    recipe.Run.steps = lambda self: iter(())
+    train(inputs, run, settings, recipe)
 
-    recipe.Run.steps = lambda self: iter(())  # type: ignore[method-assign]
-    train(inputs, run, settings)
+
+def _samples(run: Path) -> str:
+    """What a run that learns online keeps of its answers."""
+    path = run / "samples.jsonl"
+    return path.read_text() if path.is_file() else ""
 
 
 def _has_ended(process: int) -> bool:

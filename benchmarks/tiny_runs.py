@@ -66,17 +66,22 @@ def write_inputs(folder: Path) -> Path:
 
 
 def config(inputs: Path, output_dir: Path, settings: list[str], recipe: Any = recipe) -> Any:
-    """The settings of a run of 16 steps, 4 an epoch."""
+    """The settings of a run of 16 steps, 4 an epoch; of a recipe that samples its answers, 4 a round of them."""
     arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
-    arguments += [f"data.source={inputs / 'rows.jsonl'}", "data.max_length=48", "gradient_accumulation_steps=2"]
+    arguments += [f"data.source={inputs / 'rows.jsonl'}", "gradient_accumulation_steps=2", f"output_dir={output_dir}"]
     arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=9", f"max_steps={STEPS}", "save_every=0"]
+    if "generation" in recipe.Config.model_fields:
+        arguments += ["data.max_prompt_length=32", "rewards=[length]", "generation.max_new_tokens=6", "sample_every=2"]
+        arguments += ["generation.num_answers=2", "generation.steps_per_round=2", "generation.passes=2"]
+        return load_config(recipe.Config, None, [*arguments, *settings])
+    arguments += ["data.max_length=48"]
     # Prepared data lies apart from the run, and from that of other users, who could not read it.
     arguments += [f"data.cache_dir={inputs / 'caches' / str(os.getuid())}"]
-    return load_config(recipe.Config, None, [*arguments, f"output_dir={output_dir}", *settings])
+    return load_config(recipe.Config, None, [*arguments, *settings])
 
 
-def train(inputs: Path, output_dir: Path, settings: list[str]) -> None:
-    recipe.main(config(inputs, output_dir, settings))
+def train(inputs: Path, output_dir: Path, settings: list[str], recipe: Any = recipe) -> None:
+    recipe.main(config(inputs, output_dir, settings, recipe))
 
 
 def fork(work: Callable[[], object], log: Path) -> int:

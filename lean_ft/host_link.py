@@ -152,6 +152,10 @@ class HostLink:
         """A copy in pinned host memory, done when this returns."""
         return self._host_memory(tensor, new=True).copy_(tensor)
 
+    def bring_back(self, host: Tensor) -> Tensor:
+        """The tensor on the device, in the computation's own memory and order, as nothing is computed beside the copy."""
+        return torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+
     def prefetch(self, sent: Sent) -> None:
         """Starts the copy back, unless the tensor is on the device still or again."""
         if sent.source is None and sent.arrival is None:
@@ -192,8 +196,9 @@ class HostLink:
 
     def forget_arrivals(self) -> None:
         """Gives up what was prefetched and that no one will come for: its owners are gone."""
-        for _, arrived in self._arriving.values():
-            self._wait(arrived)
+        for value, arrived in self._arriving.values():
+            if not self._lies_apart(value):
+                self._wait(arrived)
         self._arriving.clear()
 
     def synchronize(self) -> None:
@@ -206,8 +211,12 @@ class HostLink:
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return self._pinned.empty_like(like, new=new)
 
+    def _lies_apart(self, value: Tensor) -> bool:
+        """Whether what comes back so large has memory of the copies' stream."""
+        return value.nbytes <= self._in_flight_bytes
+
     def _device_memory(self, like: Tensor) -> Tensor:
-        with torch.cuda.stream(self._stream if like.nbytes <= self._in_flight_bytes else None):
+        with torch.cuda.stream(self._stream if self._lies_apart(like) else None):
             return torch.empty_like(like, device=self.device)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:

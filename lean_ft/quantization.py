@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from lean_ft.models import Decoder
 from lean_ft.models.hf_format import tensors_on_disk
 from lean_ft.models.moe import Experts
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, RecipeConfig
-from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def quantize(model: Decoder, kind: str, group_size: int = 32) -> int:
     return _apply(quantize_, model, torchao_config(kind, group_size), kind, group_size)
 
 
-def fake_quantize(model: Decoder, cfg: RecipeConfig, ranks: Ranks = ALONE) -> None:
+def fake_quantize(model: Decoder, cfg: RecipeConfig) -> None:
     """Prepares the model for training with the rounding of `quantize.train`, if that is set, as torchao's QATConfig does.
 
     Raises ValueError beside what else would not see the rounding, or for layers that cannot have it.
@@ -61,9 +61,9 @@ def fake_quantize(model: Decoder, cfg: RecipeConfig, ranks: Ranks = ALONE) -> No
         )
     if memory is not None and memory.float8_products:
         raise ValueError(f"{setting} and memory.float8_products=true both round the layers' products. Set one of them.")
-    if ranks.size > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"{setting} is for one process, and {ranks.size} were started: of a cut model it is not tested."
+            f"{setting} is for one process, and {dist.get_world_size()} were started: of a cut model it is not tested."
         )
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig

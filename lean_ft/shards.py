@@ -60,8 +60,9 @@ class Ranks(Protocol):
         """Runs `work` on rank 0; what it returns, which is plain data, or raises, it does on every rank."""
         ...
 
-    def everywhere(self, work: Callable[[], object]) -> None:
-        """Runs `work` on every rank; what it raises on one, it raises on all."""
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank; returns on all what it returned on each, which is plain data. What it raises on one, it
+        raises on all."""
         ...
 
     def check_same(self, what: dict[str, Any]) -> None:
@@ -104,8 +105,8 @@ class Alone:
     def first(self, work: Callable[[], T]) -> T:
         return work()
 
-    def everywhere(self, work: Callable[[], object]) -> None:
-        work()
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        return [work()]
 
     def check_same(self, what: dict[str, Any]) -> None:
         pass

@@ -50,7 +50,7 @@ def main(cfg: Config) -> None:
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    fake_quantize(model, cfg, ranks)  # rounds as the quantised model will, where `quantize.train` says so
+    fake_quantize(model, cfg)  # rounds as the quantised model will, where `quantize.train` says so
     cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks, tokens=cfg.pass_tokens)  # each rank reads and keeps its rows, or all

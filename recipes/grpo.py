@@ -3,6 +3,7 @@
 leanft run grpo --config tiny/grpo
 leanft run grpo --config tiny/grpo loss.name=gspo output_dir=runs/gspo        # docs/online.md has the losses
 leanft run grpo --config tiny/grpo rewards='[my_rewards.py:right]'            # a function of your own
+leanft run --nproc-per-node 2 grpo --config tiny/grpo     # prompts and batches are shared out: `parallel.*`
 leanft cp  grpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/grpo
 
 Sample, score, learn: the model answers prompts several times, rewards tell which of the answers were good, and the model
@@ -14,6 +15,7 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from lean_ft.data import PolicyBatch, prompt_rows
+from lean_ft.distributed import join, parallelize
 from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -24,6 +26,7 @@ from lean_ft.settings import (
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PolicyLossConfig,
     PromptDataConfig,
     RecipeConfig,
@@ -54,6 +57,7 @@ class Config(RecipeConfig):
     generation: GenerationConfig = GenerationConfig()
     lora: LoRAConfig | None = None  # null: all parameters train
     reference: ReferenceConfig = ReferenceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
     schedule: ScheduleConfig = ScheduleConfig(name="constant")
     loss: PolicyLossConfig = PolicyLossConfig()
@@ -66,19 +70,23 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
-    score = Rewards(cfg.rewards, tokenizer, device.type)
-    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
     apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = TokenLogProbs(model, cfg)  # of sampled tokens: logits exist a chunk of tokens at a time
-    reference = load_policy_reference(cfg, model, log_probs)  # the model as it is now; None where nothing reads it
-    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora))
-    rollouts = Rollouts(cfg, prompts, tokenizer.pad_id)  # what a round has sampled, and what it is worth
-    run = Run(cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer)
+    reference = load_policy_reference(cfg, model, log_probs, ranks)  # the model as it is now; or None: not read
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    rollouts = Rollouts(cfg, prompts, tokenizer.pad_id, ranks)  # what a round has sampled, and what it is worth
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
+    )
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer)
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
 
     def sample_a_round() -> None:
         while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others
@@ -91,14 +99,14 @@ def main(cfg: Config) -> None:
 
     @torch.no_grad()
     def look_back() -> None:
-        for batch in rollouts.batches():
+        for batch, _ in ranks.share(rollouts.batches()):
             batch = batch.to(device)
-            frozen = reference(batch) if reference is not None and cfg.loss.kl == "in_reward" else None
+            frozen = reference(batch) if reference is not None and cfg.loss.kl_in_reward else None
             rollouts.remember(batch, log_probs(model, batch), frozen)
 
     def loss_of(batch: PolicyBatch, num_answers: int, num_tokens: int, tokens: TokenStatistics) -> Tensor:
         """The batch's share of the step's loss; batch: on the device."""
-        frozen = reference(batch) if reference is not None and cfg.loss.kl != "in_reward" else None  # (B, A)
+        frozen = reference(batch) if reference is not None and not cfg.loss.kl_in_reward else None  # (B, A)
         now = log_probs(model, batch, tokens)
         loss = batch_loss(cfg, batch, now, frozen, num_answers=num_answers, num_tokens=num_tokens, statistics=tokens)
         if now.router_loss is not None:  # of a mixture of experts
@@ -116,13 +124,13 @@ def main(cfg: Config) -> None:
         micro_batches = rollouts.take()
         num_answers = max(1, sum(batch.num_answers for batch in micro_batches))
         num_tokens = max(1, sum(batch.num_targets for batch in micro_batches))
-        tokens = TokenStatistics()
-        for i, batch in enumerate(micro_batches, start=1):
+        tokens = TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
             # Shares of the step's loss: what it is divided by is the whole step's.
             loss = loss_of(batch.to(device), num_answers, num_tokens, tokens)
             tokens.add(loss=loss * num_tokens)
             # A step with a loss that is not finite is skipped, and its batch kept.
-            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+            optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()

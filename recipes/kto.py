@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
 from lean_ft.distributed import join, parallelize
-from lean_ft.losses import AnswerLogProbs, Answers, RunningMean, TokenStatistics, UnpairedStatistics, unpaired_loss
+from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, unpaired_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -70,7 +70,7 @@ def main(cfg: Config) -> None:
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
     reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
-    settings, mean_gain = cfg.loss.model_dump(), RunningMean(device)  # bco's baseline: of all answers before this step
+    baseline = Baseline(cfg.loss, log_probs, reference, device)  # what answers are compared with; bco's is carried on
     run = Run(
         cfg,
         model=model,
@@ -79,29 +79,20 @@ def main(cfg: Config) -> None:
         held_out=held_out,
         tokenizer=tokenizer,
         ranks=ranks,
-        carried=mean_gain,
+        carried=baseline,
     )
-
-    @torch.no_grad()
-    def baseline(batch: UnpairedBatch) -> Tensor:
-        """What the answers of a batch are compared with, a scalar: docs/preferences.md."""
-        if cfg.loss.name == "bco":
-            return mean_gain.mean
-        if not cfg.loss.needs_mismatched or batch.mismatched is None:
-            return torch.zeros((), device=device)
-        gained = log_probs(model, batch.mismatched).log_probs - reference(batch.mismatched)
-        # A single answer, at an epoch's end, has no other to be compared with.
-        return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
 
     def losses_of(
         batch: UnpairedBatch, tokens: TokenStatistics, statistics: UnpairedStatistics
     ) -> tuple[Tensor, Answers]:
         """The loss of each answer, (P,), and what it was made of; batch: on the device."""
-        compared_with = baseline(batch)  # first, as the reference: nothing waits for a backward pass yet
+        compared_with = baseline(model, batch)  # first, as the reference: nothing waits for a backward pass yet
         frozen = reference(batch)
         answers = log_probs(model, batch, tokens)
         gained = (answers.log_probs - frozen)[:, 0]
-        losses = unpaired_loss(gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **settings)
+        losses = unpaired_loss(
+            gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **cfg.loss.model_dump()
+        )
         statistics.add_answers(gained, answers.log_probs[:, 0], batch.is_desirable, cfg.loss.beta)
         statistics.add(baseline=compared_with * batch.num_pairs)
         return losses, answers
@@ -124,9 +115,7 @@ def main(cfg: Config) -> None:
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
         num_answers = sum(batch.num_pairs for batch in micro_batches)
         num_targets = sum(batch.num_targets for batch in micro_batches)
-        tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks)
-        for batch in micro_batches:
-            statistics.count(batch.is_desirable)
+        tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks, counted=micro_batches)
         for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.
             losses, answers = losses_of(batch.to(device), tokens, statistics)
@@ -141,7 +130,7 @@ def main(cfg: Config) -> None:
         optimizer.step()
         optimizer.zero_grad()
         metrics = statistics.answer_means() | tokens.means(num_targets)
-        mean_gain.add(metrics["gain"], num_answers)
+        baseline.add(metrics["gain"], num_answers)
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
 
         if run.evaluation_due():

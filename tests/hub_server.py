@@ -4,6 +4,7 @@ Weights are redirected to an address with a signature, as the hub redirects to i
 what huggingface_hub sends and reads (`HfApi.model_info`, `file_download.py`, `utils/_http.py`).
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -45,6 +46,8 @@ class HubServer:
     failing_status: int | None = None  # answers everything with this error
     stalled: threading.Event = field(default_factory=threading.Event)  # set when weights were asked for, and ...
     stalls: bool = False  # ... are never sent
+    token_may_write: bool = True
+    uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by their hash, before a commit names them
 
     def __enter__(self) -> "HubServer":
         hub = self
@@ -84,6 +87,64 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
+
+    def do_POST(self) -> None:
+        self._receive()
+
+    def do_PUT(self) -> None:
+        self._receive()
+
+    def _receive(self) -> None:
+        """Uploads: a repository is made, large files come one by one, and a commit names all."""
+        hub, body = self.hub, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(self.path).path)
+        hub.requests.append(Request(self.command, self.path, None))
+        if hub.failing_status is not None:
+            return self._refuse(hub.failing_status)
+        if large := re.fullmatch("/storage/([0-9a-f]{64})", path):  # signed, and so without a token
+            assert hashlib.sha256(body).hexdigest() == large[1] and SIGNATURE in self.path
+            hub.uploaded[large[1]] = body
+            return self._send(b"", {})
+        if (self.headers.get("Authorization") or "") != f"Bearer {hub.accepted_token}":
+            return self._refuse(401, message="Invalid credentials in Authorization header")
+        if path == "/api/validate-yaml":
+            return self._send_json({"errors": [], "warnings": []})
+        if not hub.token_may_write:
+            return self._refuse(403, message="Forbidden")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in hub.repositories:
+                return self._send_json({"url": f"{hub.url}/{name}"}, status=409)
+            is_private = asked.get("visibility") == "private" or asked.get("private", False)
+            hub.repositories[name] = Repository({"0" * 40: {}}, {"main": "0" * 40}, private=is_private)
+            return self._send_json({"url": f"{hub.url}/{name}"})
+        if re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/main", path):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith((".safetensors", ".png")) else "regular" for name in names}
+            files = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
+            return self._send_json({"files": files})
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                one["actions"] = {"upload": {"href": f"{hub.url}/storage/{one['oid']}?Signature={SIGNATURE}"}}
+            return self._send_json({"transfer": "basic", "objects": objects})
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path)
+        assert match is not None, path
+        repository = hub.repositories[match[1]]
+        files = dict(repository.commits[repository.revisions["main"]])
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = hub.uploaded[value["oid"]]
+        commit = hashlib.sha1(body).hexdigest()
+        repository.commits[commit], repository.revisions["main"] = files, commit
+        self._send_json({"commitUrl": f"{hub.url}/{match[1]}/commit/{commit}", "commitOid": commit})
+
+    def _send_json(self, value: Any, status: int = 200) -> None:
+        self._send(json.dumps(value).encode(), {"Content-Type": "application/json"}, status=status)
 
     def _answer(self) -> None:
         hub = self.hub

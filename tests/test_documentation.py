@@ -88,6 +88,7 @@ NOT_RUN = {
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
     "leanft run chat ": "a conversation; tests/recipes/test_chat.py has one",
+    "leanft push ": "goes to the hub; tests/cli/test_push_verb.py has one on loopback",
     "leanft serve ": "goes on until Ctrl-C; tests/generation/test_server.py asks it",
     "leanft run --nproc-per-node ": "starts processes; tests/distributed does",
 }

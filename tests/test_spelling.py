@@ -36,7 +36,7 @@ def test_nearest(typed, meant):
 
 
 def test_names_of_other_frameworks_lead_to_settings_that_are_there():
-    names = ("finetune", "dpo", "reward", "grpo")
+    names = ("finetune", "dpo", "reward", "grpo", "ppo")
     keys = {s.key for name in names for s in describe(load_recipe(find_recipe(name)).Config)}
     assert set(ELSEWHERE.values()) <= keys | set(LOSSES)
 

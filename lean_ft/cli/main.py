@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, run, score, serve, slurm, validate
+from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, push, run, score, serve, slurm, validate
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 from lean_ft.launch import leave_word
@@ -35,6 +35,7 @@ VERBS = (
     serve.serve,
     download.download,
     export.export,
+    push.push,
     slurm.slurm,
     env.env,
 )

@@ -117,6 +117,8 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
         recipe.main(cfg)
         if _is_one_of_many():
             _part()
+        elif isinstance(cfg, RecipeConfig) and cfg.profile:
+            _draw_profile(recipe, cfg)
     except BrokenPipeError as error:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:
@@ -161,6 +163,29 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
         say("plan", str(outlook))
         if not outlook.fits:
             say("plan", "WARNING: that does not fit. The same arguments after `leanft plan` name settings that do.")
+
+
+def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
+    """Draws the memory that was measured beside the plan, which is made now: while it ran it would have been measured too."""
+    from lean_ft.log import say
+    from lean_ft.plan.beforehand import planned_step
+    from lean_ft.plan.picture import draw_measured
+    from lean_ft.training.profiling import FOLDER, MEMORY_FILE
+
+    measured, planned = cfg.output_dir / FOLDER / MEMORY_FILE, None
+    if not measured.exists():
+        return
+    if plans_itself(recipe, cfg):
+        try:
+            planned = planned_step(recipe, cfg)
+        except RuntimeError as error:
+            say("plan", f"none, as the rehearsal of a step failed: {error}")
+    try:
+        draw_measured(measured, planned or [], measured.with_suffix(".png"))
+    except ImportError:
+        say("profile", "pictures need matplotlib: pip install 'lean-ft[plots]'")
+    else:
+        say("profile", f"{measured.with_suffix('.png')}: memory over time" + (", beside the plan" if planned else ""))
 
 
 def names_repository(cfg: Any) -> bool:

@@ -54,6 +54,11 @@ class Batch:
     """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
     cut or joined, or it is not of prepared data."""
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a `Decoder`'s forward pass takes of it."""
+        return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}
+
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
         device = torch.device(device)
@@ -85,6 +90,10 @@ class PairBatch(Batch):
     """Of all prefixes together."""
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
+
+    @property
     def num_pairs(self) -> int:
         return len(self.pairs)
 
@@ -104,11 +113,17 @@ class PolicyBatch(Batch):
     counts: Tensor  # (B, A) bool: the tokens that are learned from
     sampled: Tensor  # (B, A) float32: log-probabilities as they were drawn; 0 behind an answer
     old: Tensor | None  # (B, A) float32: the trainer's own, before the first update; None: those of now
-    advantages: Tensor  # (B,) float32
+    advantages: Tensor  # (B, A) float32
     answers: range
     """Which of the round's answers they are."""
     num_answers: int
     """Those with a token that is learned from; `num_targets` counts the tokens."""
+    values: Tensor | None = None  # (B, A) float32: what was expected before each token, where the loss is of that
+    returns: Tensor | None = None  # (B, A) float32: and what should have been
+
+    def without_targets(self) -> "PolicyBatch":
+        nothing = {"counts": torch.zeros_like(self.counts), "num_answers": 0}
+        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
 
     @classmethod
     def of(
@@ -120,8 +135,10 @@ class PolicyBatch(Batch):
         first: int,
         counts: Sequence[Sequence[bool]],
         sampled: Sequence[Sequence[float]],
-        old: Sequence[Sequence[float]] | None,
-        advantages: Sequence[float],
+        advantages: Sequence[Sequence[float]],
+        old: Sequence[Sequence[float]] | None = None,
+        values: Sequence[Sequence[float]] | None = None,
+        returns: Sequence[Sequence[float]] | None = None,
     ) -> "PolicyBatch":
         """The batch of answers that are numbered from `first` on, each list of one token or more."""
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
@@ -157,7 +174,9 @@ class PolicyBatch(Batch):
             counts=counted,
             sampled=grid(sampled, torch.float32),
             old=None if old is None else grid(old, torch.float32),
-            advantages=torch.tensor(advantages, dtype=torch.float32),
+            advantages=grid(advantages, torch.float32),
+            values=None if values is None else grid(values, torch.float32),
+            returns=None if returns is None else grid(returns, torch.float32),
             answers=range(first, first + len(rows)),
             num_answers=int(counted.any(1).sum()),
         )

@@ -1,7 +1,8 @@
 """Several processes that train one model: who they are, and how the model and its work are cut over them."""
 
 from lean_ft.distributed.cutting import cut, refuse_cuts
+from lean_ft.distributed.generating import generating
 from lean_ft.distributed.parallelize import parallelize
 from lean_ft.distributed.ranks import join
 
-__all__ = ["cut", "join", "parallelize", "refuse_cuts"]
+__all__ = ["cut", "generating", "join", "parallelize", "refuse_cuts"]

@@ -239,6 +239,8 @@ class ManyRanks:
         return int(value)
 
     def first(self, work: Callable[[], T]) -> T:
+        if stage() is not None:
+            return work()
         import torch.distributed as dist
 
         result: list[Any] = [None, None]
@@ -255,21 +257,25 @@ class ManyRanks:
             raise _error_again(result[1], 0)
         return result[0]
 
-    def everywhere(self, work: Callable[[], object]) -> None:
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        if stage() is not None:
+            return [work()]
         import torch.distributed as dist
 
+        mine: list[Any] = [None, None]  # what it returned, and what is told of an error
         error: Exception | None = None
         try:
-            work()
+            mine[0] = work()
         except Exception as raised:
-            error = raised
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, None if error is None else _told(error), group=self._hosts)
+            error, mine[1] = raised, _told(raised)
+        all_of: list[Any] = [None] * self.size
+        dist.all_gather_object(all_of, mine, group=self._hosts)
         if error is not None:
             raise error
-        for rank, one in enumerate(told):
-            if one is not None:
-                raise _error_again(one, rank)
+        for rank, (_, told) in enumerate(all_of):
+            if told is not None:
+                raise _error_again(told, rank)
+        return [result for result, _ in all_of]
 
     def check_same(self, what: dict[str, Any]) -> None:
         import torch.distributed as dist

@@ -37,6 +37,7 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
     whole_of_parts,
 )
+from lean_ft.losses.linear_cross_entropy import SumOfLosses
 from lean_ft.models import Decoder
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import counted_as, repeated
@@ -324,12 +325,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grad_hidden is None and ctx.weight_sum is None:
-            raise RuntimeError("cross_entropy gives its gradients once; call it again for a second backward")
-        scale, _ = grad_outputs
-        grad_hidden = ctx.grad_hidden.mul_(scale) if ctx.grad_hidden is not None else None
-        grad_weight = ctx.weight_sum.scaled(scale) if ctx.weight_sum is not None else None
+        grad_hidden, grad_weight, *others = SumOfLosses.backward(ctx, *grad_outputs)
         if grad_weight is not None and ctx.cut.head is not None:  # a tied one goes on to the look-up's backward
             grad_weight = ctx.cut.sum_copies(grad_weight)
-        ctx.grad_hidden = ctx.weight_sum = None
-        return grad_hidden, grad_weight, *(None,) * 6
+        return grad_hidden, grad_weight, *others

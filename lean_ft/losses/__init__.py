@@ -11,8 +11,9 @@ from lean_ft.losses.policy import advantages, batch_loss, correction, policy_los
 from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs
-from lean_ft.losses.unpaired import UNPAIRED_LOSSES, RunningMean, UnpairedStatistics, unpaired_loss
+from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
+from lean_ft.losses.unpaired import UNPAIRED_LOSSES, Baseline, RunningMean, UnpairedStatistics, unpaired_loss
+from lean_ft.losses.values import generalized_advantages, value_loss, whitened
 
 __all__ = [
     "IGNORED_LABEL",
@@ -21,6 +22,7 @@ __all__ = [
     "AnswerLogProbs",
     "AnswerTokens",
     "Answers",
+    "Baseline",
     "CrossEntropy",
     "Distillation",
     "RunningMean",
@@ -35,14 +37,18 @@ __all__ = [
     "advantages",
     "batch_loss",
     "correction",
+    "generalized_advantages",
     "linear_cross_entropy",
     "linear_distillation",
     "linear_log_probs",
     "loss_chunk_tokens",
+    "on_grid",
     "policy_loss",
     "preference_loss",
     "reward_loss",
     "scores_of",
     "top_log_probs",
     "unpaired_loss",
+    "value_loss",
+    "whitened",
 ]

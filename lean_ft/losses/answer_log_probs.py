@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_log_probs import linear_log_probs
-from lean_ft.losses.output_layer import output_layer_settings
+from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import MemoryConfig, ModelConfig, PreferenceLossConfig, UnpairedLossConfig
 
@@ -49,9 +49,7 @@ class AnswerLogProbs:
     def __init__(self, model: Any, cfg: PreferenceConfig) -> None:
         """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`."""
         self._loss = cfg.loss
-        self._device_type = model.output_weight.device.type
-        self._is_float16 = cfg.model.dtype == "float16"
-        self._settings = output_layer_settings(model, cfg)
+        self._output_layer = OutputLayer(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
         """batch: on the model's device, as `lean_ft.data.PairBatch` is; statistics: where to add what tokens tell."""
@@ -66,17 +64,8 @@ class AnswerLogProbs:
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
             return grid.view(len(batch.answer_tokens), sides, width).sum(2)
 
-        with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
-            hidden, router_loss = model(
-                batch.input_ids,
-                batch.positions,
-                batch.cu_seqlens,
-                return_hidden=True,
-                return_router_loss=True,
-                is_token=batch.is_token,
-                prefixes=batch.prefixes,
-                num_prefix_tokens=batch.num_prefix_tokens,
-            )
+        with self._output_layer.arithmetic():
+            hidden, router_loss = hidden_states(model, batch)
             squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(
                 hidden,
@@ -85,7 +74,7 @@ class AnswerLogProbs:
                 batch.label,
                 log_sum_squares=squares,
                 statistics=statistics,
-                **self._settings,
+                **self._output_layer.settings,
             )
         weights = torch.ones_like(lengths[::sides], dtype=log_probs.dtype)
         if squares is not None:

@@ -1,8 +1,7 @@
 """The cross-entropy of a model on batches of next tokens, as the settings of a recipe want it.
 
 One call runs the model to its hidden states and sums the loss over the targets, with logits that exist a chunk of tokens
-at a time (`linear_cross_entropy`). float16 is mixed precision: the model's arithmetic, and the products of the loss, run
-in float16 whatever the weights are kept in.
+at a time (`linear_cross_entropy`).
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
-from lean_ft.losses.output_layer import output_layer_settings
+from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 from lean_ft.shards import ALONE, Ranks
@@ -33,9 +32,7 @@ class CrossEntropy:
         batches of all `ranks`."""
         self._ranks = ranks
         self._loss = cfg.loss
-        self._device_type = model.output_weight.device.type
-        self._is_float16 = cfg.model.dtype == "float16"
-        self._settings = output_layer_settings(model, cfg)
+        self._output_layer = OutputLayer(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Tensor:
         """batch: on the model's device, as `lean_ft.data.Batch` is; statistics: where to add what the metrics tell."""
@@ -54,15 +51,8 @@ class CrossEntropy:
         return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
 
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
-        with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
-            hidden, router_loss = model(
-                batch.input_ids,
-                batch.positions,
-                batch.cu_seqlens,
-                return_hidden=True,
-                return_router_loss=True,
-                is_token=batch.is_token,
-            )
+        with self._output_layer.arithmetic():
+            hidden, router_loss = hidden_states(model, batch)
             # A vocabulary that is cut over ranks has a loss of its own.
             cut = getattr(model, "cut_vocabulary", None)
             of_hidden = (
@@ -76,7 +66,7 @@ class CrossEntropy:
                 label_smoothing=terms.label_smoothing,
                 z_loss=terms.z_loss,
                 statistics=statistics,
-                **self._settings,
+                **self._output_layer.settings,
             )
         if statistics is not None:
             statistics.add(loss=loss)

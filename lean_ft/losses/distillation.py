@@ -1,7 +1,7 @@
 """What a student costs against a teacher on batches of next tokens, as the settings of a recipe want it.
 
 One call runs the student to its hidden states and sums the loss over the targets (`linear_distillation`), given what the
-teacher says of the same batch. float16 is mixed precision, as in `CrossEntropy`.
+teacher says of the same batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation
+from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import DistillConfig, MemoryConfig, ModelConfig
 from lean_ft.shards import ALONE, Ranks
@@ -40,17 +40,12 @@ class Distillation:
         """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
         batches of all `ranks`."""
         self._ranks = ranks
-        self._device_type = model.output_weight.device.type
-        self._is_float16 = cfg.model.dtype == "float16"
-        self._settings: dict[str, Any] = {
+        self._output_layer = OutputLayer(model, cfg)
+        self._terms: dict[str, Any] = {
             "divergence": cfg.distill.divergence,
             "beta": cfg.distill.beta_of_jsd,
             "temperature": cfg.distill.temperature,
             "cross_entropy_weight": cfg.distill.cross_entropy_weight,
-            "chunk_tokens": loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens),
-            "accumulation_dtype": cfg.memory.loss_accumulation_dtype,
-            "softcap": model.config.logits_softcap,
-            "compile": cfg.compile,
         }
 
     def __call__(
@@ -58,15 +53,8 @@ class Distillation:
     ) -> Tensor:
         """batch: on the model's device, as `lean_ft.data.Batch` is; said: of it by the teacher; statistics: where to add
         what the metrics tell."""
-        with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
-            hidden, router_loss = model(
-                batch.input_ids,
-                batch.positions,
-                batch.cu_seqlens,
-                return_hidden=True,
-                return_router_loss=True,
-                is_token=batch.is_token,
-            )
+        with self._output_layer.arithmetic():
+            hidden, router_loss = hidden_states(model, batch)
             loss = linear_distillation(
                 hidden,
                 model.output_weight,
@@ -74,7 +62,8 @@ class Distillation:
                 said,
                 num_targets=batch.num_targets,
                 statistics=statistics,
-                **self._settings,
+                **self._terms,
+                **self._output_layer.settings,
             )
         if statistics is not None:
             statistics.add(loss=loss)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lean_ft.losses.output_layer import hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 
 
@@ -25,16 +26,7 @@ def scores_of(
     answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
     """
     with torch.autocast(batch.last.device.type, torch.float16, enabled=is_float16):
-        hidden, router_loss = model(
-            batch.input_ids,
-            batch.positions,
-            batch.cu_seqlens,
-            return_hidden=True,
-            return_router_loss=True,
-            is_token=batch.is_token,
-            prefixes=batch.prefixes,
-            num_prefix_tokens=batch.num_prefix_tokens,
-        )
+        hidden, router_loss = hidden_states(model, batch)
     weight = model.output_weight  # (1, D); whole from the forward pass on, where it is cut over ranks
     # What predicts a token stands before it.
     read = hidden.flatten(0, -2).index_select(0, batch.index + 1 if per_token else batch.last)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_log_probs import linear_log_probs
-from lean_ft.losses.output_layer import output_layer_settings
+from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import GenerationConfig, MemoryConfig, ModelConfig
 
@@ -32,6 +32,13 @@ class AnswerTokens(NamedTuple):
     log_probs: Tensor  # (B, A)
     entropies: Tensor  # (B, A), without gradients
     router_loss: Tensor | None  # what a mixture of experts adds to a mean loss
+    hidden: Tensor  # (B, T, D): of all positions
+
+
+def on_grid(values: Tensor, batch: Any) -> Tensor:
+    """Of values (N,), one a token of the batch's answers, the grid (B, A)."""
+    flat = values.new_zeros(batch.counts.numel())  # no position is written twice, so no order is left to chance
+    return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
 
 
 class TokenLogProbs:
@@ -39,30 +46,25 @@ class TokenLogProbs:
 
     def __init__(self, model: Any, cfg: PolicyConfig) -> None:
         """Takes what `cfg` says of sampling, memory and arithmetic for `model`, a `Decoder`."""
-        self._device_type = model.output_weight.device.type
-        self._is_float16 = cfg.model.dtype == "float16"
-        self._settings = {"temperature": cfg.generation.temperature, **output_layer_settings(model, cfg)}
+        self._output_layer = OutputLayer(model, cfg)
+        self._temperature = cfg.generation.temperature
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
         """batch: on the model's device, as `lean_ft.data.PolicyBatch` is; statistics: where to add what tokens tell."""
-        with torch.autocast(self._device_type, torch.float16, enabled=self._is_float16):
-            hidden, router_loss = model(
-                batch.input_ids,
-                batch.positions,
-                return_hidden=True,
-                return_router_loss=True,
-                is_token=batch.is_token,
-            )
+        with self._output_layer.arithmetic():
+            hidden, router_loss = hidden_states(model, batch)
             entropies = torch.empty(len(batch.label), device=hidden.device)
             log_probs = linear_log_probs(
-                hidden, model.output_weight, batch.index, batch.label, entropies=entropies, **self._settings
+                hidden,
+                model.output_weight,
+                batch.index,
+                batch.label,
+                temperature=self._temperature,
+                entropies=entropies,
+                **self._output_layer.settings,
             )
 
-        def grid(values: Tensor) -> Tensor:  # no position is written twice, so no order is left to chance
-            flat = values.new_zeros(batch.counts.numel())
-            return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
-
-        tokens = AnswerTokens(grid(log_probs), grid(entropies), router_loss)
+        tokens = AnswerTokens(on_grid(log_probs, batch), on_grid(entropies, batch), router_loss, hidden)
         if statistics is not None:
             statistics.add(entropy=(tokens.entropies * batch.counts).sum())
         return tokens

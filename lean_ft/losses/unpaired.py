@@ -11,7 +11,7 @@ The mean of bco is that of its authors over what came before the step, and witho
 is the same however it is cut into micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings import UnpairedLossConfig
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.spelling import did_you_mean
 
@@ -100,12 +101,36 @@ class RunningMean:
         self.mean, self._count = torch.full_like(self.mean, state["mean"]), state["count"]
 
 
+class Baseline(RunningMean):
+    """`baseline(model, batch)`: what the answers of a batch on the device are compared with, a scalar without gradients. Who
+    trains adds the mean of what the answers of each step gained."""
+
+    def __init__(self, loss: UnpairedLossConfig, log_probs: Any, reference: Any, device: torch.device) -> None:
+        """Takes what gives the `Answers` of a batch, and what gives the frozen reference's log-probabilities."""
+        super().__init__(device)
+        self._loss, self._log_probs, self._reference = loss, log_probs, reference
+
+    @torch.no_grad()
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        """batch: on the device, as `lean_ft.data.UnpairedBatch` is."""
+        if self._loss.name == "bco":
+            return self.mean
+        if not self._loss.needs_mismatched or batch.mismatched is None:
+            return torch.zeros_like(self.mean)
+        gained = self._log_probs(model, batch.mismatched).log_probs - self._reference(batch.mismatched)
+        # A single answer, at an epoch's end, has no other to be compared with.
+        return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
+
+
 class UnpairedStatistics(TokenStatistics):
     """Adds up what the metrics tell of answers; their means are over the desirable or the undesirable ones."""
 
-    def __init__(self, ranks: Ranks = ALONE) -> None:
+    def __init__(self, ranks: Ranks = ALONE, counted: Iterable[Any] = ()) -> None:
+        """counted: the micro-batches of a step, of all ranks."""
         super().__init__(ranks)
         self.num_desirable = self.num_undesirable = self.num_compared = 0  # of all ranks
+        for batch in counted:
+            self.count(batch.is_desirable)
 
     def count(self, is_desirable: Tensor) -> None:
         """Counts the answers of a micro-batch of any rank, which are on the host."""

@@ -8,6 +8,7 @@ from lean_ft.memory.compiling import compile_layers
 from lean_ft.memory.float8 import float8_products
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.memory.offload import offload_activations
+from lean_ft.memory.streamed_weights import stream_weights
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
 from lean_ft.memory.tiling import tile_mlp
 from lean_ft.models import Decoder
@@ -21,6 +22,7 @@ __all__ = [
     "fuse_tied_gradient",
     "offload_activations",
     "pool_host_memory",
+    "stream_weights",
     "tile_mlp",
     "wants_host_pool",
 ]

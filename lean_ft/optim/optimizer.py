@@ -23,18 +23,20 @@ is not finite, which tells of it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from lean_ft.host_link import HostLink
 from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
-from lean_ft.optim.streamed import StreamedState
-from lean_ft.shapes_only import stage
+from lean_ft.optim.streamed import SMALLEST_BYTES, StreamedState
+from lean_ft.shapes_only import counted_as, stage
 from lean_ft.shards import ALONE, Part, Ranks, local, part_of
 
 
@@ -167,6 +169,25 @@ class Optimizer:
     def state_bytes(self) -> int:
         """Memory that the rule's state takes."""
         return sum(tensor.nbytes for state in self._states for tensor in state.tensors.values())
+
+    @contextmanager
+    def state_away(self, link: HostLink) -> Iterator[None]:
+        """Inside, the state is in pinned host memory, and its memory free: between steps, when there are no gradients either,
+        for something that takes much."""
+        moved = [
+            (state.tensors, name)
+            for state in self._states
+            for name, tensor in state.tensors.items()
+            if tensor.nbytes >= SMALLEST_BYTES
+        ]
+        for tensors, name in moved:
+            tensors[name] = link.host_copy(tensors[name])
+        try:
+            yield
+        finally:
+            with counted_as("optimizer state"):
+                for tensors, name in moved:
+                    tensors[name] = link.bring_back(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""

@@ -155,7 +155,22 @@ def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) ->
     )
 
 
-_WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_remedies)}
+def planned_step(recipe: ModuleType, cfg: RecipeConfig) -> list[tuple[float, int]] | None:
+    """Returns the memory of one planned step: (estimated seconds, bytes) at each change; None for settings that are refused.
+
+    Raises RuntimeError where the rehearsal fails for another reason.
+    """
+    device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
+    return _in_child(_timeline, recipe, cfg, device, _PATIENCE_AFTER_SECONDS)
+
+
+def _timeline(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[tuple[float, int]]:
+    from lean_ft.plan.rehearsal import rehearse
+
+    return [(seconds, sum(alive.values())) for seconds, alive in rehearse(recipe, cfg, device).timeline]
+
+
+_WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_remedies, _timeline)}
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:

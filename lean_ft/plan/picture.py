@@ -1,5 +1,7 @@
-"""The step's memory over time, as a picture (matplotlib, the `plots` extra)."""
+"""The step's memory over time, as planned and as measured, as a picture (matplotlib, the `plots` extra)."""
 
+import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from lean_ft.plan.rehearsal import LABELS, Rehearsal
@@ -49,3 +51,27 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def draw_measured(memory_file: Path, planned: Sequence[tuple[float, int]], path: Path) -> None:
+    """Draws into `path` the memory that a profiled run measured (`profile/memory.csv`), and beside it a planned step: (seconds,
+    bytes) at each change, or nothing. Each has its own time: a plan's seconds are for comparing settings.
+
+    Raises ImportError where matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    with memory_file.open(encoding="utf-8", newline="") as file:
+        measured = [(float(row["seconds"]), int(row["bytes"])) for row in csv.DictReader(file)]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves = [("measured while it was profiled", measured)] + [("planned for one step", list(planned))] * bool(planned)
+    first = None
+    for place, (title, points) in enumerate(curves, start=1):
+        axes = figure.add_subplot(1, len(curves), place, sharey=first)
+        first = first or axes
+        seconds, taken = zip(*points, strict=True) if points else ((), ())
+        peak = max(taken, default=0)
+        axes.step(seconds, [value / GIB for value in taken], where="post")
+        axes.axhline(peak / GIB, linestyle=":", color="black")
+        axes.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title=f"{title}: peak {gibibytes(peak)}")
+    figure.savefig(path, dpi=150)

@@ -26,10 +26,12 @@ from lean_ft.settings.losses import (
     DistillConfig,
     LossConfig,
     PolicyLossConfig,
+    PPOLossConfig,
     PreferenceLossConfig,
     ReferenceConfig,
     RewardLossConfig,
     UnpairedLossConfig,
+    ValueConfig,
 )
 from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
@@ -57,6 +59,7 @@ __all__ = [
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PPOLossConfig",
     "ParallelConfig",
     "PolicyLossConfig",
     "PreferenceDataConfig",
@@ -79,5 +82,6 @@ __all__ = [
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",
+    "ValueConfig",
     "models_of",
 ]

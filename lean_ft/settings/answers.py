@@ -11,9 +11,7 @@ from lean_ft.settings.model import ModelConfig
 class GenerationConfig(Settings):
     """How a model in training answers prompts, and how the answers are learned from."""
 
-    num_answers: Annotated[int, Field(ge=2)] = Field(
-        8, description="Answers to each prompt, the group that they are compared in."
-    )
+    num_answers: PositiveInt = Field(8, description="Answers to each prompt, the group that they are compared in.")
     max_new_tokens: PositiveInt = Field(256, description="Tokens after which an answer is cut, if it has not ended.")
     temperature: PositiveFloat = Field(
         1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
@@ -45,6 +43,17 @@ class GenerationConfig(Settings):
         None,
         description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
         "rest. null is a quarter of what the weights leave on the device.",
+    )
+
+    offload_training_state: bool = Field(
+        False,
+        description="Keep the optimizer's state in the host's memory while it samples, and so more of the GPU's for keys and "
+        "values: two copies a round.",
+    )
+    gather: Literal["layer", "whole"] = Field(
+        "layer",
+        description="Of a model that is cut over processes: gather the weights of a `layer` at a time, for every token, or "
+        "the `whole` model once for a round, which is faster and has to fit.",
     )
 
     @property

@@ -148,11 +148,12 @@ class RewardLossConfig(Settings):
 class ReferenceConfig(Settings):
     """The frozen model that a preference is measured against: the one that training begins with."""
 
-    kind: Literal["auto", "cached", "adapter_off", "model", "nf4", "none"] = Field(
+    kind: Literal["auto", "cached", "adapter_off", "model", "streamed", "nf4", "none"] = Field(
         "auto",
         description="Where its log-probabilities come from. `cached`: computed once before training, and kept beside the "
-        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `nf4`: that "
-        "in 4 bits, so that margins do not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
+        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `streamed`: "
+        "that in the host's memory, whose layers travel to the GPU as they compute. `nf4`: a copy in 4 bits, so that margins do "
+        "not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
         "the loss reads none, adapter_off for an adapter that sees no answer twice, and cached otherwise.",
     )
 
@@ -221,6 +222,11 @@ class PolicyLossConfig(Settings):
         return self.kl_weight > 0
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence stands in the rewards, and not in the loss."""
+        return self.kl == "in_reward" and self.needs_reference
+
+    @property
     def advantage_of_loss(self) -> Literal["group", "batch", "mean", "leave_one_out"]:
         if self.advantage is not None:
             return self.advantage
@@ -244,12 +250,57 @@ class PolicyLossConfig(Settings):
         return self
 
 
+class PPOLossConfig(Settings):
+    """The losses of the policy and of the value model, and what they are of; docs/online.md has the formulas."""
+
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.2, description="How far a token's ratio to the sampling model may go from 1 before it gains nothing."
+    )
+    value_epsilon: PositiveFloat = Field(
+        0.2,
+        description="How far a token's value may go from what it was when the answer was sampled, as far as it gains.",
+    )
+    value_weight: PositiveFloat = Field(0.1, description="What the value model's loss counts beside the policy's.")
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="What a reward counts for the token before, and so on back."
+    )
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.95,
+        description="Between 0, which compares a token with the value behind it, and 1, which compares it with the reward "
+        "that came.",
+    )
+    kl_weight: NonNegativeFloat = Field(
+        0.05, description="What each token's divergence from the reference costs of the reward; 0 has no reference."
+    )
+    mask_truncated: bool = Field(False, description="Learn nothing from answers that max_new_tokens cut.")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_weight > 0
+
+
+class ValueConfig(Settings):
+    """The value model, which tells of each token of an answer what is still to come. With an adapter it is an output layer on
+    the policy itself, and else a model of its own."""
+
+    path: str | None = Field(
+        None,
+        description="The model that it begins as, with an output layer of zeros, or a reward model with its own; null is "
+        "model.path.",
+    )
+    lr_ratio: PositiveFloat = Field(10.0, description="Its learning rate over optimizer.lr.")
+
+
 class DistillConfig(Settings):
     """The teacher, and how far from its predictions the model is; docs/distillation.md has the formulas."""
 
     teacher: str | None = Field(
         None,
         description="The frozen model to learn from: what model.path takes, of any family and size, with the same tokenizer.",
+    )
+    teacher_streamed: bool = Field(
+        False,
+        description="Keep the teacher's layers in the host's memory, from which they travel to the GPU as they compute.",
     )
     teacher_dtype: Literal["bfloat16", "float32", "float16", "nf4"] | None = Field(
         None,
@@ -301,6 +352,12 @@ class DistillConfig(Settings):
             raise ValueError(
                 f"teacher_dtype={self.teacher_dtype} is of a teacher in memory, and cached={self.cached} is what one said "
                 "before. Leave it out."
+            )
+        if self.teacher_streamed and (self.cached is not None or self.teacher_dtype == "nf4"):
+            other = "teacher_dtype=nf4" if self.cached is None else f"cached={self.cached}"
+            raise ValueError(
+                f"teacher_streamed=true brings a whole teacher's layers from the host's memory, and {other} has none there. "
+                "Leave one of them out."
             )
         if self.cached is not None and self.on_policy:
             raise ValueError(

@@ -19,7 +19,7 @@ from lean_ft.settings.answers import GenerationConfig
 from lean_ft.settings.base import Every, GroupT, RegularExpression, Settings
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
-from lean_ft.settings.losses import DistillConfig, LossConfig
+from lean_ft.settings.losses import DistillConfig, LossConfig, ValueConfig
 from lean_ft.settings.model import ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -133,6 +133,14 @@ class RecipeConfig(Settings):
         1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
     )
     log: LogConfig = LogConfig()
+    profile: bool = Field(
+        False,
+        description="Profile a few steps by torch.profiler: a trace, the largest operations by module, and memory over time "
+        "beside the plan, in output_dir/profile.",
+    )
+    profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = Field(
+        (2, 1, 2), description="With profile: steps that it waits, warms up, and watches."
+    )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
     plan: Literal["auto"] | bool = Field(
@@ -219,7 +227,7 @@ class KeepTeacherConfig(Settings):
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
 
 
-_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher"}
+_NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher", ValueConfig: "path"}
 
 
 def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:

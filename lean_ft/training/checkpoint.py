@@ -4,6 +4,7 @@
       config.json, *.safetensors, tokenizer files     anything that reads Hugging Face folders reads this; of a model
                                                       with an adapter the adapter alone, which PEFT reads
       training_state/optimizer.safetensors            the optimizer's tensors
+      training_state/beside.safetensors               weights that train beside the model, where there are such
       training_state/training_state.json              step, settings, data position, loss scale
       training_state/random_state.json                every random number generator
       manifest.json                                   size and sha256 of every file above, and its own
@@ -31,7 +32,7 @@ from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapted_layers, adapter_bytes, adapter_parts, restore_adapter, save_adapter
-from lean_ft.shards import ALONE, Part, Ranks, whole_numel
+from lean_ft.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
 from lean_ft.units import gibibytes
@@ -40,6 +41,7 @@ from lean_ft.whole_files import sync, write_whole
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
 OPTIMIZER_FILE = f"{STATE_FOLDER}/optimizer.safetensors"
+BESIDE_FILE = f"{STATE_FOLDER}/beside.safetensors"
 TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
 RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
 
@@ -90,19 +92,20 @@ def write_checkpoint(
     training_state: State,
     random_state: RandomState,
     weights: Mapping[str, Part] | None = None,
+    beside: Mapping[str, Part] | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Write `directory/step_...` whole or not at all, and return it. One of the same step is replaced.
 
     All `ranks` call it, and each writes what it has of the tensors; the rest is rank 0's to write. `weights` may be copies
-    of what `weight_parts` gives. Raises OSError, on every rank, where the disk has too little room, before anything is
+    of what `weight_parts` gives; `beside` are weights that train and are none of the model's. Raises OSError, on every rank, where the disk has too little room, before anything is
     written, and where something cannot be written.
     """
     final = directory / checkpoint_name(step)
     with ExitStack() as whole_or_not:
 
         def begin() -> Path:
-            needed = checkpoint_bytes(model, whole_bytes(optimizer_state))
+            needed = checkpoint_bytes(model, whole_bytes(optimizer_state) + whole_bytes(beside or {}))
             free = free_bytes(directory)
             if free < needed:
                 raise OSError(
@@ -124,6 +127,8 @@ def write_checkpoint(
         save = save_adapter if adapted_layers(model) else save_model
         save(model, folder, ranks=ranks, weights=weights)  # pyright: ignore[reportArgumentType]
         write_file(folder / OPTIMIZER_FILE, optimizer_state, {}, ranks)
+        if beside:
+            write_file(folder / BESIDE_FILE, beside, {}, ranks)
         ranks.first(finish)
     return final
 
@@ -274,6 +279,21 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
         stored |= read_header(path)
     parts = parts_on_disk(model)
     check_same(stored, parts, folder, what="model", begun_with="the model and the model.dtype")
+    for name, part in parts.items():
+        stored[name].read_part(part)
+
+
+def trained_parts(module: nn.Module | None) -> dict[str, Part]:
+    """The parameters of a module that train, by name; none where there is no module."""
+    named = [] if module is None else module.named_parameters()
+    return {name: part_of(parameter) for name, parameter in named if parameter.requires_grad}
+
+
+def restore_beside(folder: Path, module: nn.Module) -> None:
+    """Read what trained beside the model into the live parameters of `module`. Raises ValueError as `restore_weights` does."""
+    stored = read_header(folder / BESIDE_FILE) if (folder / BESIDE_FILE).is_file() else {}
+    parts = trained_parts(module)
+    check_same(stored, parts, folder, what="model beside it", begun_with="the models and the model.dtype")
     for name, part in parts.items():
         stored[name].read_part(part)
 

@@ -6,6 +6,7 @@ or its log-probabilities are computed, before `Run` restores a checkpoint.
     cached        two float32 a pair, computed once with the model itself, on disk beside the prepared data
     adapter_off   the model without its adapter: another forward pass a batch, and no memory
     model, nf4    a second model in memory, whole or with its linear layers in 4 bits
+    streamed      a second model in the host's memory, whose layers travel to the GPU as they compute
     none          zeros
 
 The cache holds a NaN where nothing was computed yet. It is filled in the order in which the first epoch takes its
@@ -34,11 +35,12 @@ from torch import Tensor
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
+from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
 from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
-from lean_ft.settings import PolicyLossConfig
+from lean_ft.settings import GenerationConfig, ParallelConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.frozen_model import load_frozen
@@ -47,6 +49,7 @@ from lean_ft.training.progress import shown
 Reference = Callable[[PairBatch], Tensor]
 """Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
 
+SECOND_MODELS = ("model", "streamed", "nf4")  # the kinds that are
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
@@ -56,14 +59,14 @@ def load_reference(
     cfg: Any,
     model: Decoder,
     log_probs: AnswerLogProbs,
-    batches: Batches,
-    held_out: EvalBatches | None,
+    batches: Batches | None = None,
+    held_out: EvalBatches | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference:
     """Returns the reference that `cfg.reference` asks for and `cfg.loss` needs, and says which.
 
     `model` is the one that is about to train, with the memory settings applied and cut over `ranks`; `log_probs` is of its
-    settings.
+    settings. `batches` are what is cached; where the answers are sampled there are none.
     Raises ValueError where the loss reads no reference but one is asked for, or the model has no adapter to be off.
     """
     kind, why = choose_kind(cfg)
@@ -72,16 +75,8 @@ def load_reference(
     device = model.output_weight.device
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
-    if kind in ("model", "nf4"):
-        frozen = load_frozen(
-            cfg.model,
-            device,
-            nf4=kind == "nf4",
-            memory=cfg.memory,
-            compile=cfg.compile,
-            parallel=cfg.parallel,
-            ranks=ranks,
-        )
+    if kind in SECOND_MODELS:
+        frozen = _second_model(cfg, kind, device, parallel=cfg.parallel, ranks=ranks)
 
         @torch.no_grad()
         def of_second_model(batch: PairBatch) -> Tensor:
@@ -102,11 +97,14 @@ def load_reference(
         return without_adapter
     if stage() is not None:
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
+    assert batches is not None
     table = _filled(cfg, model, without_adapter, batches, held_out, ranks).to(device)
     return lambda batch: table[batch.pairs]
 
 
-def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) -> Callable[[PolicyBatch], Tensor] | None:
+def load_policy_reference(
+    cfg: Any, model: Decoder, log_probs: TokenLogProbs, ranks: Ranks = ALONE
+) -> Callable[[PolicyBatch], Tensor] | None:
     """Returns what gives the reference's log-probabilities of sampled tokens, (B, A), without gradients; None where
     `cfg.loss` measures no divergence from it.
 
@@ -118,10 +116,16 @@ def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) ->
         return None
     if stage() is None:
         say("reference", f"{kind}{why}")
-    if kind in ("model", "nf4"):
-        device = model.output_weight.device
-        frozen = load_frozen(cfg.model, device, nf4=kind == "nf4", memory=cfg.memory, compile=cfg.compile)
-        return torch.no_grad()(lambda batch: log_probs(frozen, batch).log_probs)
+    if kind in SECOND_MODELS:
+        frozen = _second_model(cfg, kind, model.output_weight.device, parallel=cfg.group(ParallelConfig), ranks=ranks)
+
+        @torch.no_grad()
+        def of_second_model(batch: PolicyBatch) -> Tensor:
+            values = log_probs(frozen, batch).log_probs
+            ranks.gather_no_more(frozen)  # as no backward pass does
+            return values
+
+        return of_second_model
 
     @torch.no_grad()
     def without_adapter(batch: PolicyBatch) -> Tensor:
@@ -131,10 +135,17 @@ def load_policy_reference(cfg: Any, model: Decoder, log_probs: TokenLogProbs) ->
     return without_adapter
 
 
+def _second_model(cfg: Any, kind: str, device: torch.device, **sharing: Any) -> Decoder:
+    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
+    return load_frozen(
+        cfg.model, device, nf4=kind == "nf4", link=link, memory=cfg.memory, compile=cfg.compile, **sharing
+    )
+
+
 def choose_kind(cfg: Any) -> tuple[str, str]:
     """The kind of reference, and why if it was not the user's choice. Raises ValueError as `load_reference` does."""
     asked = cfg.reference.kind
-    if isinstance(cfg.loss, PolicyLossConfig):
+    if isinstance(getattr(cfg, "generation", None), GenerationConfig):
         return _kind_for_samples(cfg, asked)
     if not cfg.loss.needs_reference:
         if asked not in ("auto", "none"):
@@ -158,13 +169,17 @@ def choose_kind(cfg: Any) -> tuple[str, str]:
 
 
 def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
+    weighs = hasattr(cfg.loss, "kl_weight")
     if not cfg.loss.needs_reference:
+        setting = "kl_weight" if weighs else "name"
+        without = "loss.kl_weight=0" if weighs else f"loss.name={cfg.loss.name}"
         if asked not in ("auto", "none"):
             raise ValueError(
-                f"reference.kind={asked}, and with loss.kl_weight=0 nothing reads a reference. Leave it out, or set "
-                "loss.kl_weight."
+                f"reference.kind={asked}, and with {without} nothing reads a reference. Leave it out, or set loss.{setting}."
             )
-        return "none", ", as loss.kl_weight is 0"
+        return "none", f", as with {without} nothing reads it"
+    if asked == "none" and not weighs:
+        return asked, f": loss.name={cfg.loss.name} measures the answers against nothing"
     kind = ("model" if cfg.lora is None else "adapter_off") if asked == "auto" else asked
     if kind in ("cached", "none") or (kind == "adapter_off" and cfg.lora is None):
         why = {
@@ -172,7 +187,9 @@ def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
             "none": "loss.kl_weight weighs the divergence from one",
             "adapter_off": "all parameters train, and the model that it began with is gone",
         }[kind]
-        raise ValueError(f"reference.kind={kind} cannot be: {why}. Set reference.kind=model or nf4, or turn lora on.")
+        raise ValueError(
+            f"reference.kind={kind} cannot be: {why}. Set reference.kind=model, streamed or nf4, or turn lora on."
+        )
     return kind, ""
 
 

@@ -26,6 +26,7 @@ from lean_ft.generation import Sample
 from lean_ft.paths import repository_name
 from lean_ft.settings import Reward
 from lean_ft.shapes_only import stage
+from lean_ft.shards import ALONE, Ranks
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import TrainingFailed
@@ -107,19 +108,26 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
 class Rewards:
     """`score(prompts, samples)`: what N answers are worth, as the settings say."""
 
-    def __init__(self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto") -> None:
-        """Loads functions, and models onto `device`. Raises ValueError where there is none, or one is not there or cannot be
-        run."""
-        self._settings, self._tokenizer = rewards_of(settings), tokenizer
-        self._functions = [
-            _load(one) if one.model is None else JudgingModel(one.model, device, tokenizer) for one in self._settings
-        ]
+    def __init__(
+        self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
+    ) -> None:
+        """Loads functions, and models onto `device`; of many `ranks` the first judges for all. Raises ValueError where there is
+        none, or one is not there or cannot be run."""
+        self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
+        self._functions: list[Function] = []
+        if ranks.rank == 0:
+            for one in self._settings:
+                own = one.model is not None
+                self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         """prompts, samples: N of each. Raises TrainingFailed where a function fails, with the row's place, or returns
         something else than a finite number or None for each answer."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
+        return self._ranks.first(lambda: self._judged(prompts, samples))
+
+    def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]
         given = {
             "prompts": [prompt.asked for prompt in prompts],
@@ -180,9 +188,8 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     """What of the given a function takes: all, or what it names."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        taken = {
-            name: values for name, values in given.items() if name != "prompt_ids"
-        }  # which TRL's functions do not get
+        # Functions for TRL get no prompt_ids.
+        taken = {name: values for name, values in given.items() if name != "prompt_ids"}
     else:
         taken = {one.name: given[one.name] for one in parameters if one.name in given}
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]

@@ -1,5 +1,8 @@
 """Rounds of answers that a model samples and then learns from, in the place that other recipes have batches of data for.
 
+`Rounds` is what all have; `Rollouts` compares the answers to a prompt, `ValuedRollouts` each with what was expected of it, and
+`PairRollouts` makes pairs of them.
+
 A round is `ask`ed, `add`ed to until it is full, `begin`s, and is `take`n from, one step's micro-batches at a time. All that a
 round knows (which prompts, the tokens and log-probabilities that were sampled, rewards, advantages) is in `state_dict`, so a
 run that was killed at any moment goes on with the very same answers, and where it had none yet, samples them anew from the same
@@ -9,26 +12,31 @@ Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sam
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data import PolicyBatch, Prompt, Prompts
+from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
+from lean_ft.data.batches import Layout
 from lean_ft.generation import Sample
-from lean_ft.losses import AnswerTokens, advantages
-from lean_ft.settings import GenerationConfig, PolicyLossConfig
+from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
+from lean_ft.settings import GenerationConfig
 from lean_ft.shapes_only import stage
+from lean_ft.shards import ALONE, Ranks
 from lean_ft.training.rewards import Scores
+
+BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class OnlineConfig(Protocol):
     """What the Config of a recipe that samples its answers has."""
 
     generation: GenerationConfig
-    loss: PolicyLossConfig
+    loss: Any
     batch_size: int
     gradient_accumulation_steps: int
     seed: int
@@ -45,35 +53,42 @@ class Answer:
     reward: float | None
     rewards: list[float | None]  # of each function
     text: str
-    worth: float | None = None  # the reward, less what the divergence from the reference costs
-    divergence: float | None = None
+    divergences: list[float] = field(
+        default_factory=list
+    )  # from the reference, of each token, where rewards count them
+    values: list[float] = field(default_factory=list)  # of each token, what was expected before it
+    returns: list[float] = field(default_factory=list)  # and what should have been
     old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
     counts: list[bool] = field(default_factory=list)  # whether a token is learned from
-    advantage: float = 0.0
+    advantages: list[float] = field(default_factory=list)  # of each token, or one of all
+
+    def of_tokens(self, values: list[float]) -> list[float]:
+        """A value of all tokens for each of them; those of each as they are, and zeros where there are none yet."""
+        return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
+
+    @property
+    def divergence(self) -> float | None:
+        return sum(self.divergences) if self.divergences else None
 
 
-class Rollouts:
+class Rounds(Generic[BatchT]):
     """The answers that a run learns from, round after round; `lean_ft.training.Run` keeps their state.
 
-    Raises ValueError where a round's answers are no whole groups, and where the sampler leaves tokens out that nothing
-    corrects for.
+    All `ranks` have the same answers, whoever sampled them. Raises ValueError where a round's answers are no whole groups.
     """
 
-    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int) -> None:
+    answers_in_a_row = 1  # of a batch
+
+    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
-        self._cfg, self._prompts, self._pad_id = cfg, prompts, pad_id
+        self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
-        self.num_answers = per_step * generation.steps_per_round
+        self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
             raise ValueError(
                 f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
                 f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which are no whole "
                 f"groups of generation.num_answers={generation.num_answers}. Set them so that it is a multiple."
-            )
-        if generation.narrows and cfg.loss.correction == "none":
-            raise ValueError(
-                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from, so the "
-                "loss would be of other answers. Leave them out, or set loss.correction=token_truncate."
             )
         self.num_prompts = self.num_answers // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
@@ -81,7 +96,6 @@ class Rollouts:
         self._step = self._steps  # of the round, done; no round has begun
         self._answers: list[Answer] = []
         self._even: list[Answer] = []  # groups without spread, that stand in where attempts run out
-        self._entropies: dict[int, list[float]] = {}  # of the tokens of each answer, before the first update
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
 
@@ -89,7 +103,8 @@ class Rollouts:
     def batches_per_epoch(self) -> int:
         """Micro-batches, passes over the same answers included."""
         generation = self._cfg.generation
-        return math.ceil(len(self._prompts) * generation.num_answers * generation.passes / self._cfg.batch_size)
+        rows = len(self._prompts) * generation.num_answers * generation.passes / self.answers_in_a_row
+        return math.ceil(rows / self._cfg.batch_size)
 
     # A round ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +147,7 @@ class Rollouts:
             return
         size, asked = self._cfg.generation.num_answers, self._asked()
         answers = [
-            Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i], total)
+            Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
             for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
         ]
         self._place += len(asked)
@@ -144,80 +159,40 @@ class Rollouts:
         if self.wants_more and self._attempt >= self._cfg.generation.most_attempts:
             self._answers += self._even[: self.num_answers - len(self._answers)]
         for answer in self._answers:
-            is_out = answer.reward is None or (self._cfg.loss.mask_truncated and not answer.ended)
-            answer.counts = [not is_out] * len(answer.ids)
+            answer.counts = [self._counts(answer)] * len(answer.ids)
 
     def begin(self) -> None:
-        """Works the advantages out; from here on there are steps to take."""
-        size = self._cfg.generation.num_answers
+        """Works out what is learned from each answer; from here on there are steps to take."""
         if self._planned is None:
-            if self._cfg.loss.entropy_share < 1:
-                self._keep_least_sure()
-            worth = [math.nan if answer.worth is None else answer.worth for answer in self._answers]
-            values = advantages(torch.tensor(worth).view(-1, size), self._cfg.loss.advantage_of_loss).flatten().tolist()
-            for answer, value in zip(self._answers, values, strict=True):
-                answer.advantage = value
+            self._work_out()
         self._step, self._attempt = 0, 0
         self._round += 1
 
-    def take(self) -> list[PolicyBatch]:
+    def take(self) -> list[BatchT]:
         """The micro-batches of the next step."""
         number = self._cfg.gradient_accumulation_steps
         if self._planned is not None:
             return self._planned.take(number)
         first = self._step % self._cfg.generation.steps_per_round * number
         self._step += 1
-        return [self._batch(i) for i in range(first, first + number)]
+        return self._batches(first, first + number)
 
-    # What is known before the first update ------------------------------------------------------------------------
+    # What each kind of rounds does its own way --------------------------------------------------------------------
 
-    @property
-    def looks_back(self) -> bool:
-        """Whether the trainer's own log-probabilities are needed before the first update: for more than one update, for the
-        entropies of all tokens, or for a divergence in the rewards."""
-        loss = self._cfg.loss
-        in_reward = loss.kl == "in_reward" and loss.kl_weight > 0
-        return self._steps > 1 or loss.entropy_share < 1 or in_reward
+    def _counts(self, answer: Answer) -> bool:
+        """Whether anything is learned from it."""
+        return answer.reward is not None
 
-    def batches(self) -> Iterator[PolicyBatch]:
-        """All micro-batches of a round that has not begun, as the first pass takes them."""
-        if self._planned is not None:
-            yield from self._planned.take(1)
-            return
-        for i in range(self.num_answers // self._cfg.batch_size):
-            yield self._batch(i)
+    def _work_out(self) -> None:
+        """Before the first step of a round."""
 
-    def remember(self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None) -> None:
-        """Notes what the trainer says of a batch of the round.
+    def _batches(self, first: int, end: int) -> list[BatchT]:
+        """The round's micro-batches from one number to another."""
+        raise NotImplementedError
 
-        reference (B, A): the log-probabilities under it, where the divergence is of the rewards.
-        """
-        if self._planned is not None:
-            return
-        loss, mine = self._cfg.loss, self._answers[batch.answers.start : batch.answers.stop]
-        if loss.entropy_share < 1:
-            for i, entropies in zip(batch.answers, now.entropies.tolist(), strict=True):
-                self._entropies[i] = entropies[: len(self._answers[i].ids)]
-        for answer, old in zip(mine, now.log_probs.tolist(), strict=True):
-            answer.old = old[: len(answer.ids)]
-        if reference is not None:
-            divergences = (now.log_probs - reference).sum(1).tolist()  # 0 behind an answer
-            for answer, divergence in zip(mine, divergences, strict=True):
-                answer.divergence = divergence
-                answer.worth = None if answer.reward is None else answer.reward - loss.kl_weight * divergence
-
-    def _keep_least_sure(self) -> None:
-        """Of the tokens that count leaves out all but the `loss.entropy_share` of highest entropy."""
-        tokens = [
-            [(entropy, counts) for entropy, counts in zip(self._entropies[i], answer.counts, strict=True)]
-            for i, answer in enumerate(self._answers)
-        ]
-        counted = sorted(entropy for answer in tokens for entropy, counts in answer if counts)
-        if not counted:
-            return
-        least = counted[math.floor((len(counted) - 1) * (1 - self._cfg.loss.entropy_share))]
-        for answer, own in zip(self._answers, tokens, strict=True):
-            answer.counts = [counts and entropy >= least for entropy, counts in own]
+    def _longest(self) -> BatchT:
+        """The micro-batch that takes most, without contents."""
+        raise NotImplementedError
 
     # What is told -------------------------------------------------------------------------------------------------
 
@@ -227,7 +202,7 @@ class Rollouts:
         if not answers or self._planned is not None:
             return {}
         rewards = torch.tensor([math.nan if answer.reward is None else answer.reward for answer in answers])
-        groups = rewards.view(-1, size)
+        groups = rewards.view(-1, size) if size > 1 else rewards[None]
         spread = advantages(groups, "mean")
         has_one = (~groups.isnan()).sum(1)
         deviations = (spread.square().sum(1) / (has_one - 1).clamp(min=1)).sqrt()
@@ -251,7 +226,7 @@ class Rollouts:
                 "answer": answer.text,
                 "reward": answer.reward,
                 "rewards": answer.rewards,
-                "advantage": answer.advantage,
+                **({"advantage": answer.advantages[0]} if answer.advantages else {}),
                 "ended": answer.ended,
             }
             for answer in self._answers[::step][:count]
@@ -293,11 +268,108 @@ class Rollouts:
             "data": self.fingerprint,
         }
 
+
+class Rollouts(Rounds[PolicyBatch]):
+    """Answers that are compared with the others to the same prompt.
+
+    Raises ValueError, beside what `Rounds` does, where there are no others, and where the sampler leaves tokens out that nothing
+    corrects for.
+    """
+
+    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+        super().__init__(cfg, prompts, pad_id, ranks)
+        self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
+        self._check(cfg)
+
+    def _check(self, cfg: OnlineConfig) -> None:
+        if cfg.generation.num_answers < 2:
+            raise ValueError("generation.num_answers=1 leaves nothing to compare an answer with. Set 2 or more.")
+        if cfg.generation.narrows and cfg.loss.correction == "none":
+            raise ValueError(
+                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from, so the "
+                "loss would be of other answers. Leave them out, or set loss.correction=token_truncate."
+            )
+
+    # What is known before the first update ------------------------------------------------------------------------
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the trainer's own log-probabilities are needed before the first update: for more than one update, for the
+        entropies of all tokens, or for a divergence in the rewards."""
+        loss = self._cfg.loss
+        return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
+
+    def batches(self) -> list[PolicyBatch]:
+        """All micro-batches of a round that has not begun, as the first pass takes them."""
+        if self._planned is not None:
+            return self._planned.take(1)
+        return self._batches(0, self.num_answers // self._cfg.batch_size)
+
+    def remember(
+        self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None, values: Tensor | None = None
+    ) -> None:
+        """Notes what the trainer says of a batch of the round.
+
+        reference (B, A): the log-probabilities under it, where the divergence is of the rewards; values (B, A): what is
+        expected of the answer before each token, where the loss is of that.
+        """
+        if self._planned is not None:
+            return
+        told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
+        told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
+        told |= {} if values is None else {"values": values.tolist()}
+        for row, i in enumerate(batch.answers):
+            length = len(self._answers[i].ids)
+            self._known[i] = {name: rows[row][:length] for name, rows in told.items()}
+
+    def _take_what_is_known(self) -> list[list[float]]:
+        """Gives each answer what any rank noted of it; returns the entropies of their tokens."""
+        for known in self._ranks.everywhere(lambda: self._known):
+            self._known = self._known | known
+        entropies = []
+        for i, answer in enumerate(self._answers):
+            known = self._known.pop(i)
+            entropies.append(known.pop("entropies"))
+            vars(answer).update(known)
+        return entropies
+
+    def _counts(self, answer: Answer) -> bool:
+        return answer.reward is not None and (answer.ended or not self._cfg.loss.mask_truncated)
+
+    def _work_out(self) -> None:
+        loss, size = self._cfg.loss, self._cfg.generation.num_answers
+        if self.looks_back:
+            entropies = self._take_what_is_known()
+            if loss.entropy_share < 1:
+                self._keep_least_sure(entropies)
+        worth = [
+            math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
+            for answer in self._answers
+        ]
+        above = advantages(torch.tensor(worth).view(-1, size), loss.advantage_of_loss).flatten().tolist()
+        for answer, value in zip(self._answers, above, strict=True):
+            answer.advantages = [value]
+
+    def _keep_least_sure(self, entropies: list[list[float]]) -> None:
+        """Of the tokens that count leaves out all but the `loss.entropy_share` of highest entropy."""
+        tokens = [
+            list(zip(own, answer.counts, strict=True)) for own, answer in zip(entropies, self._answers, strict=True)
+        ]
+        counted = sorted(entropy for answer in tokens for entropy, counts in answer if counts)
+        if not counted:
+            return
+        least = counted[math.floor((len(counted) - 1) * (1 - self._cfg.loss.entropy_share))]
+        for answer, own in zip(self._answers, tokens, strict=True):
+            answer.counts = [counts and entropy >= least for entropy, counts in own]
+
     # Batches ------------------------------------------------------------------------------------------------------
 
-    def _batch(self, i: int) -> PolicyBatch:
-        first = i * self._cfg.batch_size
+    def _batches(self, first: int, end: int) -> list[PolicyBatch]:
+        return [self._batch(i * self._cfg.batch_size) for i in range(first, end)]
+
+    def _batch(self, first: int) -> PolicyBatch:
         answers = self._answers[first : first + self._cfg.batch_size]
+        grids = {name: [getattr(answer, name) for answer in answers] for name in ("old", "values", "returns")}
         return PolicyBatch.of(
             [self._prompts[answer.prompt].ids for answer in answers],
             [answer.ids for answer in answers],
@@ -305,22 +377,114 @@ class Rollouts:
             first=first,
             counts=[answer.counts for answer in answers],
             sampled=[answer.log_probs for answer in answers],
-            old=[answer.old for answer in answers] if answers[0].old else None,
-            advantages=[answer.advantage for answer in answers],
+            advantages=[one.of_tokens(one.advantages) for one in answers],
+            **{name: grid if grid[0] else None for name, grid in grids.items()},
         )
 
     def _longest(self) -> PolicyBatch:
-        """The micro-batch that takes most, without contents."""
         rows, new = self._cfg.batch_size, self._cfg.generation.max_new_tokens
-        tokens = [[0] * new] * rows
         values = [[0.0] * new] * rows
         return PolicyBatch.of(
             [self._prompts[0].ids] * rows,
-            tokens,
+            [[0] * new] * rows,
             pad_id=0,
             first=0,
             counts=[[True] * new] * rows,
             sampled=values,
-            old=values if self.looks_back else None,
-            advantages=[1.0] * rows,
+            advantages=values,
+            **({"old": values} if self.looks_back else {}),
+            **({"values": values, "returns": values} if self._has_values else {}),
+        )
+
+    _has_values = False
+
+
+class ValuedRollouts(Rollouts):
+    """Answers of which each token is compared with what a value model expected before it: generalised advantages, over all of a
+    round with mean 0 and deviation 1. The reward stands at the last token, and at each what the divergence costs."""
+
+    _has_values = True
+
+    def _check(self, cfg: OnlineConfig) -> None:
+        if cfg.generation.narrows:
+            raise ValueError(
+                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from. Leave them "
+                "out."
+            )
+        if cfg.generation.most_attempts > 1:
+            raise ValueError(
+                f"generation.most_attempts={cfg.generation.most_attempts} compares the answers to a prompt, and here each is "
+                "compared with its expected value. Set it to 1."
+            )
+
+    @property
+    def looks_back(self) -> bool:
+        return True
+
+    def _work_out(self) -> None:
+        loss = self._cfg.loss
+        self._take_what_is_known()
+        for answer in self._answers:
+            rewards = -loss.kl_weight * torch.tensor(answer.of_tokens(answer.divergences))
+            rewards[-1] += answer.reward or 0.0
+            values = torch.tensor(answer.values)
+            above, returns = generalized_advantages(rewards[None], values[None], loss.gamma, loss.gae_lambda)
+            answer.advantages, answer.returns = above[0].tolist(), returns[0].tolist()
+        counted = [answer for answer in self._answers if answer.counts[0]]
+        if counted:
+            even = iter(whitened(torch.tensor([value for one in counted for value in one.advantages])).tolist())
+            for answer in counted:
+                answer.advantages = [next(even) for _ in answer.ids]
+
+
+class PairRollouts(Rounds[PairBatch]):
+    """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
+
+    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+        if cfg.generation.num_answers < 2:
+            raise ValueError("generation.num_answers=1 makes no pair. Set 2 or more.")
+        self.answers_in_a_row = cfg.generation.num_answers
+        super().__init__(cfg, prompts, pad_id, ranks)
+
+    def _batches(self, first: int, end: int) -> list[PairBatch]:
+        size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
+        pairs = []
+        for start in range(first * rows * size, end * rows * size, size):
+            judged = [one for one in self._answers[start : start + size] if one.reward is not None]
+            best = max(judged, key=lambda one: one.reward or 0.0, default=None)
+            worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
+            if best is not None and worst is not None and best.reward != worst.reward:
+                pairs.append((best, worst))
+        if not pairs:  # a step has to be taken all the same, in which nothing is learned
+            one = self._answers[first * rows * size]
+            return [self._batch([(one, one)]).without_targets()]
+        return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
+
+    def _batch(self, pairs: Sequence[tuple[Answer, Answer]]) -> PairBatch:
+        return self._pair_batch([(self._prompts[one.prompt].ids, one.ids) for pair in pairs for one in pair])
+
+    def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
+        """texts: prompts and answers, the chosen one of each pair and then the rejected one."""
+        lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
+        layout = Layout(
+            np.array([token for prompt, answer in texts for token in (*prompt, *answer)], dtype=np.int32),
+            np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in texts]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            order=np.arange(len(texts)),
+            offsets=np.arange(0, len(texts) + 1, 2),
+            kind="padded",
+            row_tokens=int(lengths.max()) + 8,
+            batch_size=len(texts) // 2,
+            pad_id=self._pad_id,
+            sides=2,
+            values=np.zeros(len(texts), dtype=np.float32),
+        )
+        batch = layout.batch(np.arange(len(texts) // 2))
+        assert isinstance(batch, PairBatch)
+        return replace(batch, documents=None)
+
+    def _longest(self) -> PairBatch:
+        return self._pair_batch(
+            [(self._prompts[0].ids, [0] * self._cfg.generation.max_new_tokens)] * (2 * self._cfg.batch_size)
         )

@@ -45,8 +45,10 @@ from lean_ft.training.checkpoint import (
     free_bytes,
     read_random_state,
     read_training_state,
+    restore_beside,
     restore_optimizer,
     restore_weights,
+    trained_parts,
     weight_parts,
     whole_bytes,
     write_checkpoint,
@@ -63,6 +65,7 @@ from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
+from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
 from lean_ft.training.regularization import check_applied
@@ -110,7 +113,7 @@ class Run:
     the last of an epoch what is left.
 
     `ranks` are all that train the model, each of which makes its Run and calls it as often. `carried` goes into checkpoints
-    and comes back from them.
+    and comes back from them, as do the parameters of `beside`, a module that trains with the model and is no part of it.
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
@@ -129,8 +132,9 @@ class Run:
         held_out: Iterable[Batch] | None = None,
         ranks: Ranks = ALONE,
         carried: Carried | None = None,
+        beside: nn.Module | None = None,
     ):
-        self.ranks, self._carried = ranks, carried
+        self.ranks, self._carried, self._beside = ranks, carried, beside
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
@@ -234,7 +238,8 @@ class Run:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
             return
-        needed_bytes = checkpoint_bytes(self.model, whole_bytes(self.optimizer.state_parts()))
+        others = self.optimizer.state_parts() | trained_parts(self._beside)
+        needed_bytes = checkpoint_bytes(self.model, whole_bytes(others))
 
         def record() -> None:
             if folder is None or not is_own(self.cfg, folder):
@@ -278,6 +283,8 @@ class Run:
             return
 
         restore_optimizer(folder, self.optimizer)
+        if self._beside is not None:
+            restore_beside(folder, self._beside)
         self.batches.load_state_dict(state["batches"])
         if state["scaler"] is not None:
             self.optimizer.scaler.load_state_dict(state["scaler"])
@@ -335,7 +342,11 @@ class Run:
         self._say_answers(f"at step {self.start_step}")
         started = self._saved_at = time.perf_counter()
         try:
-            with self._signals as signals, ProgressBar(self.start_step, self.total_steps) as self._progress:
+            with (
+                self._signals as signals,
+                ProgressBar(self.start_step, self.total_steps) as self._progress,
+                profiled(self.cfg, self.model, self.device, writes=self.ranks.rank == 0) as profiler,
+            ):
                 if self._random_state is not None:
                     restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
@@ -355,6 +366,8 @@ class Run:
                     except GeneratorExit:  # the loop was left, by an exception or a break: it does not tell which
                         self._save_what_is_whole()
                         raise
+                    if profiler is not None:
+                        profiler.step()
                     # Read once: what comes while this step is saved is for the next.
                     received = self._signal_to_stop(signals)
                     self._finish_step(stopping=received is not None)
@@ -577,9 +590,9 @@ class Run:
             "base_fingerprint": self._base_fingerprint,
         }
         model, weights, optimizer_state = self.model, weight_parts(self.model), self.optimizer.state_parts()
-        in_background = self.cfg.save_async and not wait
+        in_background, beside = self.cfg.save_async and not wait, trained_parts(self._beside)
         if in_background:
-            optimizer_state = host_copies(optimizer_state)
+            optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
             if self.ranks.size > 1:  # the parts that are here
                 weights = host_copies(weights)
             else:
@@ -598,6 +611,7 @@ class Run:
                     training_state=training_state,
                     random_state=place.random_state,
                     weights=weights,
+                    beside=beside,
                     ranks=self.ranks.beside if in_background else self.ranks,
                 )
             except OSError as error:

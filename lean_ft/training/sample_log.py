@@ -6,7 +6,7 @@ from typing import Any
 from lean_ft.log import say
 from lean_ft.shapes_only import stage
 from lean_ft.training.metrics import trim_metrics
-from lean_ft.training.rollouts import Rollouts
+from lean_ft.training.rollouts import Rounds
 from lean_ft.training.run import Run
 from lean_ft.units import number
 
@@ -28,7 +28,7 @@ class SampleLog:
         """Tells an evaluation that was made before the first step."""
         say("evaluation", f"before training: held-out reward {number(told['eval_reward'])}")
 
-    def write(self, step: int, rollouts: Rollouts) -> None:
+    def write(self, step: int, rollouts: Rounds) -> None:
         """Adds a few answers of the round, after step `step` (from 0), every so many steps; the first time at once."""
         if not self._writes or not self._every or step % self._every:
             return

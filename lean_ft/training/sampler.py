@@ -1,12 +1,19 @@
 """The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from lean_ft.data import Prompt
+from lean_ft.distributed import generating
 from lean_ft.generation import Sample, Sampling, sample, stop_ids
+from lean_ft.host_link import open_link
 from lean_ft.models import Decoder
-from lean_ft.settings import GenerationConfig
+from lean_ft.optim import Optimizer
+from lean_ft.settings import GenerationConfig, OptimizerConfig
+from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.rewards import Rewards
 
@@ -15,16 +22,32 @@ class SamplingConfig(Protocol):
     """What the Config of a recipe that samples its answers has."""
 
     generation: GenerationConfig
+    optimizer: OptimizerConfig
     seed: int
 
 
 class Sampler:
     """`sampler(prompts, seed)`: an answer to each, which depends on the weights, the prompt, the seed and on how often the same
-    prompt stands before it alone."""
+    prompt stands before it alone. Many ranks share the prompts out, and all get all answers."""
 
-    def __init__(self, cfg: SamplingConfig, model: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, cfg: SamplingConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
+    ) -> None:
+        """optimizer: whose state makes room, with `generation.offload_training_state`. Raises ValueError where that is on the
+        host already."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
+        self._ranks = ranks
         self._stop_ids = stop_ids(model, tokenizer)
+        self._makes_room: Callable[[], AbstractContextManager[None]] = nullcontext
+        if cfg.generation.offload_training_state:
+            if cfg.optimizer.state != "device" or cfg.optimizer.name == "paged_adamw_8bit":
+                raise ValueError(
+                    f"optimizer.state={cfg.optimizer.state} of {cfg.optimizer.name} is in the host's memory at all times. Leave "
+                    "generation.offload_training_state out."
+                )
+            setting = "generation.offload_training_state"
+            link = open_link(model.output_weight.device, f"{setting}=true", f"{setting}=false")
+            self._makes_room = partial(optimizer.state_away, link)
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
         """temperature: null is that of training. Raises as `lean_ft.generation.sample` does."""
@@ -36,8 +59,27 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        ids = [prompt.ids for prompt in prompts]
-        return sample(self._model, ids, how, decode=self._tokenizer.decode, cache_gib=generation.cache_gib)
+        asked, seen, numbers = [prompt.ids for prompt in prompts], Counter[tuple[int, ...]](), list[int]()
+        for ids in asked:
+            numbers.append(seen[tuple(ids)])
+            seen[tuple(ids)] += 1
+        # Neighbours, and the answers to one prompt on one rank, which reads it once.
+        groups = -(-len(asked) // generation.num_answers)
+        share = -(-groups // self._ranks.size) * generation.num_answers
+        mine = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
+
+        def answer() -> list[Sample]:
+            with self._makes_room(), generating(self._model, self._ranks, generation.gather):
+                return sample(
+                    self._model,
+                    asked[mine],
+                    how,
+                    numbers=numbers[mine],
+                    decode=self._tokenizer.decode,
+                    cache_gib=generation.cache_gib,
+                )
+
+        return [one for answers in self._ranks.everywhere(answer) for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lean_ft.data import Batch, Batches, EvalBatches
+from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
 from lean_ft.settings import DistillConfig
@@ -40,11 +41,14 @@ def load_teacher(
         check_tokenizer(distill.teacher, tokenizer)
     kept_as = distill.teacher_dtype or cfg.model.dtype
     nf4 = kept_as == "nf4"
+    setting = "distill.teacher_streamed"
+    link = open_link(device, f"{setting}=true", f"{setting}=false") if distill.teacher_streamed else None
     frozen = load_frozen(
         distill.teacher,
         device,
         getattr(torch, "bfloat16" if nf4 else kept_as),
         nf4=nf4,
+        link=link,
         memory=cfg.memory,
         compile=cfg.compile,
         parallel=cfg.parallel,
@@ -52,7 +56,8 @@ def load_teacher(
     )
     if stage() is None:
         num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
-        say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student")
+        layers = "" if link is None else ", and its layers in the host's memory"
+        say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student{layers}")
 
     @torch.no_grad()
     def ask(batch: Batch) -> TeacherStates:

@@ -63,7 +63,10 @@ def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, argu
         ("leanft run full_", ["full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed"]),
         (
             "leanft run --config tiny/",
-            ["tiny/distill", "tiny/dpo", "tiny/full", "tiny/grpo", "tiny/kto", "tiny/lora", "tiny/reward"],
+            [
+                f"tiny/{name}"
+                for name in ["distill", "dpo", "full", "grpo", "kto", "lora", "online_dpo", "ppo", "reward"]
+            ],
         ),
         ("leanft cat tiny/f", ["tiny/full"]),
     ],

@@ -34,9 +34,8 @@ def batch() -> SimpleNamespace:
     lengths = torch.tensor([[3, 9], [10, 2], [5, 5], [1, 10]])
     index = [row * NUM_TOKENS + t for row, count in enumerate(lengths.flatten().tolist()) for t in range(count)]
     label = torch.randint(0, VOCAB, (len(index),), generator=generator)
-    nothing = dict.fromkeys(("positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens"))
     ids = torch.zeros(2 * NUM_PAIRS, NUM_TOKENS)
-    return SimpleNamespace(input_ids=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, **nothing)
+    return SimpleNamespace(input_ids=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, inputs={})
 
 
 def answers_of(model: Model, batch: SimpleNamespace, **settings: Any) -> Any:

@@ -42,12 +42,7 @@ def test_a_score_is_read_at_the_last_token_or_averaged_over_the_answers() -> Non
     model = lambda *_, **__: (hidden, None)  # noqa: E731
     model.output_weight = torch.tensor([[2.0]])  # type: ignore[attr-defined]
     batch = SimpleNamespace(
-        input_ids=None,
-        positions=None,
-        cu_seqlens=None,
-        is_token=None,
-        prefixes=None,
-        num_prefix_tokens=0,
+        inputs={},
         last=torch.tensor([4, 8]),
         index=torch.tensor([2, 3, 6, 7]),  # what predicts the tokens at 3, 4 and 7, 8
         answer_tokens=torch.tensor([[2, 2]]),

@@ -74,6 +74,7 @@ LEAN = f"{IN_BACKWARD} memory.activation_checkpointing=full"
 WITH_MODEL = "memory.activation_checkpointing=full reference.kind=model loss.wpo=true"
 # Not by AdamW, which makes a full update of a gradient that is rounding alone.
 CASES["dpo_float32"] = DPO, "float32", f"{WITH_MODEL} optimizer.name=sgd optimizer.lr=0.01", ""
+CASES["dpo_streamed_float32"] = *CASES["dpo_float32"][:3], "reference.kind=streamed"
 CASES["dpo_float16"] = DPO, "float16", "data.packing=padding_free loss.sft_weight=0.1", ""
 CASES["dpo_bfloat16"] = DPO, "bfloat16", f"{LEAN} loss.ld_alpha=0.5", ""
 

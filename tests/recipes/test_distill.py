@@ -196,6 +196,7 @@ def test_what_was_kept_of_other_rows_or_at_another_temperature_is_refused(train:
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
         (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*came both"),
         (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 is of a teacher in memory"),
+        (("distill.teacher_streamed=true",), "teacher_streamed=true brings a whole teacher"),
         (("distill.on_policy=0.5",), "the teacher has to read what the student writes"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -350,3 +351,4 @@ def test_the_planner_counts_a_teacher_and_not_what_was_kept_of_one(student: Path
     assert live - recalled == pytest.approx(num_bytes("tiny"), rel=0.01)
     assert recalled == pytest.approx(num_bytes(student), rel=0.05)
     assert weights(*LIVE, "distill.teacher_dtype=bfloat16") < live - 0.45 * num_bytes("tiny")
+    assert weights(*LIVE, "distill.teacher_streamed=true") < live - 0.3 * num_bytes("tiny")

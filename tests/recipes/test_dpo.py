@@ -247,6 +247,7 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
     ("settings", "message"),
     [
         (("reference.kind=adapter_off",), "lora is null"),
+        (("reference.kind=streamed",), "the model is on cpu.*Set reference.kind=model"),
         (("loss.name=orpo", "reference.kind=model"), "orpo reads no reference"),
         (("loss.name=dpo",), "Did you mean 'sigmoid'"),
         (("loss.gamma=1",), "gamma=1 is not read by the loss sigmoid, but by simpo"),
@@ -309,6 +310,8 @@ def test_a_second_model_is_planned_and_a_reference_of_its_own_is_not() -> None:
 
     cached, model = peaks("reference.kind=cached"), peaks("reference.kind=model")
     assert model["weights"] == 2 * cached["weights"]
+    on_device = (peaks("reference.kind=streamed")["weights"] - cached["weights"]) / cached["weights"]
+    assert 0.1 < on_device < 0.6  # its embedding, and two of its four layers at most
     assert peaks("reference.kind=adapter_off", "lora.rank=4")["weights"] < 1.2 * cached["weights"]
 
 

@@ -221,6 +221,8 @@ def test_what_is_wrong_with_a_reward_is_said(
     ("settings", "message"),
     [
         (("generation.num_answers=3",), "16 answers, which are no whole groups of generation.num_answers=3"),
+        (("generation.num_answers=1",), "leaves nothing to compare an answer with"),
+        (("generation.offload_training_state=true",), "to the host's, but the model is on cpu"),
         (("generation.top_k=5",), "set loss.correction=token_truncate"),
         (("reference.kind=model",), "with loss.kl_weight=0 nothing reads a reference"),
         (("reference.kind=cached", "loss.kl_weight=0.1"), "answers are sampled anew"),

@@ -193,14 +193,14 @@ def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pyt
 
 def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
-    lines = train(*settings, "batch_size=32", "optimizer.lr=1e-3", "max_steps=20")
+    lines = train(*settings, "batch_size=32", "optimizer.lr=3e-4", "max_steps=40")
     (evaluation,) = [line for line in lines if "eval_loss" in line]
-    assert evaluation["eval_rewards/accuracies"] > 0.52  # 0.5 before
+    assert evaluation["eval_rewards/accuracies"] > 0.55  # 0.5 before
     assert evaluation["eval_loss"] < 0.497  # 0.5 before
     assert evaluation["eval_rewards/margins"] > 0
     said = capsys.readouterr().out
     assert "1,600 answers" in said
-    assert "right " in said.partition("step        20/20")[2].partition("\n")[0]
+    assert "right " in said.partition("step        40/40")[2].partition("\n")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""`leanft push`: a run's model to the Hugging Face hub."""
+
+from typing import Annotated
+
+import typer
+
+from lean_ft.cli.arguments import Debug
+
+
+def push(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="A run (its newest checkpoint), a checkpoint, or any model's or adapter's folder.",
+            show_default=False,
+        ),
+    ],
+    repo: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="The repository; made if need be.", show_default=False)
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Where it is made: for all to see, and not private.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Upload a model or an adapter to the Hugging Face hub, with a card: data, losses, curves, settings and versions.
+
+    Needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
+    """
+    from lean_ft.export.hub_upload import push as upload
+
+    typer.echo(f"pushed  {upload(source, repo, public=public)}")

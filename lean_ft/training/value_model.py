@@ -1,0 +1,53 @@
+"""The value model of PPO: what is still to come of an answer's reward, foreseen before each of its tokens.
+
+Where all parameters train it is a model of its own, with an output layer of one number. Where an adapter trains it is such a
+layer on the policy's hidden states, so that policy, value model and reference are one base: it takes no further pass, and its
+loss trains the adapter, too.
+
+Shapes: B answers, A tokens of the longest, N tokens of all, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.log import say
+from lean_ft.losses import AnswerTokens, on_grid
+from lean_ft.memory import apply_memory
+from lean_ft.models import Decoder, load_model
+from lean_ft.shapes_only import stage
+
+
+class ValueModel(nn.Module):
+    """`value(batch, now)`: (B, A) float32, 0 behind an answer; its parameters are float32 or those of a model."""
+
+    def __init__(self, cfg: Any, model: Decoder) -> None:
+        """cfg: of a recipe that has `model`, `value`, `lora` and `memory`; model: the policy, as it trains. Raises ValueError
+        for a model of its own beside an adapter, or as `load_model` does."""
+        super().__init__()
+        self._is_float16, device = cfg.model.dtype == "float16", model.output_weight.device
+        self.own: Decoder | None = None
+        if cfg.lora is None:
+            from_path = {} if cfg.value.path is None else {"path": cfg.value.path}
+            self.own = load_model(cfg.model.model_copy(update=from_path), device, scores=True)
+            apply_memory(self.own, cfg.memory, compile=cfg.compile)
+        elif cfg.value.path is not None:
+            raise ValueError(
+                f"value.path={cfg.value.path} is a model of its own, and beside an adapter the value model is an output layer "
+                "on the policy. Leave value.path out, or set lora=null."
+            )
+        else:
+            self.score = nn.Linear(model.config.hidden_size, 1, bias=False, device=device)
+            nn.init.zeros_(self.score.weight)
+        if stage() is None:
+            say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
+
+    def forward(self, batch: Any, now: AnswerTokens) -> Tensor:
+        hidden, layer = now.hidden, self.score if self.own is None else self.own.head
+        if self.own is not None:
+            with torch.autocast(hidden.device.type, torch.float16, enabled=self._is_float16):
+                hidden = self.own(batch.input_ids, batch.positions, return_hidden=True)
+        assert layer is not None
+        read = hidden.flatten(0, 1).index_select(0, batch.index).float()  # (N, D): before each token
+        return on_grid((read @ layer.weight.float().T)[:, 0], batch)

@@ -1,0 +1,137 @@
+"""Learning online from pairs: the model answers, a judge picks the better and the worse answer, and dpo learns from both.
+
+leanft run online_dpo --config tiny/online_dpo
+leanft run online_dpo --config tiny/online_dpo loss.name=ipo output_dir=runs/online_ipo   # docs/preferences.md has the losses
+leanft run online_dpo --config tiny/online_dpo rewards='[runs/reward]'     # a reward model judges
+leanft cp  online_dpo mine.py                      # edit the loop, then: leanft run mine.py --config tiny/online_dpo
+
+Sample, judge, learn: of the answers to a prompt the best and the worst are a pair; of answers that are worth the same nothing is
+learned.
+"""
+
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from lean_ft.data import PairBatch, prompt_rows
+from lean_ft.distributed import join, parallelize
+from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, add_rewards, preference_loss
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.settings import (
+    GenerationConfig,
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PreferenceLossConfig,
+    PromptDataConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    Reward,
+    ScheduleConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import (
+    PairRollouts,
+    Rewards,
+    Run,
+    SampleLog,
+    Sampler,
+    apply_regularization,
+    load_reference,
+    start,
+)
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: PromptDataConfig
+    rewards: list[Reward | str] = Field(
+        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
+        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
+    )
+    generation: GenerationConfig = GenerationConfig(num_answers=2)
+    lora: LoRAConfig | None = None  # null: all parameters train
+    reference: ReferenceConfig = ReferenceConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    schedule: ScheduleConfig = ScheduleConfig(name="constant")
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    memory: MemoryConfig = MemoryConfig()
+    sample_every: NonNegativeInt = Field(
+        10,
+        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
+    )
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
+    score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
+    reference = load_reference(cfg, model, log_probs, ranks=ranks)  # the model as it is now
+    optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    rollouts = PairRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # what a round has sampled, and its pairs
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
+    )
+    samples = SampleLog(run, cfg.sample_every)
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
+
+    def sample_a_round() -> None:
+        while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others
+            asked = rollouts.ask()
+            answers = answer(asked, rollouts.seed)
+            rollouts.add(answers, score(asked, answers))
+        rollouts.begin()
+
+    def losses_of(batch: PairBatch, tokens: TokenStatistics, pairs: TokenStatistics) -> tuple[Tensor, Answers]:
+        """The loss of each pair, (P,), and what it was made of; batch: on the device."""
+        frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
+        answers = log_probs(model, batch, tokens)
+        columns = [column for both in (answers.log_probs, frozen, batch.answer_tokens) for column in both.unbind(1)]
+        losses = preference_loss(cfg.loss.name, *columns, beta=cfg.loss.beta_of_loss, **cfg.loss.own_settings)
+        add_rewards(pairs, answers.log_probs, frozen, cfg.loss.beta_of_loss)
+        return losses * answers.weights, answers
+
+    if held_out is not None and run.start_step == 0:
+        samples.say_before(answer.evaluate(held_out, score))
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        if rollouts.used_up:
+            sample_a_round()
+
+        micro_batches = rollouts.take()
+        num_pairs = max(1, sum(batch.num_pairs for batch in micro_batches))  # fewer where answers are worth the same
+        num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
+        num_chosen = max(1, sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches))  # tokens
+        tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
+            # Sums, divided once by what the whole step has.
+            losses, answers = losses_of(batch.to(device), tokens, pairs)
+            loss = losses.sum() / num_pairs
+            if cfg.loss.sft_weight:
+                loss = loss + cfg.loss.sft_weight * answers.chosen_loss / num_chosen
+            if answers.router_loss is not None:  # of a mixture of experts
+                loss = loss + answers.router_loss * (batch.num_pairs / num_pairs)
+            pairs.add(loss=loss * num_pairs, nll=answers.chosen_loss * (num_pairs / num_chosen))
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=is_last).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = pairs.means(num_pairs) | tokens.means(num_targets) | rollouts.metrics()
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
+        samples.write(step, rollouts)
+        if run.evaluation_due():
+            run.log_evaluation(None, **answer.evaluate(held_out, score))

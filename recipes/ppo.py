@@ -1,0 +1,148 @@
+"""Learning online from rewards with a value model: PPO, of all parameters or an adapter.
+
+leanft run ppo --config tiny/ppo
+leanft run ppo --config tiny/ppo lora.rank=8 output_dir=runs/ppo_lora      # policy, value model and reference share one base
+leanft run ppo --config tiny/ppo rewards='[runs/reward]'                   # what `leanft run reward` trained
+leanft cp  ppo mine.py                              # edit the loop, then: leanft run mine.py --config tiny/ppo
+
+Sample, score, learn, as in grpo; but each token of an answer is compared with what a second model expected before it, so one
+answer to a prompt is enough, and tokens of one answer are told apart. Both models learn from the same answers, several times.
+"""
+
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor, nn
+
+from lean_ft.data import PolicyBatch, prompt_rows
+from lean_ft.losses import TokenLogProbs, TokenStatistics, policy_loss, value_loss
+from lean_ft.memory import apply_memory
+from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.peft import load_with_adapter, lr_ratios
+from lean_ft.settings import (
+    GenerationConfig,
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOLossConfig,
+    PromptDataConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    Reward,
+    ScheduleConfig,
+    ValueConfig,
+)
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import (
+    Rewards,
+    Run,
+    SampleLog,
+    Sampler,
+    ValuedRollouts,
+    ValueModel,
+    apply_regularization,
+    load_policy_reference,
+    start,
+)
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: PromptDataConfig
+    rewards: list[Reward | str] = Field(
+        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
+        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
+    )
+    generation: GenerationConfig = GenerationConfig(num_answers=1, passes=4)
+    lora: LoRAConfig | None = None  # null: all parameters train
+    value: ValueConfig = ValueConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    schedule: ScheduleConfig = ScheduleConfig(name="constant")
+    loss: PPOLossConfig = PPOLossConfig()
+    memory: MemoryConfig = MemoryConfig()
+    sample_every: NonNegativeInt = Field(
+        10,
+        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
+    )
+
+
+def main(cfg: Config) -> None:
+    device = start(cfg)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
+    score = Rewards(cfg.rewards, tokenizer, device.type)
+    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    apply_memory(model, cfg.memory, compile=cfg.compile)
+    log_probs = TokenLogProbs(model, cfg)  # of sampled tokens: logits exist a chunk of tokens at a time
+    value = ValueModel(cfg, model)  # of each token what is still to come, before it was drawn
+    reference = load_policy_reference(cfg, model, log_probs)  # the model as it is now; None where nothing reads it
+    ratios = lr_ratios(cfg.lora) | {f"value.{name}": cfg.value.lr_ratio for name, _ in value.named_parameters()}
+    optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios)
+    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id)  # what a round has sampled, and what it is worth
+    run = Run(
+        cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, beside=value
+    )
+    samples = SampleLog(run, cfg.sample_every)
+    answer = Sampler(cfg, model, tokenizer, optimizer)  # as the model is now
+
+    @torch.no_grad()
+    def sample_a_round() -> None:
+        asked = rollouts.ask()
+        answers = answer(asked, rollouts.seed)
+        rollouts.add(answers, score(asked, answers))
+        for batch in rollouts.batches():  # what policy, reference and value model say before the first update
+            batch = batch.to(device)
+            now, frozen = log_probs(model, batch), None if reference is None else reference(batch)
+            rollouts.remember(batch, now, frozen, value(batch, now))
+        rollouts.begin()
+
+    def loss_of(batch: PolicyBatch, num_tokens: int, tokens: TokenStatistics) -> Tensor:
+        """The batch's share of the step's loss, of the policy and the value model; batch: on the device."""
+        now = log_probs(model, batch, tokens)
+        policy = policy_loss(
+            "dapo",  # -min(r A, clip(r) A), a mean over the step's tokens
+            now.log_probs,
+            batch.old,
+            batch.advantages,
+            batch.counts,
+            num_tokens=num_tokens,
+            statistics=tokens,
+            epsilon=cfg.loss.epsilon,
+            epsilon_high=cfg.loss.epsilon,
+        )
+        values = value(batch, now)
+        error = value_loss(values, batch.values, batch.returns, batch.counts, cfg.loss.value_epsilon, num_tokens)
+        tokens.add(policy_loss=policy * num_tokens, value_loss=error * num_tokens)
+        loss = policy + cfg.loss.value_weight * error
+        if now.router_loss is not None:  # of a mixture of experts
+            loss = loss + now.router_loss * (batch.num_targets / num_tokens)
+        return loss
+
+    if held_out is not None and run.start_step == 0:
+        samples.say_before(answer.evaluate(held_out, score))
+    for step in run.steps():
+        lr = learning_rate(cfg, step, run.total_steps)
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        if rollouts.used_up:
+            sample_a_round()
+
+        micro_batches = rollouts.take()
+        num_tokens = max(1, sum(batch.num_targets for batch in micro_batches))
+        tokens = TokenStatistics()
+        for i, batch in enumerate(micro_batches, start=1):
+            # Shares of the step's loss: what it is divided by is the whole step's.
+            loss = loss_of(batch.to(device), num_tokens, tokens)
+            tokens.add(loss=loss * num_tokens)
+            # A step with a loss that is not finite is skipped, and its batch kept.
+            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = tokens.means(num_tokens) | rollouts.metrics()
+        run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
+        samples.write(step, rollouts)
+        if run.evaluation_due():
+            run.log_evaluation(None, **answer.evaluate(held_out, score))

@@ -1,0 +1,104 @@
+"""`leanft push`, by the hub's own client against a hub on loopback."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from lean_ft import hub
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.settings_text import load_config
+from tests.hub_server import SIGNATURE, TOKEN, HubServer
+
+IDS = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    module = load_recipe(find_recipe("finetune"))
+    settings = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "device=cpu"]
+    settings += ["max_steps=3", "save_every=1", "data.validation_fraction=0.01", "plan=false", f"log.project={TOKEN}"]
+    for name, more in {"full": [], "lora": ["lora.rank=4"]}.items():
+        module.main(load_config(module.Config, None, [*settings, *more, f"output_dir={folder / name}"]))
+    return folder
+
+
+@pytest.fixture
+def server(hub_server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the hub's own storage has no stand-in
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub_server
+
+
+def files_of(server: HubServer, repo: str) -> dict[str, bytes]:
+    repository = server.repositories[repo]
+    return repository.commits[repository.revisions["main"]]
+
+
+def test_a_run_is_pushed_and_comes_back(leanft, runs: Path, server: HubServer) -> None:
+    answer = leanft("push", runs / "full", "me/mine")
+    assert answer.code == 0, answer.err
+    files, newest = files_of(server, "me/mine"), runs / "full" / "step_00000003"
+    assert answer.out == f"pushed  {server.url}/me/mine/commit/{server.repositories['me/mine'].revisions['main']}\n"
+    beside = {"README.md", "curves.png"}
+    assert files.keys() - beside == {p.name for p in newest.iterdir()} - {"training_state", "manifest.json"}
+    assert all(files[name] == (newest / name).read_bytes() for name in files.keys() - beside)
+    assert files["curves.png"].startswith(b"\x89PNG")
+    assert server.repositories["me/mine"].private
+    back = AutoModelForCausalLM.from_pretrained(hub.download("me/mine").folder)
+    assert torch.equal(back(IDS).logits, AutoModelForCausalLM.from_pretrained(newest)(IDS).logits)
+
+
+def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server: HubServer) -> None:
+    assert leanft("push", runs / "full", "me/mine", "--public").code == 0
+    assert not server.repositories["me/mine"].private
+    card = files_of(server, "me/mine")["README.md"].decode()
+    rows = [json.loads(line) for line in (runs / "full" / "metrics.jsonl").read_text().splitlines()]
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "by the recipe `finetune` of lean_ft; step_00000003 of the run" in card
+    assert "| optimizer steps | 3 |" in card
+    assert f"| tokens | {sum(row.get('tokens', 0) for row in rows):,} |" in card
+    assert f"| loss, first and last | {rows[0]['loss']:.4g}," in card
+    assert f"| held-out loss | {rows[-1]['eval_loss']:.4g}" in card
+    assert "optimizer.lr: 2.0e-05" in card and '"tiny/train.jsonl"' in card and f"- torch: {torch.__version__}" in card
+    assert "![Curves of the run](curves.png)" in card
+    assert TOKEN not in card and "[token]" in card and SIGNATURE not in card
+
+
+def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer) -> None:
+    assert leanft("push", runs / "lora" / "step_00000001", "me/adapter").code == 0
+    files = files_of(server, "me/adapter")
+    assert files.keys() >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert "library_name: peft" in files["README.md"].decode()
+    assert not any(name.startswith("model") for name in files)
+    weights = runs / "lora" / "step_00000001" / "adapter_model.safetensors"
+    assert files["adapter_model.safetensors"] == weights.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"token": None}, 2, "pushing needs a token that may write"),
+        ({"token": "hf_AnotherTokenThatIsWrong1"}, 2, "does not let your token write to me/mine (error 401)"),
+        ({"token_may_write": False}, 2, "does not let your token write to me/mine (error 403)"),
+        ({"failing_status": 500}, 1, "answered with error 500, and me/mine is as it was"),
+        ({"repo": "mine"}, 2, "mine is no repository's name; expected org/name"),
+        ({"source": "nowhere"}, 2, "model path 'nowhere' does not exist"),
+    ],
+)
+def test_what_goes_wrong_is_one_message_without_the_token(
+    leanft, runs: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch, change: dict, code: int, message: str
+) -> None:
+    if (token := change.get("token", TOKEN)) is None:
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    server.token_may_write = change.get("token_may_write", True)
+    server.failing_status = change.get("failing_status")
+    answer = leanft("push", change.get("source", runs / "full"), change.get("repo", "me/mine"))
+    assert (answer.code, message in answer.err) == (code, True), answer.err
+    assert not token or token not in answer.out + answer.err

@@ -1,0 +1,119 @@
+"""Learning online on two ranks is that on one: the same answers, rewards, losses and files, however the model is gathered."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_ft import load_model
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.plan.devices import Machines, choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
+from tests.distributed.processes import on_ranks
+from tests.training.toy_runs import TIMES, digests, metrics
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/problems_train.jsonl",
+    "data.validation_source=tiny/problems_validation.jsonl",
+    "data.chat=false",
+    "data.max_prompt_length=32",
+    "rewards=[length]",
+    "generation.max_new_tokens=8",
+    "generation.num_answers=2",
+    "optimizer.lr=1e-4",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+    "max_steps=3",
+    "sample_every=1",
+    "memory.host_pool=false",
+    "plan=false",
+    "device=cpu",
+)
+# With two micro-batches a step, each of two ranks has one, and their sum has the same bits in either order.
+SAME_BITS = {
+    "layer": (
+        "grpo",
+        "loss.kl_weight=0.1",
+        "generation.steps_per_round=2",
+        "generation.passes=2",
+        "loss.entropy_share=0.8",
+    ),
+    "whole": (
+        "grpo",
+        "generation.gather=whole",
+        "loss.kl_weight=0.1",
+        "loss.kl=in_reward",
+        "generation.cache_gib=0.0001",
+    ),
+    "kept": ("grpo", "generation.gather=whole", "parallel.reshard_after_forward=false", "generation.most_attempts=2"),
+    "pairs": ("online_dpo", "generation.steps_per_round=2", "lora.rank=4", "loss.sft_weight=0.1"),
+}
+# Three micro-batches do not go round, and three groups are answered by two ranks.
+CLOSE = (
+    "grpo",
+    "gradient_accumulation_steps=3",
+    "loss.name=gspo",
+    "generation.steps_per_round=2",
+    "optimizer.name=sgd",
+)
+
+
+def run(folder: Path, name: str, *settings: str) -> None:
+    recipe = load_recipe(find_recipe(name))
+    recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *settings]))
+
+
+def work(folder: Path) -> None:
+    for name, settings in SAME_BITS.items():
+        run(folder / name, *settings)
+    run(folder / "close", *CLOSE)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    on_ranks(2, work, folder, timeout=900)
+    return folder
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES and v is not None} for row in metrics(folder)]
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_two_ranks_write_the_files_of_one(on_two: Path, tmp_path: Path, name: str) -> None:
+    run(tmp_path / "one", *SAME_BITS[name])
+    assert samples(on_two / name) == samples(tmp_path / "one")
+    assert digests(on_two / name / "step_00000003") == digests(tmp_path / "one" / "step_00000003")
+    for row, expected in zip(numbers(on_two / name), numbers(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-6), row["step"]
+
+
+@pytest.mark.long
+def test_what_does_not_go_round_is_as_on_one(on_two: Path, tmp_path: Path) -> None:
+    run(tmp_path / "one", *CLOSE)
+    assert [row["answer"] for row in samples(on_two / "close")] == [row["answer"] for row in samples(tmp_path / "one")]
+    for row, expected in zip(numbers(on_two / "close"), numbers(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-7), row["step"]
+
+
+def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None:
+    """What is planned for the first of two devices, where sampling is the peak."""
+    module = load_recipe(find_recipe("grpo"))
+
+    def peak(gather: str) -> int:
+        many = ("generation.steps_per_round=16", "optimizer.name=sgd", f"generation.gather={gather}")
+        cfg = load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path / 'run'}", *many])
+        return rehearse(module, cfg, choose_device(None, "cpu"), Machines(2)).peak_bytes
+
+    layer = sum(parameter.nbytes for parameter in load_model("tiny").layers[0].parameters())
+    assert peak("whole") - peak("layer") == 3 * layer  # of the four, one is whole either way

@@ -1,0 +1,37 @@
+"""A frozen model whose layers come from the host computes the same, and no layer's weights stay."""
+
+import pytest
+import torch
+
+from lean_ft.memory import compile_layers, stream_weights
+from tests.late_link import LateLink
+from tests.memory.tiny_step import tiny
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_computes_the_same_from_copies_that_come_late(compiled: bool) -> None:
+    model = tiny(torch.bfloat16).requires_grad_(False)
+    ids = torch.randint(0, 500, (2, 16), generator=torch.Generator().manual_seed(0))
+    if compiled:
+        compile_layers(model)
+    expected = [model(batch) for batch in (ids, ids[:1, :9])]
+    layer_bytes = [sum(param.nbytes for param in layer.parameters()) for layer in model.layers]
+    link = LateLink()
+    stream_weights(model, link)
+    assert [torch.equal(model(batch), one) for batch, one in zip((ids, ids[:1, :9]), expected, strict=True)] == [
+        True
+    ] * 2
+    assert sum(num_bytes for kind, num_bytes in link.log if kind == "copy") == 2 * sum(layer_bytes)  # once a pass
+    assert sum(param.nbytes for layer in model.layers for param in layer.parameters()) == 0
+
+
+def test_the_next_layer_is_on_its_way_while_one_computes() -> None:
+    model = tiny(torch.float32).requires_grad_(False)
+    link = LateLink()
+    stream_weights(model, link)
+    first = model.model.layers[0]
+    begun: list[int] = []
+    first.layer.register_forward_pre_hook(lambda *_: begun.append(sum(kind == "copy" for kind, _ in link.log)))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    num_weights = [len(list(layer.parameters())) for layer in model.layers]
+    assert begun == [num_weights[0] + num_weights[1]]

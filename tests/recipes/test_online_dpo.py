@@ -1,0 +1,116 @@
+"""The recipe on the embedded model: which pairs it makes, where it begins, that it learns, and that going on changes nothing."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.settings_text import load_config
+from tests.training.toy_runs import digests, metrics
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/problems_train.jsonl",
+    "data.chat=false",
+    "data.max_prompt_length=32",
+    "rewards=[length]",
+    "generation.max_new_tokens=8",
+    "generation.num_answers=3",
+    "optimizer.lr=1e-4",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+    "max_steps=3",
+    "device=cpu",
+    "plan=false",
+)
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Runs the recipe with settings, and returns its folder."""
+
+    def run(*settings: str, output: str = "run") -> Path:
+        module = load_recipe(find_recipe("online_dpo"))
+        module.main(load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path / output}", *settings]))
+        return tmp_path / output
+
+    return run
+
+
+@pytest.mark.parametrize("settings", [(), ("lora.rank=4",), ("loss.name=ipo",)], ids=str)
+def test_it_begins_where_both_models_are_one(train: Train, settings: tuple[str, ...]) -> None:
+    first, *_ = metrics(train(*settings, "max_steps=1"))
+    assert first["rewards/margins"] == 0
+    assert first["loss"] == pytest.approx(25 if "loss.name=ipo" in settings else math.log(2), rel=1e-6)
+
+
+def test_the_best_and_the_worst_answer_are_a_pair_and_even_ones_are_none(train: Train, tmp_path: Path) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def f(prompts, completions):\n"
+        "    worth = [1.0, None, 3.0, 0.0, 0.0, None, None, 2.0, None, 5.0, 4.0, 4.5]\n"
+        "    return [value for value, _ in zip(worth, completions, strict=True)]\n"
+        "def even(completions):\n    return [1.0] * len(completions)\n"
+    )
+    folder = train(
+        f"rewards=['{rewards}:f']", "generation.passes=2", "save_every=1", "max_steps=1", "optimizer.name=sgd"
+    )
+    path = folder / "step_00000001" / "training_state" / "training_state.json"
+    ids = [answer["ids"] for answer in json.loads(path.read_text())["batches"]["answers"]]
+    pairs = [(2, 0), (9, 10)]  # of the second and third prompt no two answers are told apart
+    (line,) = metrics(folder)
+    assert line["target_tokens"] == sum(len(ids[i]) for pair in pairs for i in pair)
+    assert line["rewards/margins"] == 0
+    nothing = train(f"rewards=['{rewards}:even']", "optimizer.name=sgd", "optimizer.weight_decay=0", output="even")
+    assert [line["target_tokens"] for line in metrics(nothing)] == [0, 0, 0]
+    (kept,), (tiny,) = nothing.glob("step_00000003/*.safetensors"), [find_tiny()]
+    assert all(torch.equal(value, load_file(tiny)[name].float()) for name, value in load_file(kept).items())
+
+
+def find_tiny() -> Path:
+    import lean_ft
+
+    return Path(lean_ft.__file__).parent / "assets" / "tiny" / "model" / "model.safetensors"
+
+
+def test_a_run_that_goes_on_within_a_round_is_the_undisturbed_one(train: Train) -> None:
+    rounds = ("generation.steps_per_round=2", "generation.passes=2", "lora.rank=4", "lora.dropout=0.1", "max_steps=5")
+    whole = train(*rounds)
+    for stop in (1, 4):
+        train(*rounds, f"max_steps={stop}", output=f"stopped{stop}")
+        folder = train(*rounds, output=f"stopped{stop}")
+        assert digests(folder / "step_00000005") == digests(whole / "step_00000005")
+        assert metrics(folder, timed=False) == metrics(whole, timed=False)
+
+
+def test_it_learns(train: Train) -> None:
+    """Held-out problems, answers drawn as in training."""
+    settings = (
+        "rewards=[exact_answer]",
+        "data.validation_source=tiny/problems_validation.jsonl",
+        "generation.num_answers=8",
+    )
+    given = ("batch_size=16", "gradient_accumulation_steps=1", "max_steps=12", "optimizer.lr=3e-4")
+    (evaluation,) = [line["eval_reward"] for line in metrics(train(*settings, *given)) if "eval_reward" in line]
+    assert evaluation > 0.4  # from 0.22
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("generation.num_answers=1",), "makes no pair"),
+        (("reference.kind=cached",), "answers are sampled anew"),
+        (("loss.name=simpo", "reference.kind=model"), "with loss.name=simpo nothing reads a reference"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*settings)

@@ -1,0 +1,128 @@
+"""The recipe on the embedded model: what it learns from, that it does, what it keeps, and that going on changes nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.plan.devices import choose_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings_text import load_config
+from tests.training.toy_runs import digests, metrics
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/problems_train.jsonl",
+    "data.chat=false",
+    "data.max_prompt_length=32",
+    "rewards=[length]",
+    "generation.max_new_tokens=8",
+    "generation.passes=2",
+    "optimizer.lr=1e-4",
+    "batch_size=4",
+    "gradient_accumulation_steps=2",
+    "max_steps=3",
+    "device=cpu",
+    "plan=false",
+)
+Train = Callable[..., Path]
+
+
+def config(folder: Path, *settings: str) -> Any:
+    module = load_recipe(find_recipe("ppo"))
+    return load_config(module.Config, None, [*SETTINGS, f"output_dir={folder}", *settings])
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Runs the recipe with settings, and returns its folder."""
+
+    def run(*settings: str, output: str = "run") -> Path:
+        load_recipe(find_recipe("ppo")).main(config(tmp_path / output, *settings))
+        return tmp_path / output
+
+    return run
+
+
+def state(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / f"step_{step:08d}" / "training_state" / "training_state.json").read_text())["batches"]
+
+
+@pytest.mark.parametrize("settings", [(), ("lora.rank=4", "loss.gae_lambda=0.5")], ids=["full", "adapter"])
+def test_it_begins_at_ratio_1_and_values_of_0(train: Train, settings: tuple[str, ...]) -> None:
+    folder = train(*settings, "save_every=1", "max_steps=2")
+    answers, first, *_ = state(folder, 1)["answers"], *metrics(folder)
+    assert first["kl"] == first["clip_share"] == 0
+    assert all(value == 0 for answer in answers for value in answer["values"])
+    decay = 0.5 if settings else 0.95
+    returns = [
+        [decay ** (len(answer["ids"]) - 1 - t) * answer["reward"] for t in range(len(answer["ids"]))]
+        for answer in answers
+    ]
+    for answer, expected in zip(answers, returns, strict=True):
+        assert answer["returns"] == pytest.approx(expected, rel=1e-5)
+    flat = torch.tensor([value for row in returns for value in row], dtype=torch.float64)
+    assert first["value_loss"] == pytest.approx(flat.square().mean().item() / 2, rel=1e-5)
+    above = [value for answer in answers for value in answer["advantages"]]
+    assert above == pytest.approx(((flat - flat.mean()) / flat.std()).tolist(), rel=1e-4, abs=1e-6)
+    assert first["policy_loss"] == pytest.approx(0, abs=1e-6)  # ratios of 1 times what has mean 0
+    beside = load_file(folder / "step_00000002" / "training_state" / "beside.safetensors")
+    assert (sum(tensor.numel() for tensor in beside.values()) > 800_000) == (not settings)  # of one base a layer alone
+    assert (beside["score.weight" if settings else "own.score.weight"] != 0).all()
+
+
+@pytest.mark.parametrize("settings", [("save_async=true",), ("lora.rank=4", "optimizer.name=adamw_8bit")], ids=str)
+def test_a_run_that_goes_on_is_the_undisturbed_one(train: Train, settings: tuple[str, ...]) -> None:
+    whole = train(*settings, "max_steps=5")
+    for stop in (1, 2):  # within a round, and between two
+        output = f"stopped{stop}"
+        train(*settings, f"max_steps={stop}", output=output)
+        folder = train(*settings, "max_steps=5", output=output)
+        assert digests(folder / "step_00000005") == digests(whole / "step_00000005")
+        assert metrics(folder, timed=False) == metrics(whole, timed=False)
+
+
+def test_it_learns(train: Train) -> None:
+    """Held-out problems, answers drawn as in training."""
+    settings = (
+        "rewards=[exact_answer]",
+        "data.validation_source=tiny/problems_validation.jsonl",
+        "generation.passes=4",
+    )
+    folder = train(*settings, "batch_size=64", "gradient_accumulation_steps=1", "max_steps=16", "optimizer.lr=3e-4")
+    (evaluation,) = [line["eval_reward"] for line in metrics(folder) if "eval_reward" in line]
+    assert evaluation > 0.45  # from 0.22
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("lora.rank=4", "value.path=tiny"), "beside an adapter the value model is an output layer on the policy"),
+        (("generation.top_k=5",), "draw from other probabilities"),
+        (("generation.most_attempts=2",), "each is compared with its expected value"),
+        (("reference.kind=cached",), "answers are sampled anew"),
+        (("loss.kl_weight=0", "reference.kind=model"), "with loss.kl_weight=0 nothing reads a reference"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(*settings)
+
+
+def test_the_value_model_is_planned(tmp_path: Path) -> None:
+    """A model of its own, with its gradients and its optimizer's state; beside an adapter nothing to speak of."""
+    module = load_recipe(find_recipe("ppo"))
+
+    def weights(*settings: str) -> int:
+        given = ("loss.kl_weight=0", *settings)
+        found = rehearse(module, config(tmp_path / "run", *given), choose_device(None, "cpu"))
+        return found.peak.bytes_by_label["weights"]
+
+    assert weights() > 1.9 * weights("lora.rank=4")

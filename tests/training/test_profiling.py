@@ -1,0 +1,72 @@
+"""Profiles of a run: what ran is in them, by module, and the run is the same bits."""
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.cli.run import run_recipe
+from lean_ft.settings_text import load_config
+
+SETTINGS = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=2", "device=cpu"]
+SETTINGS += ["max_steps=4", "schedule.name=constant", "data.packing=bfd", "data.max_length=128"]
+
+
+def run(folder: Path, *settings: str) -> Path:
+    recipe = load_recipe(find_recipe("full_finetune_single_device"))
+    run_recipe(recipe, load_config(recipe.Config, None, [*SETTINGS, *settings, f"output_dir={folder}"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
+
+
+def test_products_are_told_of_the_projections_that_make_them(profiled: Path) -> None:
+    """Each of 4 layers makes a product forward, and two backward: of its input's gradient and its weight's."""
+    table = (profiled / "profile" / "operations.txt").read_text()
+    rows = re.findall(r"^(\S+(?:, backward)?) +aten::mm +(\d+) ", table, re.MULTILINE)
+    calls = {module: int(count) for module, count in rows}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert calls[f"model.layers.*.mlp.{name}"] == 4
+        assert calls[f"model.layers.*.mlp.{name}, backward"] == 8
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", table)]
+    assert shares == sorted(shares, reverse=True)
+    assert 50 < sum(shares) <= 101
+
+
+def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
+    with gzip.open(profiled / "profile" / "trace.json.gz") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sorted({name for name in names if name.startswith("ProfilerStep")}) == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert names.count("module: model.layers.3.mlp") == 2
+
+
+def test_memory_is_sampled_and_drawn_beside_the_plan(
+    profiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (profiled / "profile" / "memory.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    seconds = [float(row["seconds"]) for row in rows]
+    assert len(rows) > 3 and seconds == sorted(seconds)
+    assert all(50e6 < int(row["bytes"]) < 20e9 for row in rows)
+    assert (profiled / "profile" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None:
+    plain = run(tmp_path / "off", "plan=false")
+    assert not (plain / "profile").exists()
+    weights = [next(folder.glob("step_*4")) / "model.safetensors" for folder in (profiled, plain)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("more", [["max_steps=3"], ["max_steps=1"]])
+def test_a_run_that_ends_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    run(tmp_path / "short", "profile=true", "profile_steps=[1,1,2]", "plan=false", *more)
+    assert "profile     nothing: it takes 4 steps (profile_steps)" in capsys.readouterr().out
+    assert not any((tmp_path / "short" / "profile").iterdir())
