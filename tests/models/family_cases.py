@@ -500,6 +500,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **DELTA_RULE,
             "linear_num_key_heads": 1,
             "linear_key_head_dim": 7,
+            "rms_norm_eps": 1e-3,
             "hidden_act": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
         },
