@@ -55,7 +55,7 @@ COMPARISONS = {
     "lora": Comparison(
         f"LoRA of rank {LORA_RANK}",
         Recipe.lora,
-        {"reference.kind": "adapter_off"},
+        {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},  # of rows twice as many
         TRL,
         trl_arguments=("--lora-rank", str(LORA_RANK)),
     ),

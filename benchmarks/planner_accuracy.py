@@ -1,6 +1,7 @@
 """How near the planner's predicted peak comes to the measured one, over shapes and settings.
 
     python benchmarks/planner_accuracy.py                      # three shapes cut to six layers: twelve settings, then four
+    python benchmarks/planner_accuracy.py --objectives         # recipes that learn from pairs, labels and teachers, on the first
     python benchmarks/planner_accuracy.py --shapes llama3_2_3b --layers 0 --batch-size 2 --length 4096 --device cuda
 
 Each setting is rehearsed as `leanft plan` does, then run as a fresh process. On a GPU the measured number is the
@@ -9,7 +10,7 @@ of next to no size, less what the planner says of that. The base is the interpre
 the compiler. There both runs go on until their peaks stand still, and what is compared are those, beside which the table
 tells the first; `--settle-steps 0` measures two steps.
 
-Writes `results/planner_accuracy_<hardware>.json`.
+Writes `results/planner_accuracy_<hardware>.json`, with `objectives_` before the hardware for those.
 """
 
 import json
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from compare_trl import write_weights
 from measure import Budget, measure_training, recipe_command, rehearse_recipe
 from memory_ladder import RECIPE
 from results import RESULTS, console, gibibytes, peaks, print_result, require_hardware, write_result
-from shapes import EMBEDDED_MODEL, write_model_folder, write_text_rows
+from shapes import EMBEDDED_MODEL, write_model_folder, write_pair_rows, write_text_rows
 
 COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planned in"]
 NO_SIZE = "tiny"
@@ -54,6 +56,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4-bit AdamW in backward, checkpointing": {**_IN_BACKWARD, "optimizer.name": "adamw_4bit", **_CHECKPOINTED},
     "8-bit AdamW in backward, checkpointing, tiles": {**_IN_BACKWARD, **_CHECKPOINTED, "memory.tile_mlp": 4},
 }
+_LEAN = {**_IN_BACKWARD, **_CHECKPOINTED}
+# Other recipes, each with its settings.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo, references cached": {"recipe": "dpo", **_LEAN},
+    "dpo, reference resident": {"recipe": "dpo", **_LEAN, "reference.kind": "model"},
+    "dpo, LoRA": {"recipe": "dpo", **_CHECKPOINTED, "lora.rank": 16},
+    "kto, reference resident": {"recipe": "kto", **_LEAN, "reference.kind": "model"},
+    "reward": {"recipe": "reward", **_LEAN},
+    "distill": {"recipe": "distill", **_LEAN, "data.train_on": "all"},
+}
 
 
 def main(
@@ -61,6 +73,7 @@ def main(
         "qwen2_5_0_5b,llama3_2_1b,llama3_2_3b"
     ),
     layers: Annotated[int, typer.Option(help="Layers that are left of each shape; 0 leaves all.")] = 6,
+    objectives: Annotated[bool, typer.Option(help="Other recipes than finetuning, on the first shape.")] = False,
     batch_size: int = 5,
     length: int = 512,
     settle_steps: Annotated[
@@ -78,10 +91,12 @@ def main(
     settle_steps = settle_steps if on_cpu else 0
     common = (settle_steps, hardware["device"], budget)
     bases: dict[str, Any] = {}
-    for number, shape in enumerate(shapes.split(",")):
-        for label, settings in (CHOSEN if number else SETTINGS).items():
+    wanted = shapes.split(",")[:1] if objectives else shapes.split(",")
+    for number, shape in enumerate(wanted):
+        for label, settings in (OBJECTIVES if objectives else CHOSEN if number else SETTINGS).items():
             if on_cpu and label not in bases:
-                predicted, measured = _both(NO_SIZE, 0, settings, 1, 64, *common)
+                # One row each; kto compares two.
+                predicted, measured = _both(NO_SIZE, 0, settings, 2 if objectives else 1, 64, *common)
                 if measured["status"] == "ok":
                     bases[label] = {
                         peak: measured[peak] - predicted["peak_bytes"] for peak in PEAKS if peak in measured
@@ -97,12 +112,13 @@ def main(
             console.print(" | ".join(_cells(row)), markup=False)
             # After each: a run that is cut off keeps what it measured.
             path = write_result(
-                "planner_accuracy",
+                "planner_accuracy_objectives" if objectives else "planner_accuracy",
                 benchmark="planner_accuracy",
                 hardware=hardware,
                 settings={
-                    "shapes": shapes,
+                    "shapes": ",".join(wanted),
                     "layers": layers,
+                    "objectives": objectives,
                     "batch_size": batch_size,
                     "length": length,
                     "settle_steps": settle_steps,
@@ -128,28 +144,43 @@ def _both(
 
     num_steps = max(2, settle_steps) + 1
     with tempfile.TemporaryDirectory(prefix="lean_ft_planner_") as name:
-        folder = Path(name)
+        folder, recipe = Path(name), settings.get("recipe", RECIPE)
+        model = _cut(write_model_folder(shape, folder / "model", EMBEDDED_MODEL), layers)
+        source, tokens_per_step = _rows_of(recipe, folder / "rows.jsonl", num_steps, batch_size, length)
+        if recipe == "distill":
+            write_weights(model)
+            settings = {**settings, "distill.teacher": model}
         settings = {
-            "model.path": _cut(write_model_folder(shape, folder / "model", EMBEDDED_MODEL), layers),
-            "model.random_init": True,
-            "data.source": write_text_rows(folder / "text.jsonl", num_steps * batch_size, length),
+            "model.path": model,
+            "model.random_init": recipe != "distill",
+            "data.source": source,
             "data.max_length": length,
             "batch_size": batch_size,
             "max_steps": num_steps,
             "epochs": 100,
             "device": device,
-            **settings,
+            **{key: value for key, value in settings.items() if key != "recipe"},
         }
-        predicted = rehearse_recipe(RECIPE, {**settings, "output_dir": folder / "planned"}, choose_device(None, device))
+        predicted = rehearse_recipe(recipe, {**settings, "output_dir": folder / "planned"}, choose_device(None, device))
         measured = measure_training(
-            lambda run: recipe_command(RECIPE, {**settings, "output_dir": run}),
+            lambda run: recipe_command(recipe, {**settings, "output_dir": run}),
             steps=1,
             warmup_steps=1,
-            tokens_per_step=batch_size * length,
+            tokens_per_step=tokens_per_step,
             timeout_seconds=budget.timeout_seconds(),
             settle_steps=settle_steps,
         )
     return predicted, measured
+
+
+def _rows_of(recipe: str, path: Path, num_steps: int, batch_size: int, length: int) -> tuple[Path, int]:
+    """A file of rows for so many steps, and the positions that a step computes."""
+    if recipe in (RECIPE, "distill"):
+        return write_text_rows(path, num_steps * batch_size, length), batch_size * length
+    prompt = length // 4
+    source = write_pair_rows(path, num_steps * batch_size, prompt, length)
+    # Of a pair kto makes two rows, the others one with the prompt in it once.
+    return source, batch_size * (length if recipe == "kto" else 2 * length - prompt)
 
 
 def _cut(folder: Path, layers: int) -> Path:
@@ -165,9 +196,10 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, less the process's base,"
+    what = "recipes that learn from pairs, labels and a teacher," if settings.get("objectives") else "full finetuning"
     until = ", when it stands still" if settings.get("settle_steps") else ""
     return (
-        f"predicted and measured peak memory ({kind} of fresh processes{until}) of full finetuning in bfloat16, batch of "
+        f"predicted and measured peak memory ({kind} of fresh processes{until}) of {what} in bfloat16, batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, random weights"
         + (f", {settings['layers']} layers of each shape" if settings["layers"] else "")
     )
