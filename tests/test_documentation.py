@@ -73,7 +73,7 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 SUBSTITUTES = [
     (r"\[(--.*?)\]", r"\1", "an option in brackets may be left out, and is not"),
     (
-        r"^(leanft run (?!generate|quantize).*)",
+        r"^(leanft run (?!generate|quantize|evaluate).*)",
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
         "so it takes seconds",
     ),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import DataConfig
+from lean_ft.settings import DataConfig, PreferenceDataConfig
 from lean_ft.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -58,6 +58,14 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"at most this many tokens have: {quantiles}\n"))
+    if isinstance(cfg.data, PreferenceDataConfig):
+        spared = statistics.prompt_tokens_twice(found)
+        console.print(
+            Text(
+                f"tokens of prompts that stand in both answers of a pair: {spared:,} ({spared / found.lengths.sum():.1%}), "
+                "computed once with data.shared_prompt\n"
+            )
+        )
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))

@@ -61,6 +61,11 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             f"{setting} cuts projections by heads and features, and this model has one matrix for queries, keys and values, "
             "or for the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
         )
+    if config.latent is not None:
+        raise ValueError(
+            f"{setting} cuts attention by heads, and this model makes those of keys and values from one latent. Set "
+            "parallel.tensor=1, with more of parallel.shard."
+        )
     if config.qk_norm == "projection":
         raise ValueError(
             f"{setting} gives each process some heads, and this model norms the queries and keys of all heads as one vector. "

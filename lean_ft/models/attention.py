@@ -221,6 +221,13 @@ def attend_cached(
     keys, values = cache.store(key, value)  # (B, C, K, D)
     if cache.owner.starts_empty:
         return attend_rows(query, key, value, scoring, sinks)
+    return attend_filled(query, keys, values, cache, scoring, sinks)
+
+
+def attend_filled(
+    query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """The attention of query (B, T, H, D) to keys and values (B, filled, K, D) of all that the cache holds."""
     visible = cache.owner.visible(scoring.window)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:

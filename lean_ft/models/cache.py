@@ -74,10 +74,9 @@ class KVCache:
         self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._mixers = [layer.mixer for layer in config.layers]
-        num_layers = self._mixers.count(None)
-        shape = (num_layers, batch_size, capacity, config.num_kv_heads, config.head_dim)
+        shapes = [(self._mixers.count(None), batch_size, capacity, *shape) for shape in config.cached_shapes]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self._take(keys, values, {i: _state(m, batch_size, dtype, device) for i, m in enumerate(self._mixers) if m})
 
     def _take(self, keys: Tensor, values: Tensor, states: dict[int, tuple[Tensor, Tensor | None]]) -> None:
@@ -200,7 +199,7 @@ def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize:
     total = 0
     for layer in config.layers:
         if layer.mixer is None:
-            total += 2 * capacity * config.num_kv_heads * config.head_dim * itemsize
+            total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes)
         else:
             total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
             total += 4 * math.prod(layer.mixer.state_shape or (0,))

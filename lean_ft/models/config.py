@@ -26,7 +26,23 @@ class MixtureConfig:
     shared_intermediate_size: int = 0  # of an expert that every token meets beside those chosen; 0: there is none
     shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # Hugging Face's, of the module
     shared_gate: bool = False  # its result is weighed by the sigmoid of a linear layer
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits, which weighs experts
+    corrected: bool = False  # experts are chosen by their scores plus a number each, which does not weigh them
+    num_groups: int = 1  # of experts, of which a token chooses those whose two best scores add up to most
+    groups_per_token: int = 1
+    weights_factor: float = 1.0  # of a token's weights
+    wide_router: bool = False  # it computes in float32, and has what corrects it in float32
     router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """What attention is made from, where keys and values are made from one small vector a token."""
+
+    rank: int  # of that vector
+    query_rank: int | None  # of the one that queries are made from; None: from the hidden state
+    plain_dim: int  # features of a head's queries and keys that positions leave; `head_dim` are those that they turn
+    value_dim: int  # features of a head's values
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,7 @@ class DecoderConfig:
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
     attention_gate: bool = False  # what each head attended to is gated by a projection beside its query's
     attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
 
@@ -121,6 +138,13 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and features of the two things that a layer of attention keeps of each token."""
+        if self.latent is not None:
+            return (1, self.latent.rank), (1, self.head_dim)
+        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
 
     @property
     def has_states(self) -> bool:

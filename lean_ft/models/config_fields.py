@@ -75,7 +75,9 @@ class Fields:
 def head_dim_of(fields: Fields) -> int:
     """Features of an attention head: the field head_dim, else the hidden size over the heads."""
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    if fields.get("head_dim") is not None:
+    if fields.get("qk_rope_head_dim") is not None:  # of latent attention the features that are turned
+        head_dim = fields.count("qk_rope_head_dim")
+    elif fields.get("head_dim") is not None:
         head_dim = fields.count("head_dim")
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads

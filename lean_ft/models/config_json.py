@@ -76,6 +76,8 @@ SCORE_ARCHITECTURES = {
         "glm4": "Glm4",
         "seed_oss": "SeedOss",
         "hunyuan_v1_dense": "HunYuanDenseV1",
+        "qwen2_moe": "Qwen2Moe",
+        "deepseek_v3": "DeepseekV3",
         "exaone4": "Exaone4",
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
@@ -151,11 +153,6 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     num_heads = fields.count("num_attention_heads")
     no_groups = fields.get("num_key_value_heads") is None
     num_kv_heads = num_heads if no_groups else fields.count("num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
-            "expected the first to be a multiple of the second."
-        )
     facts: dict[str, Any] = {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": fields.count("hidden_size"),
@@ -171,6 +168,11 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         "activation": _activation(fields, family),
     }
     read = DecoderConfig(**facts | _facts(family.facts, fields))
+    if read.num_heads % read.num_kv_heads:
+        raise ValueError(
+            f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
+            "expected the first to be a multiple of the second."
+        )
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
         return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
@@ -189,6 +191,18 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok is {mixture.experts_per_token}, of {mixture.num_experts} experts; "
             "expected at most all of them."
+        )
+    open_experts = mixture.groups_per_token * mixture.num_experts // mixture.num_groups
+    if (
+        mixture.num_experts % mixture.num_groups
+        or mixture.groups_per_token > mixture.num_groups
+        or (mixture.num_groups > 1 and mixture.num_experts < 2 * mixture.num_groups)
+        or mixture.experts_per_token > open_experts
+    ):
+        raise ValueError(
+            f"{fields.where}: {mixture.num_experts} experts are in {mixture.num_groups} groups (n_group), of which a token "
+            f"has {mixture.groups_per_token} (topk_group) and {mixture.experts_per_token} experts; expected groups of one "
+            "size, at least 2, with enough experts in those that a token has."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
         raise ValueError(

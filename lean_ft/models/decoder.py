@@ -19,6 +19,7 @@ from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, ShortConvoluti
 from lean_ft.models.convolution import ShortConvolution
 from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
+from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
@@ -51,6 +52,8 @@ class Block(nn.Module):
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
         self.mixer_name, mixer = _MIXERS[type(config.layers[layer_index].mixer)]
+        if mixer is Attention and config.latent is not None:
+            mixer = LatentAttention
         self.add_module(self.mixer_name, mixer(config, layer_index))
         sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
         self.mlp = (

@@ -4,13 +4,14 @@ A row is data: facts of the decoder, each a value or what reads it from config.j
 `lean_ft.models.config_json` reads a config.json by its family's row.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from lean_ft.models.config import DeltaRuleConfig, MixerConfig, ShortConvolutionConfig
+from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixerConfig, ShortConvolutionConfig
 from lean_ft.models.config_fields import Fields, head_dim_of
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
@@ -48,6 +49,10 @@ def _every_layer(fields: Fields, layer: int) -> bool:
 
 def _upper_layers(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
+
+
+def _every_second_of_the_lower_layers(fields: Fields, layer: int) -> bool:
+    return fields.flag("use_sliding_window") and layer % 2 == 0 and not _upper_layers(fields, layer)
 
 
 def _layers_without_rope(fields: Fields, layer: int) -> bool:
@@ -121,6 +126,11 @@ def _adjusted_intermediate_size(fields: Fields) -> int:
 
 _LONGEST = "max_position_embeddings"
 
+
+def _all_layers_but_the_first(fields: Fields, layer: int) -> bool:
+    return layer >= fields.count("first_k_dense_replace", least=0)
+
+
 # How positions turn queries and keys, a function of the fields, the layer's number and whether it has a window.
 
 
@@ -135,9 +145,18 @@ def _has_rope(fields: Fields, layer: int) -> bool:
     return has_rope
 
 
-def _neighbours_in_a_part(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _a_part_turned(fields: Fields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
     fields.positive("partial_rotary_factor")  # null is another number to transformers once it has saved the file
-    return rope_config(fields, may_be_partial=True, turns_neighbours=True)
+    return rope_config(fields, may_be_partial=True, **facts)
+
+
+def _dims_turned(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """A part of each head, of which published files say how many features it has."""
+    if fields.get("rotary_dim") is None:
+        return rope_config(fields, may_be_partial=True)
+    key, settings = rope_settings(fields)
+    share = {"partial_rotary_factor": fields.count("rotary_dim") / head_dim_of(fields)}
+    return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
 
 
 def _neighbours_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -162,11 +181,6 @@ def _rope_with_alpha(fields: Fields, layer: int, is_windowed: bool) -> RopeConfi
 
 # How positions of images are spread over frequencies; those of a text are the same in all three directions.
 _OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
-
-
-def _rope_of_some_features(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    fields.positive("partial_rotary_factor")  # a null is 1 to transformers, until it has saved it: refused
-    return rope_config(fields, may_be_partial=True, ignored=_OF_IMAGE_POSITIONS)
 
 
 def _rope_with_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -269,10 +283,59 @@ _EXPERTS_ON_DISK = {
     "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
 }
 
+_MIXTRAL_ON_DISK = {
+    "mlp.gate.": ("block_sparse_moe.gate.",),
+    "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
+    "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+}
+_CORRECTED_MIXTURE = {
+    "num_experts": count("n_routed_experts"),
+    "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("moe_intermediate_size"),
+    "weights_sum_to_one": flag("norm_topk_prob"),
+    "shared_intermediate_size": lambda fields: (
+        fields.count("moe_intermediate_size") * fields.count("n_shared_experts", least=0)
+    ),
+    "shared_name": "shared_experts",
+    "score": "sigmoid",
+    "corrected": True,
+    "num_groups": count("n_group"),
+    "groups_per_token": count("topk_group"),
+    "weights_factor": number("routed_scaling_factor"),
+    "wide_router": True,
+}
+_CORRECTED_MIXTURE_DEFAULTS = {
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def _latent(fields: Fields) -> LatentConfig:
+    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
+    return LatentConfig(
+        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
+    )
+
+
+def _yarn_scale(fields: Fields) -> float:
+    """That of the scores, which grows where `yarn` stretches positions."""
+    scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
+    key, settings = rope_settings(fields)
+    if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
+        return scale
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    factor = own.positive("factor")
+    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+
+
 _QWEN_HYBRID: dict[str, Any] = {  # of qwen3_next and 3.5
     "facts": {**_ATTENTION_BIAS, "norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True},
     "layer_type": _attention_in_every_nth_layer,
-    "rope": _rope_of_some_features,
+    "rope": partial(_a_part_turned, ignored=_OF_IMAGE_POSITIONS),
 }
 _QWEN_HYBRID_DEFAULTS = {
     "head_dim": 256,
@@ -436,7 +499,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4": Family(
         facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
-        rope=_neighbours_in_a_part,
+        rope=partial(_a_part_turned, turns_neighbours=True),
         on_disk={
             "post_attention_layernorm": ("post_self_attn_layernorm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),
@@ -538,14 +601,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         has_window=_every_layer,
         mixture={**_MIXTURE, "weights_sum_to_one": True},
-        on_disk={
-            "mlp.gate.": ("block_sparse_moe.gate.",),
-            "mlp.experts.gate_up_proj": (
-                "block_sparse_moe.experts.*.w1.weight",
-                "block_sparse_moe.experts.*.w3.weight",
-            ),
-            "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
-        },
+        on_disk=_MIXTRAL_ON_DISK,
         defaults={
             **_MIXTURE_DEFAULTS,
             "num_key_value_heads": 8,
@@ -589,6 +645,101 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 8,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
+        },
+    ),
+    "qwen2_moe": Family(
+        facts={"qkv_bias": flag("qkv_bias")},
+        has_window=_every_second_of_the_lower_layers,
+        reads_layer_types=True,
+        mixture={
+            **_MIXTURE,
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
+            "shared_intermediate_size": count("shared_expert_intermediate_size"),
+            "shared_gate": True,
+        },
+        has_mixture=_every_nth_layer_but_some,
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            **_QWEN_DEFAULTS,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "qkv_bias": True,
+        },
+    ),
+    "glm4_moe": Family(
+        facts={
+            "qkv_bias": flag("attention_bias"),
+            "qk_norm": lambda fields: "head" if fields.flag("use_qk_norm") else None,
+        },
+        rope=_a_part_turned,
+        mixture=_CORRECTED_MIXTURE,
+        has_mixture=_all_layers_but_the_first,
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_CORRECTED_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "minimax_m2": Family(
+        facts={"qk_norm": "projection"},
+        rope=_dims_turned,
+        mixture={**_MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "corrected": True},
+        on_disk={
+            "mlp.gate.e_score": ("block_sparse_moe.e_score",),
+            **_MIXTRAL_ON_DISK,
+        },
+        defaults={
+            **_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 1536,
+        },
+    ),
+    "deepseek_v3": Family(
+        facts={
+            **_ATTENTION_BIAS,
+            "num_kv_heads": count("num_attention_heads"),
+            "attention_scale": _yarn_scale,
+            "latent": _latent,
+        },
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=fields.flag("rope_interleave")),
+        mixture=_CORRECTED_MIXTURE,
+        has_mixture=_all_layers_but_the_first,
+        on_disk=_EXPERTS_ON_DISK,
+        defaults={
+            **_CORRECTED_MIXTURE_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rope_interleave": True,
         },
     ),
     "gpt_oss": Family(

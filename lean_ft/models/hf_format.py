@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import decoder_config, language_model_config, score_config
+from lean_ft.models.config_json import MAX_LAYERS, decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.layers import XIELU_START
@@ -304,9 +304,9 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     try:
         with outside(), torch.device("meta"):
             model = Decoder(config)
-            for tensor in (*model.parameters(), *model.buffers()):
-                # What corrects a choice among many experts is small beside what it is added to.
-                if not getattr(tensor, "stays_float32", False):
+            wide = model.mixture is not None and model.mixture.wide_router
+            for name, tensor in _tensors(model):
+                if not (wide and name.endswith(".e_score_correction_bias")):
                     tensor.data = tensor.data.to(dtype)
             return model
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
@@ -417,6 +417,8 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     if model.score_is_new:
         del expected["score.weight"]
         stored.pop("lm_head.weight", None)
+    for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.hf_config)):
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{beyond}.")}
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(
@@ -444,6 +446,12 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
                 "weights cannot be trained: take the model they were made from."
             )
     return stored
+
+
+def _num_drafting_layers(hf_config: Mapping[str, Any]) -> int:
+    """Layers behind the last that guess further tokens while serving, which transformers leaves out as well."""
+    number = next((n for key in ("num_nextn_predict_layers", "num_mtp_layers") if (n := hf_config.get(key))), 0)
+    return number if isinstance(number, int) and 0 <= number < MAX_LAYERS else 0
 
 
 def _check_tied(embedding: Readable, head: Readable) -> None:

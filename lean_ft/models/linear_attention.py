@@ -1,10 +1,10 @@
-"""Linear attention with a state that decays, and the gated delta rule, in chunks of tokens: exact, packed, and lean.
+"""The gated delta rule, attention to a state, in chunks of tokens: exact, packed, and lean.
 
-Each head has a state, a matrix from keys to values. A token lets it decay, writes its value under its key, and reads what lies
-under its query: S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = q_t S_t. The delta rule writes only what the state does not know yet:
-v_t becomes beta_t (v_t - k_t exp(g_t) S_{t-1}), and queries and keys are first scaled to length 1. A chunk's tokens see each other
-through one product of queries with keys, and what came before through the state; the delta rule's corrections, each of which
-depends on those before it, are the solution of one triangular system.
+Each head has a state, a matrix from keys to values. A token lets it decay, writes under its key what of its value the state does
+not know yet, and reads what lies under its query: S_t = exp(g_t) S_{t-1} + k_t^T beta_t (v_t - k_t exp(g_t) S_{t-1}), o_t = q_t S_t,
+of queries and keys that are first scaled to length 1. A chunk's tokens see each other through one product of queries with keys, and
+what came before through the state; the corrections, each of which depends on those before it, are the solution of one triangular
+system.
 
 A document begins with an empty state, wherever in a chunk that is: decays to it from before are zero, which is a mask and no
 shape, so a GPU's host need not know the boundaries, and nothing of one document's numbers reaches another's.
@@ -13,8 +13,8 @@ Backward is written by hand, chunk by chunk from behind. What is kept of the for
 front of every eighth chunk; the states between are computed again. So memory is a chunk's, whatever the length. It is one custom
 op, opaque to torch.compile. In it, on CUDA in 16 bits, flash-linear-attention computes the delta rule where it is installed.
 
-Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484);
-without the delta rule it is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The backward pass is our own.
+Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484).
+The backward pass is our own. Left out: Mamba-2, which is the same without the correction.
 
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, each with the query and key of one of G (H / G
 neighbours share one), K and V features of a head, C tokens of a chunk, S segments of chunks.
@@ -22,7 +22,7 @@ neighbours share one), K and V features of a head, C tokens of a chunk, S segmen
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from lean_ft.log import say
 
 CHUNK = 64
 SEGMENT = 8 * CHUNK  # tokens between two states that are kept
+_solve = partial(torch.linalg.solve_triangular, unitriangular=True)
 _LENGTH_EPS = 1e-6  # under the root of a query's or key's length, as in flash-linear-attention
 
 
@@ -42,17 +43,17 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what the queries read (B, T, H, V), and the states (S + 1, B, H, K, V): in front of each segment, and the last.
 
     query and key (B, T, G, K), value (B, T, H, V); log_decay (B, T, H) in float32, at most 0; beta (B, T, H): how much of
-    a correction is written, or None for no delta rule. cu_seqlens (documents + 1,): boundaries of documents, which are one row
+    a correction is written. cu_seqlens (documents + 1,): boundaries of documents, which are one row
     then; None where each row is one. state (B, H, K, V): that before the first token, or None for an empty one.
     """
-    if (kernel := delta_rule_kernel(value, beta)) is not None:
+    if (kernel := delta_rule_kernel(value)) is not None:
         query, key = (_for_each_head(x, value) for x in (query, key))
         out, last = kernel(query, key, value, log_decay, beta, cu_seqlens, state)
         states = _room_for_states(key, value)
@@ -94,18 +95,18 @@ def linear_attention_backward(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     cu_seqlens: Tensor | None,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key, value, log_decay and beta from that of what was read; without beta its is empty."""
-    if (kernel := delta_rule_kernel(value, beta)) is not None:
+    """Returns the gradients of query, key, value, log_decay and beta from that of what was read."""
+    if (kernel := delta_rule_kernel(value)) is not None:
         arguments = [_for_each_head(query, value), _for_each_head(key, value), value, log_decay, beta]
         grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
         return *(grad.unflatten(2, (key.shape[2], -1)).sum(3) for grad in grads[:2]), *grads[2:]  # type: ignore[return-value]
     tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]))
-    given = [x for x in (query, key, value, log_decay, beta) if x is not None]
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    given = (query, key, value, log_decay, beta)
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
     num_tokens, grad_state = query.shape[1], tokens_of.empty_state()
     with torch.autocast(query.device.type, enabled=False):
         for start in reversed(range(0, num_tokens, SEGMENT)):
@@ -119,14 +120,14 @@ def linear_attention_backward(
                 tokens = chunks.pop()
                 chunk = _Chunk(tokens_of, tokens, before.pop())
                 grad_state, of_chunk = chunk.backward(tokens_of.of(grad_out, tokens), grad_state)
-                for grad, part in zip(grads, of_chunk, strict=False):
+                for grad, part in zip(grads, of_chunk, strict=True):
                     grad[:, tokens] = part.transpose(1, 2)
-    return (*grads, value.new_empty(0))[:5]  # type: ignore[return-value]
+    return grads  # type: ignore[return-value]
 
 
 @linear_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, *_: Any) -> Any:
-    given = (query, key, value, log_decay, value.new_empty(0) if beta is None else beta)
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, *_: Any) -> Any:
+    given = (query, key, value, log_decay, beta)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
@@ -138,14 +139,12 @@ def _num_flops_backward(grad_shape: Any, *shapes: Any, **_: Any) -> int:
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *given, _ = inputs
-    ctx.has_beta = given[4] is not None
     ctx.save_for_backward(*given, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *grads, grad_beta = linear_attention_backward(grad_out, *ctx.saved_tensors)
-    return *grads, grad_beta if ctx.has_beta else None, None, None
+    return *linear_attention_backward(grad_out, *ctx.saved_tensors), None, None
 
 
 linear_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -160,7 +159,7 @@ class _Tokens:
         key: Tensor,
         value: Tensor,
         log_decay: Tensor,
-        beta: Tensor | None,
+        beta: Tensor,
         documents: Tensor | None,
     ) -> None:
         self.query, self.key, self.value, self.log_decay, self.beta = query, key, value, log_decay, beta
@@ -191,29 +190,20 @@ class _Chunk:
             self.sees = sees & (own[..., None] == own[..., None, :])
             continues = own == given.documents[:, None, max(tokens.start - 1, 0), None]
         # Summed by document and not as differences of a sum over all, which would round with the others' numbers.
-        total = (log_decay[..., None, :] * self.sees).sum(
-            -1
-        )  # (B, H, C): the decay since the chunk or the document began
+        total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the chunk or the document began
         self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
-        self.is_delta = given.beta is not None
-        if given.beta is not None:
-            self.beta = given.of(given.beta, tokens)[..., None]
-            self.scale = query.shape[-1] ** -0.5
-            self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
-            query, key = query * (self.query_inverse * self.scale), key * self.key_inverse
-        self.query, self.key = query, key
+        self.beta, self.scale = given.of(given.beta, tokens)[..., None], query.shape[-1] ** -0.5
+        self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
+        self.query, self.key = query * (self.query_inverse * self.scale), key * self.key_inverse
+        query, key = self.query, self.key
         self.scores = (query @ key.mT) * self.decay
-        self.written = value
-        if self.is_delta:
-            self.from_before = key @ state
-            self.error = value - self.of_state * self.from_before
-            self.overlap = ((key @ key.mT) * self.decay).tril(-1)
-            self.system = self.beta * self.overlap  # and ones on the diagonal
-            self.written = torch.linalg.solve_triangular(
-                self.system, self.beta * self.error, upper=False, unitriangular=True
-            )
+        self.from_before = key @ state
+        self.error = value - self.of_state * self.from_before
+        self.overlap = ((key @ key.mT) * self.decay).tril(-1)
+        self.system = self.beta * self.overlap  # and ones on the diagonal
+        self.written = _solve(self.system, self.beta * self.error, upper=False)
 
     def read(self) -> Tensor:
         """What the queries read, (B, H, C, V)."""
@@ -237,35 +227,31 @@ class _Chunk:
         grad_key = self.to_state * by_state
         grad_of_state = (query * from_state).sum(-1)  # (B, H, C)
         grad_of_state[..., -1] += (grad_next * state).sum((-1, -2))
-        grad_decay = (
-            grad_scores * self.scores
-        )  # times the decay itself, as all that follows: gradients of its logarithm
+        grad_decay = grad_scores * self.scores  # of the decay's logarithm
         grad_decay[..., -1, :] += (key * by_state).sum(-1) * self.to_state[..., 0]
         grad_scores *= self.decay
         grad_query += grad_scores @ key
         grad_key += grad_scores.mT @ query
         # What was written
-        grad_value, of_beta = grad_written, []
-        if self.is_delta:
-            solved = torch.linalg.solve_triangular(self.system.mT, grad_written, upper=True, unitriangular=True)
-            grad_system = -(solved @ self.written.mT)
-            grad_value = self.beta * solved
-            grad_beta = (solved * self.error).sum(-1) + (grad_system * self.overlap).sum(-1)
-            grad_before = self.of_state * grad_value
-            grad_key -= grad_before @ state.mT
-            grad_state -= key.mT @ grad_before
-            grad_of_state -= (grad_value * self.from_before).sum(-1)
-            grad_decay += grad_system * self.system
-            grad_overlap = (self.beta * grad_system * self.decay).tril_(-1)
-            grad_key += (grad_overlap + grad_overlap.mT) @ key
-            grad_query = self.scale * _through_length(grad_query, query / self.scale, self.query_inverse)
-            grad_key = _through_length(grad_key, key, self.key_inverse)
-            of_beta = [grad_beta]
+        grad_written = _solve(self.system.mT, grad_written, upper=True)
+        grad_value = self.beta * grad_written
+        grad_beta = (grad_written * self.error).sum(-1)
+        grad_system = -(grad_written @ self.written.mT)
+        grad_beta += (grad_system * self.overlap).sum(-1)
+        grad_before = self.of_state * grad_value
+        grad_key -= grad_before @ state.mT
+        grad_state -= key.mT @ grad_before
+        grad_of_state -= (grad_value * self.from_before).sum(-1)
+        grad_decay += grad_system * self.system
+        grad_overlap = (self.beta * grad_system * self.decay).tril_(-1)
+        grad_key += (grad_overlap + grad_overlap.mT) @ key
+        grad_query = self.scale * _through_length(grad_query, query / self.scale, self.query_inverse)
+        grad_key = _through_length(grad_key, key, self.key_inverse)
         grad_total = grad_decay.sum(-1) - grad_decay.sum(-2) + grad_of_state * self.of_state[..., 0]
         grad_log_decay = (grad_total[..., None] * self.sees).sum(-2)
         if self.group > 1:
             grad_query, grad_key = (x.unflatten(1, (-1, self.group)).sum(2) for x in (grad_query, grad_key))
-        return grad_state, (grad_query, grad_key, grad_value, grad_log_decay, *of_beta)
+        return grad_state, (grad_query, grad_key, grad_value, grad_log_decay, grad_beta)
 
 
 def _chunks(start: int, end: int) -> Iterator[slice]:
@@ -302,10 +288,10 @@ def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | Non
 # Kernels ------------------------------------------------------------------------------------------------------------
 
 
-def delta_rule_kernel(value: Tensor, beta: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def delta_rule_kernel(value: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """What computes the delta rule of such values in the place of what is above, of as many queries as values; None for
     nothing."""
-    if not value.is_cuda or beta is None or value.itemsize != 2 or not has_kernels():
+    if not value.is_cuda or value.itemsize != 2 or not has_kernels():
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 

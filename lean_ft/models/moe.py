@@ -30,13 +30,40 @@ from lean_ft.models.layers import ACTIVATIONS, MLP
 class Router(nn.Module):
     """Scores every expert for every token: a linear layer."""
 
-    def __init__(self, hidden_size: int, num_experts: int, bias: bool) -> None:
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.is_wide = config.wide_router
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+        if config.corrected:  # set by pretraining, which balances the experts' load by it, and left as it is
+            self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_experts))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.is_wide:
+            with torch.autocast(tokens.device.type, enabled=False):
+                return F.linear(tokens.float(), self.weight.float())
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
+
+    def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+        """The weights (N, K) of each token's experts, and which these are (N, K), by the router's logits (N, E)."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if config.score == "softmax" and not config.corrected and config.weights_sum_to_one:
+            logits, chosen = logits.topk(config.experts_per_token)
+            return logits.softmax(-1) * config.weights_factor, chosen
+        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        ranks = scores.detach()
+        if config.corrected:
+            ranks = ranks + self.e_score_correction_bias
+        if config.num_groups > 1:
+            groups = ranks.unflatten(-1, (config.num_groups, -1))  # (N, groups, experts of one)
+            best = groups.topk(2).values.sum(-1).topk(config.groups_per_token).indices
+            is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
+            ranks = groups.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
+        chosen = ranks.topk(config.experts_per_token).indices
+        weights = scores.gather(-1, chosen)
+        if config.weights_sum_to_one:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * config.weights_factor, chosen
 
 
 _Thin = Sequence[Tensor | None]  # left (E, D, R) and right (E, R, I), or None twice
@@ -91,7 +118,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
-        self.add_module(config.router_name, Router(hidden_size, config.num_experts, config.router_bias))
+        self.add_module(config.router_name, Router(hidden_size, config))
         self.experts = Experts(hidden_size, config)
         if config.shared_intermediate_size:
             shared = MLP(hidden_size, config.shared_intermediate_size, bias=False, activation=config.activation)
@@ -102,13 +129,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (..., D); returns what its experts make of it (..., D), and the router's logits (N, E)."""
         tokens = x.flatten(0, -2)
-        logits = getattr(self, self.config.router_name)(tokens)
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.config.weights_sum_to_one:
-            scores, chosen = scores.topk(self.config.experts_per_token)
-            weights = scores.softmax(-1)
-        else:
-            weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token)
+        router = getattr(self, self.config.router_name)
+        logits = router(tokens)
+        weights, chosen = _router_of(router).choose(logits, self.config)
         mixed = self.experts(tokens, weights, chosen)
         if self.config.shared_intermediate_size:
             shared = getattr(self, self.config.shared_name)(tokens)
@@ -116,6 +139,13 @@ class MixtureOfExperts(nn.Module):
                 shared = shared * getattr(self, f"{self.config.shared_name}_gate")(tokens).sigmoid()
             mixed = mixed + shared
         return mixed.view(x.shape), logits
+
+
+def _router_of(layer: nn.Module) -> Router:
+    """The router itself, where an adapter is in its place."""
+    router = getattr(layer, "base_layer", layer)
+    assert isinstance(router, Router)
+    return router
 
 
 def load_balancing_loss(

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lean_ft.models import Decoder
+from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.moe import Experts, Router
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
@@ -64,7 +65,8 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     layer = model.get_submodule(name)
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
-    return model.mixture is not None and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
+    return bool(family.mixture) and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 
-from lean_ft.settings.answers import AskConfig, GenerationConfig, Reward, SamplingConfig
+from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig
 from lean_ft.settings.base import Every, Fraction, GroupT, Settings
 from lean_ft.settings.data import (
     AnswerDataConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "POLICY_LOSS_READS",
     "AnswerDataConfig",
     "AskConfig",
+    "AskedModelConfig",
     "DataConfig",
     "DistillConfig",
     "Every",

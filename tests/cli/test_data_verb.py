@@ -5,7 +5,10 @@ import re
 
 import pytest
 
+from lean_ft.data import preference_batches
 from lean_ft.paths import resolve_model_path
+from lean_ft.settings import PreferenceDataConfig
+from lean_ft.tokenizers import load_tokenizer
 
 RECIPE = '''"""Looked at, never run."""
 
@@ -64,10 +67,13 @@ def run_on_pairs(run, tmp_path):
     return run
 
 
-def test_stats_of_pairs(leanft, run_on_pairs):
+def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     answer = leanft("data", "stats", *run_on_pairs)
     assert (answer.code, answer.err) == (0, "")
     assert "3 rows (preference, told from their fields); 3 pairs" in answer.out
+    data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
+    batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
+    assert f"both answers of a pair: {batches.layout.shared.sum()} (" in answer.out
     cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
     assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # of six sequences, the long answer
 

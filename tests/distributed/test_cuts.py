@@ -1,12 +1,13 @@
 """Layers cut over ranks, by tokens, heads and experts: the losses and weights are those of one process."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from lean_ft.distributed import join, parallelize
-from lean_ft.models.config import MixtureConfig
+from lean_ft.models.config import DeltaRuleConfig, MixtureConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from tests.distributed.processes import on_ranks
@@ -23,6 +24,8 @@ LONG = RopeConfig(
 MIXTURE = MixtureConfig(
     num_experts=8, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True, router_aux_loss_coef=0.1
 )
+SHARED = replace(MIXTURE, shared_intermediate_size=40, shared_gate=True)
+STATE = {"rope": None, "mixer": DeltaRuleConfig(2, 4, 8, 6, num_taps=3, fused_projections=True)}
 BIASED = MixtureConfig(
     num_experts=4,
     experts_per_token=3,
@@ -35,6 +38,7 @@ BIASED = MixtureConfig(
     up_offset=1.0,
 )
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
+ALONE = ParallelConfig()
 FULL = {"activation_checkpointing": "full"}
 ATTENTION_LORA = LoRAConfig(rank=4, dora=True, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 
@@ -50,9 +54,6 @@ class Case(NamedTuple):
     clip: float | None = None
     micro_batches: int = 2
     model: dict[str, Any] = NOTHING
-
-
-ALONE = ParallelConfig()
 
 
 def parallel(**settings: Any) -> ParallelConfig:
@@ -91,7 +92,8 @@ TWO: dict[str, Case] = {
     ),
     "tensor, dynamic": Case(TENSOR, model={"layer": {"rope": DYNAMIC}}),
     "tensor, adapter": Case(TENSOR, {"in_backward": True}, FULL, model={"lora": LoRAConfig(rank=4)}),
-    "tensor, mixture": Case(TENSOR, model={"layer": {"mixture": MIXTURE}}),
+    "tensor, mixture with a shared expert": Case(TENSOR, model={"layer": {"mixture": SHARED}}),
+    "shards of layers with a state": Case(ALONE, {"in_backward": True}, FULL, model={"layer": STATE}),
     "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
     "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
     "experts in backward, recomputed": Case(
@@ -195,6 +197,8 @@ REFUSED = [
         "adamw_8bit keeps one scale for 256 neighbouring numbers, and parallel.tensor cuts",
         Case(TENSOR, {"name": "adamw_8bit"}),
     ),
+    ("layers of this model keep a state over each row", Case(TENSOR, model={"layer": STATE})),
+    ("layers of this model keep a state over each row", Case(CONTEXT, model={"layer": STATE})),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
     ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_qkv": True})),
     ("this model norms the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),

@@ -30,6 +30,9 @@ LONG_CASES = {
     "exaone4_without_windows",
     "apertus_tied_biases",
     "cohere2_untied_biases",
+    "qwen2_moe_some_layers",
+    "glm4_moe_groups",
+    "deepseek_v3_dense",
 }
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
 
@@ -358,6 +361,80 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 6}
         | {"attention_bias": True, "tie_word_embeddings": True},
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 20},
+    ),
+    "qwen2_moe_some_layers": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {"num_hidden_layers": 3, "head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4_moe_groups": (
+        "glm4_moe",
+        {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
+        | {"moe_intermediate_size": 16, "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"head_dim": 20, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 14,
+            "q_lora_rank": 10,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 7,
+            "v_head_dim": 12,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+        },
+    ),
+    "deepseek_v3_dense": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 6,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 2,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 2,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 16,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5},
@@ -423,6 +500,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **DELTA_RULE,
             "linear_num_key_heads": 1,
             "linear_key_head_dim": 7,
+            "rms_norm_eps": 1e-3,
             "hidden_act": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
         },

@@ -40,35 +40,31 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def by_tokens(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, bounds: list[int], state: Tensor
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, bounds: list[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What each token reads, and the last state, token by token."""
     query, key = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
-    if beta is not None:
-        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-        query = query * KEY**-0.5
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * KEY**-0.5
     read = []
     for t in range(value.shape[1]):
         state = torch.zeros_like(state) if t in bounds and t else state
         state = state * log_decay[:, t, :, None, None].exp()
-        written = value[:, t]
-        if beta is not None:
-            written = beta[:, t, :, None] * (written - torch.einsum("bhk,bhkv->bhv", key[:, t], state))
+        written = beta[:, t, :, None] * (value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state))
         state = state + key[:, t, :, :, None] * written[:, :, None]
         read.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
     return torch.stack(read, 1), state
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("is_delta", [False, True])
-def test_chunks_read_what_a_state_gives_token_by_token(is_delta, is_packed):
+def test_chunks_read_what_a_state_gives_token_by_token(is_packed):
     rows = 1 if is_packed else ROWS
     query, key = (numbers(rows, TOKENS, KEY_HEADS, KEY, seed=i) for i in (0, 1))
     value, step, beta = (numbers(rows, TOKENS, HEADS, *size, seed=i) for i, size in ((2, (VALUE,)), (3, ()), (4, ())))
-    log_decay, beta = -F.softplus(step), beta.sigmoid() if is_delta else None
+    log_decay, beta = -F.softplus(step), beta.sigmoid()
     state = torch.zeros(rows, HEADS, KEY, VALUE).double() if is_packed else numbers(rows, HEADS, KEY, VALUE, seed=5)
     cu_seqlens = torch.tensor(BOUNDS).int() if is_packed else None
-    given = [x for x in (query, key, value, log_decay, beta) if x is not None]
+    given = [query, key, value, log_decay, beta]
     expected, last = by_tokens(query, key, value, log_decay, beta, BOUNDS if is_packed else [], state)
     found, states = by_chunks(query, key, value, log_decay, beta, cu_seqlens, None if is_packed else state)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)

@@ -16,7 +16,8 @@ from tests.models.conftest import reference_model
 from tests.models.family_cases import CASES
 
 # A case a family, and those of Llama that differ in what an adapter meets: biases.
-MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"}
+MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"}
+MIXTURES |= {"qwen3_next", "qwen3_5_moe_text"}
 FAMILIES = [*sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()), "llama_biases"]
 FAMILIES = [family for family in FAMILIES if family not in MIXTURES]
 

@@ -78,7 +78,7 @@ def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, t
     folder, base = make_checkpoint(family)
     model = load_model(folder)
     router = "router" if family == "gpt_oss" else "gate"
-    apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "q_proj"], **settings))
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "o_proj"], **settings))
     randomize(model)
     save_adapter(model, tmp_path)
     expected = model.eval()(IDS)

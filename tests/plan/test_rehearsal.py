@@ -1,21 +1,26 @@
 """What the planner says of a recipe, against sizes worked out by hand and against real training steps."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.host_link import HostLink
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
+from lean_ft.paths import resolve_model_path
 from lean_ft.plan import rehearsal
 from lean_ft.plan.devices import CPU, find_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.plan.trace import Trace
 from lean_ft.settings_text import load_config
+from tests.models.family_cases import CASES, SIZES
 
 RECIPE = "full_finetune_single_device"
 ROWS, COLUMNS = 2, 256
@@ -172,3 +177,26 @@ def test_parts_of_pinned_memory_take_nothing_of_the_device():
         del host, part
         trace.pin(torch.empty(500))
     assert trace.pinned_bytes == 4000  # the most at once
+
+
+@pytest.mark.parametrize("device", [CPU, find_device("H100")], ids=["cpu", "gpu"])
+def test_layers_that_keep_a_state_are_planned(tmp_path: Path, device):
+    """Of shapes alone, packed and compiled; their arithmetic counts, and grows as the row and not as its square."""
+    model_type, sizes = CASES["qwen3_5_text"]
+    sizes = {**SIZES, **sizes, "layer_types": ["linear_attention"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[model_type](**sizes).to_dict()))
+    for file in Path(str(resolve_model_path("tiny"))).glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    own = (f"model.path={tmp_path}", "model.random_init=true", "data.packing=bfd", "optimizer.in_backward=true")
+    plain = planned(tmp_path, *own, device=device)
+    model = load_model(tmp_path, random_init=True, dtype=torch.bfloat16)
+    assert plain.peak.bytes_by_label["weights"] == sum(p.nbytes for p in model.parameters())
+    compiled = planned(tmp_path, *own, "compile=true", "memory.activation_checkpointing=full", device=device)
+    assert 0 < compiled.peak_bytes <= plain.peak_bytes
+    ids = torch.zeros(1, 2048, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids[:, :1024])
+        half = counter.get_total_flops()
+        model(ids)
+    assert counter.get_total_flops() - half == 2 * half
+    assert counter.flop_counts["Global"][torch.ops.lean_ft.linear_attention] > 0

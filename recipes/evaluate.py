@@ -1,0 +1,127 @@
+"""Evaluates a model: tasks of lm-evaluation-harness (the extra `eval`), or questions of a file, right to the letter.
+
+leanft run evaluate model.path=runs/tiny data.source=tiny/validation.jsonl
+leanft run evaluate model.path=runs/tiny tasks=[arc_easy,gsm8k] limit=100
+leanft run evaluate adapter=runs/tiny_lora tasks=[my_task.yaml]       # a task file of your own: no network
+
+What comes out goes into evaluation.json in the run, beside what is there of other steps, or into `output`.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.generation import open_model
+from lean_ft.log import say
+from lean_ft.models import Decoder
+from lean_ft.settings import AskedModelConfig, Settings, SFTDataConfig
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training import answer_held_out
+from lean_ft.training.finished_models import find_finished
+from lean_ft.training.run_directory import METRICS_FILE
+from lean_ft.units import number
+from lean_ft.whole_files import write_whole
+
+
+class Config(Settings):
+    model: AskedModelConfig = AskedModelConfig.model_validate({})
+    adapter: str | list[str] = Field(
+        [], description="An adapter, or a run that trained one; or a list of them that add up."
+    )
+    tasks: list[str] = Field(
+        [], description="The harness's tasks by name, which it fetches, or YAML files of your own."
+    )
+    num_fewshot: NonNegativeInt | None = Field(
+        None, description="Solved examples before each question; null: the task's own."
+    )
+    limit: PositiveInt | None = Field(None, description="Questions of each task, or of the file; null asks all.")
+    chat: bool = Field(False, description="Ask the tasks' questions as a user's messages, by the chat template.")
+    data: SFTDataConfig | None = Field(
+        None, description="Rows whose questions are asked: those held out, or all of them."
+    )
+    pattern: str | None = Field(
+        None,
+        description="With data: what of an answer is compared, the first group of this regular expression's last match.",
+    )
+    output: Path | None = Field(None, description="A JSON file for the results; null: evaluation.json in the run.")
+    seed: NonNegativeInt = Field(0, description="Seeds the drawing of tasks that draw.")
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+
+
+def main(cfg: Config) -> None:
+    if not cfg.tasks and cfg.data is None:
+        raise ValueError("expected tasks=[...], data.source=FILE, or both; came neither.")
+    if cfg.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            "tasks are lm-evaluation-harness's: pip install 'lean-ft[eval]', or ask a file by data.source."
+        )
+    model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
+    results: dict[str, Any] = {}
+    if cfg.data is not None:
+        results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)
+    if cfg.tasks:
+        results["tasks"] = run_tasks(cfg, model, tokenizer)
+    write(cfg, results)
+
+
+def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+    batches, held_out = sft_batches(data, tokenizer, batch_size=8, seed=cfg.seed)
+    questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
+    report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)
+    say("answers", f"{report.num_right} of {len(report.answers)} right ({report.exact_match:.1%})")
+    return {"exact_match": report.exact_match, "num_right": report.num_right, "num_questions": len(report.answers)}
+
+
+def run_tasks(cfg: Config, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from lean_ft.generation.harness import HarnessModel
+
+    files = [Path(task).expanduser() for task in cfg.tasks if task.endswith((".yaml", ".yml"))]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ValueError(f"tasks: there is no file {', '.join(missing)}.")
+    manager = TaskManager(include_defaults=len(files) < len(cfg.tasks))
+    tasks = [str(Path(task).expanduser().resolve()) if task.endswith((".yaml", ".yml")) else task for task in cfg.tasks]
+    if unknown := [task for task in tasks if not Path(task).is_file() and not manager.match_tasks([task])]:
+        raise ValueError(f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists what it knows.")
+    found = simple_evaluate(
+        HarnessModel(model, tokenizer, cfg.seed),
+        tasks=tasks,
+        num_fewshot=cfg.num_fewshot,
+        limit=cfg.limit,
+        apply_chat_template=cfg.chat,
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    results = {
+        task: {name.partition(",")[0]: value for name, value in told.items() if isinstance(value, int | float)}
+        for task, told in found["results"].items()
+    }
+    for task, told in results.items():
+        say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
+    return results
+
+
+def write(cfg: Config, results: dict[str, Any]) -> None:
+    """Adds the results to the file, under the name of what was evaluated."""
+    names = (
+        [cfg.model.path] if cfg.model.path != "auto" else [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
+    )
+    folder = find_finished(names[0])
+    file = cfg.output
+    if file is None and (folder.parent / METRICS_FILE).is_file():
+        file = folder.parent / "evaluation.json"
+    if file is None:
+        say("results", "printed alone, as this is no run; output=FILE keeps them")
+        return
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept[folder.name] = kept.get(folder.name, {}) | results
+    with write_whole(file) as part:
+        part.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    say("results", str(file))

@@ -1,0 +1,152 @@
+"""Evaluation, against lm-evaluation-harness on transformers' reading of the same model."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from lean_ft.catalog import find_recipe, load_recipe  # noqa: E402
+from lean_ft.generation.harness import HarnessModel  # noqa: E402
+from lean_ft.models import load_model  # noqa: E402
+from lean_ft.paths import resolve_model_path  # noqa: E402
+from lean_ft.settings_text import load_config  # noqa: E402
+from lean_ft.tokenizers import load_tokenizer  # noqa: E402
+
+CHOICE = """
+task: our_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+GENERATE = """
+task: our_generate
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/generate.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n", " 2"], max_gen_toks: 12}
+metric_list: [{metric: exact_match, ignore_case: true}]
+"""
+ROLLING = """
+task: our_rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/rolling.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+QUESTIONS = ["What is the capital of Zanemar?", "20 + 1 =", "", "Nila has 60 apples and loses 6. " * 3]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("tasks")
+    choices = [["Tasulo", "It is the town of Galostan", " 21"], ["21", " twenty", "apples and more apples"]]
+    rows = {
+        "choice": [{"question": q, "choices": choices[i % 2], "answer": i % 3} for i, q in enumerate(QUESTIONS)],
+        "generate": [{"question": q or "So", "answer": " words"} for q in QUESTIONS],
+        "rolling": [{"text": "The river flows through the country. " * n} for n in (1, 100)],
+    }
+    for name, content in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    for name, text in {"choice": CHOICE, "generate": GENERATE, "rolling": ROLLING}.items():
+        (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
+    return [str(folder / f"{name}.yaml") for name in rows]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_harness_says_the_same_of_our_model_and_of_transformers(tasks: list[str], chat: bool) -> None:
+    ours = HarnessModel(load_model("tiny"), load_tokenizer("tiny"))
+    folder = str(resolve_model_path("tiny"))
+    theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=2)
+    asked = tasks[:2] if chat else tasks
+    told = []
+    for model in (ours, theirs):
+        manager = TaskManager(include_defaults=False)
+        told.append(
+            lm_eval.simple_evaluate(
+                model, tasks=asked, task_manager=manager, bootstrap_iters=0, apply_chat_template=chat, num_fewshot=0
+            )
+        )
+    for task, results in told[1]["results"].items():
+        for name, value in results.items():
+            if isinstance(value, float):
+                assert told[0]["results"][task][name] == pytest.approx(value, abs=1e-4), (task, name)
+    for task, samples in told[1]["samples"].items():
+        for our_sample, their_sample in zip(told[0]["samples"][task], samples, strict=True):
+            assert our_sample["arguments"] == their_sample["arguments"]
+            for (our,), (their,) in zip(our_sample["resps"], their_sample["resps"], strict=True):
+                if isinstance(their, str):
+                    assert our == their
+                elif isinstance(their, float):
+                    assert our == pytest.approx(their, abs=1e-3)  # of 800 tokens
+                else:
+                    assert (our[0], our[1]) == (pytest.approx(float(their[0]), abs=1e-4), bool(their[1]))
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe(find_recipe("evaluate"))
+
+
+def evaluate(recipe: ModuleType, *settings: str) -> None:
+    recipe.main(load_config(recipe.Config, None, [*settings, "model.dtype=float32", "device=cpu"]))
+
+
+def test_results_of_a_run_go_into_it_step_by_step(recipe: ModuleType, tasks: list[str], tmp_path: Path) -> None:
+    finetune = load_recipe(find_recipe("finetune"))
+    given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=2"]
+    given += [f"output_dir={tmp_path}", "save_every=1", "device=cpu", "plan=false", "eval_answers=4"]
+    given += ["data.validation_source=tiny/validation.jsonl"]
+    finetune.main(load_config(finetune.Config, None, given))
+    evaluate(recipe, f"model.path={tmp_path}", f"tasks=[{tasks[0]}]", "data.source=tiny/validation.jsonl", "limit=3")
+    evaluate(recipe, f"model.path={tmp_path / 'step_00000001'}", f"tasks=[{tasks[1]}]")
+    kept = json.loads((tmp_path / "evaluation.json").read_text())
+    assert kept.keys() == {"step_00000001", "step_00000002"}
+    assert kept["step_00000002"]["tasks"]["our_choice"].keys() >= {"acc", "acc_norm"}
+    assert kept["step_00000002"]["answers"] == {"exact_match": 0.0, "num_right": 0, "num_questions": 3}
+    assert 0 <= kept["step_00000001"]["tasks"]["our_generate"]["exact_match"] <= 1
+
+
+def test_an_answer_is_right_to_the_letter_or_by_a_pattern(recipe: ModuleType, tmp_path: Path) -> None:
+    from lean_ft.generation import generate
+
+    said = generate(load_model("tiny"), [QUESTIONS[0]], max_new_tokens=60)[0].strip()
+    rows = [{"prompt": QUESTIONS[0], "completion": said}, {"prompt": QUESTIONS[0], "completion": said + " x"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, more, right in (("whole", [], 1), ("pattern", [f"pattern={said[-6:-1]}"], 2)):
+        output = tmp_path / f"{name}.json"
+        evaluate(recipe, "model.path=tiny", f"data.source={tmp_path / 'rows.jsonl'}", f"output={output}", *more)
+        (told,) = json.loads(output.read_text()).values()
+        assert told["answers"]["num_right"] == right
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], r"expected tasks=\[...\], data.source=FILE, or both"),
+        (["tasks=[nowhere.yaml]"], "there is no file nowhere.yaml"),
+        # It reads all of the harness's tasks, which takes long.
+        pytest.param(
+            ["tasks=[no_such_task_at_all]"], "the harness knows no no_such_task_at_all", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(recipe: ModuleType, settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(recipe, "model.path=tiny", *settings)
