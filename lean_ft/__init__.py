@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lean_ft.notebook import load_recipe, run
     from lean_ft.tokenizers import load_tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "__version__",
     "generate",

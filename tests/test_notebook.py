@@ -11,6 +11,7 @@ import pytest
 
 import lean_ft
 from lean_ft.notebook import _overrides
+from lean_ft.paths import resolve_data_path
 from lean_ft.settings import LoRAConfig, Source
 from lean_ft.settings_text import load_config
 from lean_ft.strict_yaml import read_yaml_file
@@ -108,3 +109,19 @@ def test_names_are_listed_without_torch_and_found() -> None:
     assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
     with pytest.raises(AttributeError, match="no attribute 'lode_model'"):
         _ = lean_ft.lode_model
+
+
+@pytest.mark.long
+def test_the_notebook_runs_and_the_model_learns(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(PAGE.parent / "notebooks" / "first_finetune.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # what is kept is what anybody gets
+    notebook.cells.append(nbformat.v4.new_code_cell("print(json.dumps([before, after, losses]))"))
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    before, after, losses = json.loads(notebook.cells[-1].outputs[0].text)
+    rows = resolve_data_path("tiny/train.jsonl").read_text().splitlines()[:3]
+    right = [json.loads(row)["messages"][-1]["content"] for row in rows]
+    assert losses[-1] < 0.3 * losses[0]
+    assert sum(answer.strip() == told for answer, told in zip(after, right, strict=True)) > 0
+    assert not any(answer.strip() == told for answer, told in zip(before, right, strict=True))
+    assert (tmp_path / "runs" / "first" / "config.yaml").is_file()

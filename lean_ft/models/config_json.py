@@ -50,9 +50,10 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 _OF_IMAGES = ("image", "video", "vision")
 
@@ -96,7 +97,12 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
-    family, architecture = _LANGUAGE_MODEL_OF[model_type]
+    architectures = _LANGUAGE_MODEL_OF[model_type]
+    family = text.get("model_type", next(iter(architectures)))
+    if family not in architectures:
+        raise ValueError(
+            f"{where}: text_config has the model_type {family!r}; expected in a {model_type} {listed(architectures)}."
+        )
     shared = {
         key: value
         for key, value in config.items()
@@ -104,7 +110,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
-    return {**shared, **text, "model_type": family, "architectures": [architecture]}
+    return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
 
 
 def score_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:

@@ -250,6 +250,39 @@ def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_it_is(tmp_path):
+    """Ministral 3 is published so; other models of its kind have another language model."""
+    text = {
+        **SIZES,
+        "head_dim": 8,
+        "model_type": "ministral3",
+        "rope_parameters": CASES["ministral3"][1]["rope_parameters"],
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"head_dim": 8, "image_size": 28, "patch_size": 14}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=98, tie_word_embeddings=False
+    )
+    whole = transformers.Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path)
+    ids = token_ids(2, 20).clamp(max=97)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    model = load_model(tmp_path)
+    assert (model.part_of, model.hf_config["model_type"]) == ("mistral3", "ministral3")
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+    file = tmp_path / "config.json"
+    changed = json.loads(file.read_text())
+    changed["text_config"]["model_type"] = "mistral4"
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="model_type 'mistral4'; expected in a mistral3 ministral3, mistral"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
     """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
