@@ -174,8 +174,8 @@ def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = {param for module in embeddings for param in module.parameters()}
     others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
-    if isinstance(output := getattr(model, "output_weight", None), nn.Parameter):
-        others.add(output)
+    outputs = (getattr(module, "output_weight", None) for module in model.modules())  # of two models, where two train
+    others |= {output for output in outputs if isinstance(output, nn.Parameter)}
     return lambda param: param.ndim >= 2 and param not in others
 
 

@@ -43,11 +43,15 @@ class ValueModel(nn.Module):
         if stage() is None:
             say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
 
+    @property
+    def output_weight(self) -> Tensor:
+        """(1, D)."""
+        return self.score.weight if self.own is None else self.own.output_weight
+
     def forward(self, batch: Any, now: AnswerTokens) -> Tensor:
-        hidden, layer = now.hidden, self.score if self.own is None else self.own.head
+        hidden = now.hidden
         if self.own is not None:
             with torch.autocast(hidden.device.type, torch.float16, enabled=self._is_float16):
                 hidden = self.own(batch.input_ids, batch.positions, return_hidden=True)
-        assert layer is not None
         read = hidden.flatten(0, 1).index_select(0, batch.index).float()  # (N, D): before each token
-        return on_grid((read @ layer.weight.float().T)[:, 0], batch)
+        return on_grid((read @ self.output_weight.float().T)[:, 0], batch)

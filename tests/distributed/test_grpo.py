@@ -1,6 +1,7 @@
 """Learning online on two ranks is that on one: the same answers, rewards, losses and files, however the model is gathered."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ SAME_BITS = {
         "generation.cache_gib=0.0001",
     ),
     "kept": ("grpo", "generation.gather=whole", "parallel.reshard_after_forward=false", "generation.most_attempts=2"),
+    "copies": ("grpo", "loss.name=cispo", "parallel.replicate=2", "lora.rank=4", "loss.kl_weight=0.1"),
     "pairs": ("online_dpo", "generation.steps_per_round=2", "lora.rank=4", "loss.sft_weight=0.1"),
 }
 # Three micro-batches do not go round, and three groups are answered by two ranks.
@@ -64,7 +66,8 @@ CLOSE = (
 
 def run(folder: Path, name: str, *settings: str) -> None:
     recipe = load_recipe(find_recipe(name))
-    recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *settings]))
+    given = [one for one in settings if "parallel" not in one or "RANK" in os.environ]
+    recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
 
 def work(folder: Path) -> None:

@@ -88,6 +88,16 @@ def test_a_run_that_goes_on_is_the_undisturbed_one(train: Train, settings: tuple
         assert metrics(folder, timed=False) == metrics(whole, timed=False)
 
 
+def test_output_layers_of_both_models_are_no_matrices_to_muon(train: Train) -> None:
+    (state,) = train("optimizer.name=muon", "max_steps=1").glob("step_00000001/training_state/optimizer.safetensors")
+    kept: dict[str, set[str]] = {}
+    for name in load_file(state):
+        parameter, _, what = name.rpartition(".")
+        kept.setdefault(parameter, set()).add(what)
+    matrix, embedding = "value.own.model.layers.0.mlp.up_proj.weight", "policy.model.embed_tokens.weight"
+    assert kept["value.own.score.weight"] == kept[embedding] != kept[matrix]
+
+
 def test_it_learns(train: Train) -> None:
     """Held-out problems, answers drawn as in training."""
     settings = (
