@@ -176,6 +176,11 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
         )
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
+    if model.router_aux_loss_coef and model.mixture is not None and model.mixture.score != "softmax":
+        raise ValueError(
+            f"router_aux_loss_coef is {model.router_aux_loss_coef}, whose loss is of a softmax over experts, and the router of "
+            f"{folder} chooses by {model.mixture.score}. Leave it out, or set it to 0."
+        )
     return model
 
 

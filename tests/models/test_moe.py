@@ -225,6 +225,9 @@ def test_a_loss_of_a_router_that_is_not_there_is_refused(make_checkpoint):
     folder, _ = make_checkpoint("llama")
     with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0\.1, but .* is no mixture of experts"):
         load_model(folder, router_aux_loss_coef=0.1)
+    sigmoids, _ = make_checkpoint("glm4_moe")
+    with pytest.raises(ValueError, match=r"of a softmax over experts, and the router of .* chooses by sigmoid"):
+        load_model(sigmoids, router_aux_loss_coef=0.1)
     assert load_model(folder, router_aux_loss_coef=0.0)(torch.tensor([[1, 2]]), return_router_loss=True)[1] is None
 
 
