@@ -118,8 +118,9 @@ class _XIELU(torch.autograd.Function):
         # Of those between eps and 0 the exponential does not change.
         slope = torch.where(is_above, 2 * above * x, below * torch.where(x < eps, low, -1)).add_(beta)
         low.sub_(x).masked_fill_(is_above, 0).mul_(grad)
-        grad_above = (x.square().mul_(grad) * is_above).sum(dtype=torch.float32)
-        grad_below = low.sum(dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        grad_above = (x.square().mul_(grad) * is_above).sum(dtype=wide)
+        grad_below = low.sum(dtype=wide)
         return grad * slope, grad_above.to(above.dtype).view(1), grad_below.to(below.dtype).view(1), None, None
 
 

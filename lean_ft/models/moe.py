@@ -41,7 +41,8 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.is_wide:
             with torch.autocast(tokens.device.type, enabled=False):
-                return F.linear(tokens.float(), self.weight.float())
+                wide = torch.promote_types(self.weight.dtype, torch.float32)
+                return F.linear(tokens.to(wide), self.weight.to(wide))
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
 
     def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:

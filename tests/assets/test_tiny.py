@@ -166,6 +166,7 @@ def test_the_pretraining_text_states_facts_and_holds_no_held_out_exercise(world:
             assert answer in text, question
 
 
+@pytest.mark.long
 def test_the_script_makes_the_same_rows_and_tokenizer(tmp_path: Path) -> None:
     for part in ("data", "tokenizer"):
         script = [sys.executable, str(ROOT / "scripts" / "make_tiny.py"), "--only", part, "--out", str(tmp_path)]

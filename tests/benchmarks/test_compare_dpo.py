@@ -35,6 +35,7 @@ def test_prompts_are_as_long_as_they_are_to_be(tmp_path):
             assert whole[:50] == prompt and len(whole) >= 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "side"),
     [

@@ -5,6 +5,7 @@ import sys
 
 import compare_trl
 import product_rate
+import pytest
 from compare_trl import measure_sides, summarize, table_cells
 from measure import Budget
 
@@ -69,6 +70,7 @@ def test_the_rate_of_products_is_told_by_a_process_of_its_own():
     assert int(output) > 0
 
 
+@pytest.mark.long
 def test_trl_runs_in_its_defaults_on_the_same_rows():
     (measured,), defaults = measure_sides(
         ["trl"],

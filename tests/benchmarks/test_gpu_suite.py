@@ -45,6 +45,7 @@ def test_what_the_budget_does_not_reach_is_listed_as_not_run(suite, tmp_path):
     assert list(tmp_path.glob("*")) == [file]  # and no stage wrote a result without a number
 
 
+@pytest.mark.long
 def test_a_stage_runs_at_a_small_size_and_writes_its_result(suite, tmp_path):
     arguments = ("--device", "cpu", "--shape", "tiny", "--stages", "attention", "--budget-seconds", "120")
     answer = suite(*arguments, "--results-dir", str(tmp_path))

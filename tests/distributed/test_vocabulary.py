@@ -85,11 +85,8 @@ def uneven_batches(parallel: ParallelConfig) -> tuple[float, float, dict[str, to
         labels = batch.labels[:, :width] if i < 3 else torch.full((2, width), -100)
         batches.append(
             SimpleNamespace(
-                input_ids=batch.input_ids[:, :width],
+                inputs={"input_ids": batch.input_ids[:, :width]},
                 labels=labels,
-                positions=None,
-                cu_seqlens=None,
-                is_token=None,
                 num_targets=int((labels != -100).sum()),
             )
         )

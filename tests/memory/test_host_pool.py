@@ -135,6 +135,7 @@ def test_four_threads_never_get_each_others_memory() -> None:
     python(THREADS)
 
 
+@pytest.mark.long
 def test_every_pair_of_settings_composes_with_it() -> None:
     """The matrix of pairs once more, in a process whose every tensor of a page or more is the pool's."""
     source = "import sys, pytest, lean_ft.memory as m; m.pool_host_memory(4096); sys.exit(pytest.main(sys.argv[1:]))"
