@@ -311,7 +311,9 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
     recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, or LoRA.")] = Recipe.full,
-    objective: Annotated[Objective, typer.Option(help="TRL's SFTTrainer, or its DPOTrainer.")] = Objective.sft,
+    objective: Annotated[
+        Objective, typer.Option("--objective", help="TRL's SFTTrainer, its DPOTrainer or its GKDTrainer.")
+    ] = Objective.sft,
     batch_size: Annotated[int | None, typer.Option(help="Rows a step: 8; pairs for dpo: 4.")] = None,
     lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,

@@ -24,6 +24,7 @@ from lean_ft.settings_text import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = ("preferences.md", "distillation.md", "online.md")  # whose commands train for a while
 NO_SETTING = {"shell=True"}  # of Python
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}
 
@@ -180,7 +181,11 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(x, marks=pytest.mark.long) if x.name in LONG else x for x in DOCUMENTS],
+    ids=lambda document: document.name,
+)
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
     for command in commands_in(document.read_text()):
         line = command.line

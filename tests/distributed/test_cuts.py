@@ -13,6 +13,8 @@ from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, Parallel
 from tests.distributed.processes import on_ranks
 from tests.distributed.small_training import CPU, Config, build, small_model, train, whole_tensors
 
+pytestmark = pytest.mark.long
+
 DYNAMIC = RopeConfig(theta=500.0, scaling="dynamic", factor=3.0, original_max_positions=12)
 LONG = RopeConfig(
     theta=500.0,

@@ -10,6 +10,8 @@ from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, Paralle
 from tests.distributed.processes import on_ranks
 from tests.distributed.small_training import CPU, Config, build, digest, train, whole_tensors
 
+pytestmark = pytest.mark.long
+
 SHARDED, COPIED = ParallelConfig(), ParallelConfig(replicate=2)
 
 

@@ -19,6 +19,8 @@ from tests.distributed.processes import on_ranks
 from tests.distributed.small_training import Config, build, make_batch, small_model, train, whole_tensors
 from tests.distributed.test_training import config
 
+pytestmark = pytest.mark.long
+
 CUT, GATHERED = ParallelConfig(vocabulary="cut"), ParallelConfig(vocabulary="gathered")
 TERMS = LossConfig(label_smoothing=0.1, z_loss=1e-3)
 

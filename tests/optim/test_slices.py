@@ -119,6 +119,7 @@ for name, settings in ELEMENTWISE.items():
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets the peak resident size through /proc")
 def test_the_workspace_of_a_step_does_not_grow_with_the_largest_tensor() -> None:
     """In a process of its own: what the allocator keeps in holes counts as well."""

@@ -97,6 +97,7 @@ def without_freed(peak: Moment) -> int:
     return peak.total_bytes - peak.bytes_by_label.get(FREED, 0)
 
 
+@pytest.mark.long
 def test_the_planned_peak_is_the_traced_one(model_folder):
     first, second = on_ranks(2, traced, model_folder)
     for name, overrides in TRACED.items():
