@@ -204,7 +204,7 @@ def test_head_dim_and_key_heads_are_derived():
     [
         (
             {"model_type": "lama"},
-            r"model_type is 'lama'; expected one of .*, llama, .*\. Did you mean 'llama'\?",
+            r"model_type is 'lama'; expected one of apertus, .*, llama, .*\. Did you mean 'llama'\?",
         ),
         ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
         ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Did you mean 'gemma"),
