@@ -86,7 +86,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        layer, hidden_size, self.head_dim = config.layers[layer_index], config.hidden_size, config.head_dim_of(layer_index)
+        layer, hidden_size, self.head_dim = (
+            config.layers[layer_index],
+            config.hidden_size,
+            config.head_dim_of(layer_index),
+        )
         self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.split_sizes = [query_size, kv_size, kv_size]

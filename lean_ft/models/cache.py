@@ -85,7 +85,9 @@ class KVCache:
             for i in range(config.num_layers)
             if (shapes := config.cached_shapes(i))
         }
-        states = {i: _state(layer.mixer, batch_size, dtype, device) for i, layer in enumerate(config.layers) if layer.mixer}
+        states = {
+            i: _state(layer.mixer, batch_size, dtype, device) for i, layer in enumerate(config.layers) if layer.mixer
+        }
         self._take(keys, states, capacity, batch_size, device)
 
     def _take(
@@ -105,7 +107,7 @@ class KVCache:
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
-        self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
+        self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
     def layer(self, i: int) -> LayerCache | StateCache:

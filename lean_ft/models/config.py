@@ -140,7 +140,10 @@ class DecoderConfig:
     residual_multiplier: float = 1.0  # of what attention and feed-forward add
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
-    layer_input_dim: int = 0  # each layer is given as many features of the token itself behind its feed-forward layer; 0: none
+    layer_input_dim: int = (
+        0  # each layer is given as many features of the token itself behind its feed-forward layer; 0: none
+    )
+    layer_input_vocab_size: int = 0  # of the embedding that these are read from
     layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the folder's, which does not train
     scores: bool = False  # the output layer gives one number a position in place of logits: a reward model
 

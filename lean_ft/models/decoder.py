@@ -135,7 +135,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
         if dim := config.layer_input_dim:
-            self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, config.num_layers * dim)
+            self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim)
             self.per_layer_model_projection = nn.Linear(config.hidden_size, config.num_layers * dim, bias=False)
             self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
 

@@ -36,6 +36,8 @@ COLUMNS = {
 }
 ALL_GROUPS = {"n_group": 1, "topk_group": 1}
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
+KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
 
@@ -390,6 +392,9 @@ def configurations(draw) -> tuple[str, dict]:
         "conv_bias": st.booleans(),
         "block_auto_adjust_ff_dim": st.booleans(),
         "block_multiple_of": st.integers(1, 9),
+        "attention_k_eq_v": st.booleans(),
+        "use_double_wide_mlp": st.booleans(),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
@@ -399,13 +404,24 @@ def configurations(draw) -> tuple[str, dict]:
     if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
-    elif model_type not in ("gemma3_text", "olmo3"):  # whose layers with a window have settings of their own
+    elif model_type not in WITH_OWN_WINDOWED_ROPE:  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
     rope = draw(st.sampled_from(ropes))
+    if model_type.startswith("gemma4"):
+        chosen["num_kv_shared_layers"] = draw(st.integers(0, num_layers)) if model_type == "gemma4_text" else 0
+        num_layers += chosen["num_kv_shared_layers"]
+        kinds = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
+        num_own = num_layers - chosen["num_kv_shared_layers"]
+        chosen["layer_types"] = [*(kinds[i] if i < num_own else kinds[i % num_own] for i in range(num_layers))]
+        chosen["layer_types"][num_own - 1] = chosen["layer_types"][-1] = "full_attention"
+        chosen |= {"global_head_dim": 2 * draw(st.integers(2, 9)), "vocab_size_per_layer_input": 101}
+        chosen |= {"num_global_key_value_heads": draw(st.sampled_from([None, 1])), "num_experts": None}
+        if chosen["num_kv_shared_layers"]:  # without inputs of layers transformers fails there
+            chosen["hidden_size_per_layer_input"] = 5
     if model_type == "ministral3":
         rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
-    if model_type not in ("gemma3_text", "olmo3"):
+    if model_type not in WITH_OWN_WINDOWED_ROPE:
         chosen["rope_parameters"] = dict(rope)
     if "n_group" in chosen:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
