@@ -157,6 +157,11 @@ class DecoderConfig:
     def head_dim_of(self, layer: int) -> int:
         return self.layers[layer].head_dim or self.head_dim
 
+    @property
+    def numbers_of_kv_heads(self) -> list[int]:
+        """Those that layers have, each once."""
+        return list(dict.fromkeys(self.num_kv_heads_of(layer) for layer in range(self.num_layers)))
+
     def cached_shapes(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Heads and features of the two things that a layer of attention keeps of each token; of none that keeps nothing."""
         if self.layers[layer].mixer is not None or self.layers[layer].keys_of is not None:
