@@ -1,9 +1,5 @@
 """Documents to batches of tensors: shuffled for training, in order for evaluation.
 
-Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by
-position, and no document's first token is ever a label (but in `wrapped` rows, which are one text). Padding carries
-no label because of where it is; its id plays no part.
-
 A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget groups rows of one width, so little is
 padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
 is drawn anew in each epoch, but where batches begin in the sorted widths is not, so all epochs have the same number.
@@ -12,252 +8,23 @@ Where the two documents of a pair share their prompt, it is computed once: the c
 behind it in the same row begins where they part. `Layout.shared` says how many tokens that leaves out, `Layout.taken` how many
 positions a piece takes.
 
-Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of, R rows in all.
+Legend: S tokens of all documents, P pieces that rows are made of, R rows in all.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from lean_ft.data.batch import Batch, PairBatch, UnpairedBatch, rounded_up
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
-from lean_ft.settings import DataConfig, PreferenceDataConfig
 
-PADDED_TO_MULTIPLE_OF = 8
 KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
 BYTES_A_POSITION = 25  # of a Batch: ids, labels and positions of 8, and whether it is a token
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One forward pass of input."""
-
-    input_ids: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64, already shifted; -100 where nothing is trained
-    positions: Tensor  # (B, T) int64, from 0 in every document
-    cu_seqlens: Tensor | None
-    """When packed, int32: where documents begin in the B * T flattened positions, then B * T, once or more often. It is
-    as long for every batch of a run, so that compiled code sees one shape; the repeats are documents of no tokens.
-    None: every row is one document, padded on the right."""
-    num_targets: int
-    """Labels that are not -100."""
-    num_tokens: int
-    """B * T: all positions that are computed."""
-    is_token: Tensor | None = None
-    """(B, T) bool: False on padding. None: nothing is padding."""
-    documents: np.ndarray | None = None
-    """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
-    cut or joined, or it is not of prepared data."""
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What a `Decoder`'s forward pass takes of it."""
-        return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
-        device = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-        return replace(self, **{name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
-
-    def without_targets(self) -> "Batch":
-        """The same positions with nothing to learn: for a pass that is made because other ranks make one."""
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairBatch(Batch):
-    """A batch of P pairs of answers, which tells their labels apart: N in all, of pair after pair, the chosen ones first."""
-
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts the label
-    label: Tensor  # (N,) int64
-    answer_tokens: Tensor  # (P, 2) int64: labels of the chosen and the rejected answer
-    pairs: Tensor  # (P,) int64: which pairs of the prepared data they are, those held out behind those trained on
-    last: Tensor  # (2 P,) int64: which flattened position each sequence ends with
-    margins: Tensor  # (P,) float32: by how much the chosen answer is better, where the rows tell it; 0 elsewhere
-    prefixes: Tensor | None = None
-    """(documents, 2) int32, where prompts are shared: the flattened positions, from and to, that each document of cu_seqlens
-    goes on from. What is shared predicts a first token of each answer, of which `labels` has the chosen one's alone."""
-    num_prefix_tokens: int = 0
-    """Of all prefixes together."""
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
-
-    @property
-    def num_pairs(self) -> int:
-        return len(self.pairs)
-
-    def without_targets(self) -> "PairBatch":
-        names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
-        nothing = {name: getattr(self, name)[:0] for name in names}
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyBatch(Batch):
-    """A batch of B answers that the model sampled, one a row behind its prompt; A are the tokens of the longest."""
-
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts a token of an answer
-    label: Tensor  # (N,) int64
-    place: Tensor  # (N,) int64: where that token stands in the B * A flattened tokens of answers
-    counts: Tensor  # (B, A) bool: the tokens that are learned from
-    sampled: Tensor  # (B, A) float32: log-probabilities as they were drawn; 0 behind an answer
-    old: Tensor | None  # (B, A) float32: the trainer's own, before the first update; None: those of now
-    advantages: Tensor  # (B, A) float32
-    answers: range
-    """Which of the round's answers they are."""
-    num_answers: int
-    """Those with a token that is learned from; `num_targets` counts the tokens."""
-    values: Tensor | None = None  # (B, A) float32: what was expected before each token, where the loss is of that
-    returns: Tensor | None = None  # (B, A) float32: and what should have been
-
-    def without_targets(self) -> "PolicyBatch":
-        nothing = {"counts": torch.zeros_like(self.counts), "num_answers": 0}
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        *,
-        pad_id: int,
-        first: int,
-        counts: Sequence[Sequence[bool]],
-        sampled: Sequence[Sequence[float]],
-        advantages: Sequence[Sequence[float]],
-        old: Sequence[Sequence[float]] | None = None,
-        values: Sequence[Sequence[float]] | None = None,
-        returns: Sequence[Sequence[float]] | None = None,
-    ) -> "PolicyBatch":
-        """The batch of answers that are numbered from `first` on, each list of one token or more."""
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        width, longest = int(_rounded_up(np.array([len(row) for row in rows])).max()), max(map(len, answers))
-        input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-        labels = torch.full_like(input_ids, IGNORED)
-        is_token = torch.zeros(input_ids.shape, dtype=torch.bool)
-        index, label, place = list[int](), list[int](), list[int]()
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            row = torch.tensor(rows[i])
-            input_ids[i, : len(row)], is_token[i, : len(row)] = row, True
-            # The last token of the prompt predicts the answer's first.
-            labels[i, len(prompt) - 1 : len(row) - 1] = row[len(prompt) :]
-            index += range(i * width + len(prompt) - 1, i * width + len(row) - 1)
-            label += answer
-            place += range(i * longest, i * longest + len(answer))
-
-        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-            return torch.tensor([[*row, *[0] * (longest - len(row))] for row in values], dtype=dtype)
-
-        counted = grid(counts, torch.bool)
-        return cls(
-            input_ids=input_ids,
-            labels=labels,
-            positions=torch.arange(width).expand(len(rows), -1).contiguous(),
-            cu_seqlens=None,
-            num_targets=int(counted.sum()),
-            num_tokens=input_ids.numel(),
-            is_token=is_token,
-            index=torch.tensor(index),
-            label=torch.tensor(label),
-            place=torch.tensor(place),
-            counts=counted,
-            sampled=grid(sampled, torch.float32),
-            old=None if old is None else grid(old, torch.float32),
-            advantages=grid(advantages, torch.float32),
-            values=None if values is None else grid(values, torch.float32),
-            returns=None if returns is None else grid(returns, torch.float32),
-            answers=range(first, first + len(rows)),
-            num_answers=int(counted.any(1).sum()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnpairedBatch(PairBatch):
-    """A batch of P answers, each by itself: a pair of one side, so that `answer_tokens` is (P, 1)."""
-
-    is_desirable: Tensor  # (P,) bool
-    mismatched: "UnpairedBatch | None" = None
-    """Each prompt with the answer of the sequence before it, the first with the last's; None here. Their `pairs` are numbers
-    of their own, behind those of all answers, in every epoch others."""
-
-    def to(self, device: torch.device | str) -> "UnpairedBatch":
-        mismatched = None if self.mismatched is None else self.mismatched.to(device)
-        return replace(super().to(device), mismatched=mismatched)  # pyright: ignore[reportReturnType]
-
-    def without_targets(self) -> "UnpairedBatch":
-        return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
-
-
-def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
-    """The batch that takes most, without contents: every row `max_length` tokens, and every token a target.
-
-    Where prompts are shared, each row is of a pair: a sequence of `max_length` and as long an answer as there may be.
-    """
-    sides = len(config.sides)
-    if share_prompts:
-        return _longest_sharing(config, batch_size)
-    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
-    num_rows *= sides
-    shape, num_tokens = (num_rows, config.max_length), num_rows * config.max_length
-    batch = Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        labels=torch.zeros(shape, dtype=torch.int64),
-        positions=torch.zeros(shape, dtype=torch.int64),
-        cu_seqlens=None if config.packing == "none" else torch.zeros(num_rows + 1, dtype=torch.int32),
-        num_targets=num_tokens,
-        num_tokens=num_tokens,
-    )
-    if sides == 1 and config.tells != "label":
-        return batch
-    pairs = PairBatch(
-        **vars(batch),
-        index=torch.zeros(num_tokens, dtype=torch.int64),
-        label=torch.zeros(num_tokens, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows // sides, sides, dtype=torch.int64),
-        pairs=torch.zeros(num_rows // sides, dtype=torch.int64),
-        last=torch.zeros(num_rows, dtype=torch.int64),
-        margins=torch.zeros(num_rows // sides),
-    )
-    if sides == 2:
-        return pairs
-    unpaired = UnpairedBatch(**vars(pairs), is_desirable=torch.zeros(num_rows, dtype=torch.bool))
-    return replace(unpaired, mismatched=unpaired)
-
-
-def _longest_sharing(config: DataConfig, batch_size: int) -> PairBatch:
-    answer = config.max_length
-    if isinstance(config, PreferenceDataConfig) and config.max_completion_length is not None:
-        answer = min(answer, config.max_completion_length)
-    width = 2 * config.max_length if config.packs_rows else config.max_length + answer
-    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // width
-    num_targets = num_rows * (width if config.packs_rows else 2 * answer)
-    input_ids, labels, positions = (torch.zeros(num_rows, width, dtype=torch.int64) for _ in range(3))
-    return PairBatch(
-        input_ids=input_ids,
-        labels=labels,
-        positions=positions,
-        cu_seqlens=torch.zeros(3 * num_rows + 1, dtype=torch.int32),
-        num_targets=num_targets,
-        num_tokens=num_rows * width,
-        index=torch.zeros(num_targets, dtype=torch.int64),
-        label=torch.zeros(num_targets, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows, 2, dtype=torch.int64),
-        pairs=torch.zeros(num_rows, dtype=torch.int64),
-        last=torch.zeros(2 * num_rows, dtype=torch.int64),
-        margins=torch.zeros(num_rows),
-        prefixes=torch.zeros(3 * num_rows, 2, dtype=torch.int32),
-    )
 
 
 @dataclass(frozen=True)
@@ -346,7 +113,7 @@ class Layout:
         lengths = self.widths
         if self.batch_tokens is not None:
             documents = np.diff(self.offsets) if self.shared is None else 1
-            widths = np.minimum(_rounded_up(lengths), self.row_tokens) * documents
+            widths = np.minimum(rounded_up(lengths), self.row_tokens) * documents
             plan = plan_by_tokens(widths, self.batch_tokens, generator)
             sizes = np.maximum.reduceat((lengths * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
         else:
@@ -367,18 +134,18 @@ class Layout:
         packed = self.kind != "padded" or self.shared is not None
         if self.kind == "flat":
             contents = [np.concatenate(contents)]
-            num_columns = int(_rounded_up(self.taken[contents[0]].sum()))
+            num_columns = int(rounded_up(self.taken[contents[0]].sum()))
             num_boundaries = self.batch_size * self.most_in_a_row + 2  # and one stretch of padding, and the end
         elif self.kind == "packed":
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
             num_columns = self.row_tokens
             num_boundaries = self.batch_size * self.most_in_a_row + 1
         elif packed:
-            num_columns = min(int(_rounded_up(self.widths[rows].max())), self.row_tokens)
+            num_columns = min(int(rounded_up(self.widths[rows].max())), self.row_tokens)
             num_boundaries = len(contents) * (self.sides + 1) + 1  # each with its padding
         else:
             contents = np.concatenate(contents)[:, None]
-            num_columns = min(int(_rounded_up(self.lengths[contents].max())), self.row_tokens)
+            num_columns = min(int(rounded_up(self.lengths[contents].max())), self.row_tokens)
             num_boundaries = 0
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
@@ -524,10 +291,6 @@ def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.G
     return Plan(rows, np.array(offsets), sequence)
 
 
-def _rounded_up(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF
-
-
 class Batches:
     """Training batches without end, shuffled anew each epoch by the seed and the epoch alone.
 
@@ -556,7 +319,7 @@ class Batches:
     @property
     def longest(self) -> int:
         """Positions that the longest sequence takes in a batch that is padded."""
-        return int(_rounded_up(self._layout.lengths[self._layout.order].max()))
+        return int(rounded_up(self._layout.lengths[self._layout.order].max()))
 
     @property
     def longest_answer(self) -> int | None:

@@ -5,7 +5,7 @@ of them; what every parameter gets from a rank's own tokens, FSDP sums over them
 cut is refused by name: from the settings alone before anything is read, from the model's shapes before it takes memory.
 """
 
-from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF
+from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.distributed import context, experts, tensor
 from lean_ft.distributed.ranks import CONTEXT, TENSOR, ManyRanks
 from lean_ft.models import Decoder
