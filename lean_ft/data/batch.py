@@ -43,6 +43,11 @@ class Batch:
     cut or joined, or it is not of prepared data."""
 
     @property
+    def built(self) -> "Batch":
+        """Itself; of one that is built when it is asked for, that batch."""
+        return self
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """What a `Decoder`'s forward pass takes of it."""
         return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}

@@ -14,10 +14,12 @@ Legend: S tokens of all documents, P pieces that rows are made of, R rows in all
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lean_ft.data.batch import Batch, PairBatch, UnpairedBatch, rounded_up
 from lean_ft.data.report import DataReport
@@ -130,23 +132,8 @@ class Layout:
     def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
-        contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        packed = self.kind != "padded" or self.shared is not None
-        if self.kind == "flat":
-            contents = [np.concatenate(contents)]
-            num_columns = int(rounded_up(self.taken[contents[0]].sum()))
-            num_boundaries = self.batch_size * self.most_in_a_row + 2  # and one stretch of padding, and the end
-        elif self.kind == "packed":
-            contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
-            num_columns = self.row_tokens
-            num_boundaries = self.batch_size * self.most_in_a_row + 1
-        elif packed:
-            num_columns = min(int(rounded_up(self.widths[rows].max())), self.row_tokens)
-            num_boundaries = len(contents) * (self.sides + 1) + 1  # each with its padding
-        else:
-            contents = np.concatenate(contents)[:, None]
-            num_columns = min(int(rounded_up(self.lengths[contents].max())), self.row_tokens)
-            num_boundaries = 0
+        contents, num_columns, num_boundaries = self.contents(rows)
+        packed = num_boundaries > 0
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -194,7 +181,6 @@ class Layout:
         if self.values is None:
             return batch
         documents = np.concatenate(list(contents))
-        values = torch.from_numpy(self.values[documents[:: self.sides]])
         sharing: dict[str, Any] = {}
         if self.shared is not None:
             bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
@@ -204,14 +190,53 @@ class Layout:
             index=torch.from_numpy(np.concatenate(index)),
             label=torch.from_numpy(np.concatenate(label)),
             answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, self.sides),
-            pairs=torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides),
+            pairs=self.pairs_of(documents),
             last=torch.tensor(last, dtype=torch.int64),
-            margins=values,
+            margins=self.values_of(documents),
             **sharing,
         )
         if self.sides == 2:
             return pairs
-        return UnpairedBatch(**vars(pairs), is_desirable=values > 0, mismatched=self._mismatched(documents, epoch))
+        return UnpairedBatch(
+            **vars(pairs), is_desirable=pairs.margins > 0, mismatched=self._mismatched(documents, epoch)
+        )
+
+    def contents(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
+        """What the batch of `rows` is: of each of its rows the pieces, how wide they are, and how long cu_seqlens, or 0."""
+        contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
+        if self.kind == "flat":
+            contents = [np.concatenate(contents)]
+            # One stretch of padding, and the end.
+            return contents, int(rounded_up(self.taken[contents[0]].sum())), self.batch_size * self.most_in_a_row + 2
+        if self.kind == "packed":
+            contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
+            return contents, self.row_tokens, self.batch_size * self.most_in_a_row + 1
+        if self.shared is not None:  # each row with its padding
+            num_columns = min(int(rounded_up(self.widths[rows].max())), self.row_tokens)
+            return contents, num_columns, len(contents) * (self.sides + 1) + 1
+        alone = np.concatenate(contents)[:, None]
+        return list(alone), min(int(rounded_up(self.lengths[alone].max())), self.row_tokens), 0
+
+    def num_targets(self, pieces: np.ndarray) -> list[int]:
+        """The labels of each text that a row of these pieces has."""
+        counts = []
+        for piece in pieces:
+            start, stop = self.starts[piece], self.starts[piece] + self.lengths[piece]
+            counts.append(int(self.trained[start + 1 : stop].sum()))
+            if self.joined and len(counts) > 1:  # the first token is a label of what stands before it
+                counts[-1] += int(self.trained[start])
+            elif self.goes_on is not None and self.goes_on[piece]:
+                counts[-1] += int(self.trained[stop])
+        return [sum(counts)] if self.joined else counts
+
+    def pairs_of(self, documents: np.ndarray) -> Tensor:
+        """(P,): the numbers of the rows of data that these documents, all of each, became."""
+        return torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides)
+
+    def values_of(self, documents: np.ndarray) -> Tensor:
+        """(P,) float32: what those rows tell."""
+        assert self.values is not None
+        return torch.from_numpy(self.values[documents[:: self.sides]])
 
     def _mismatched(self, documents: np.ndarray, epoch: int) -> "UnpairedBatch | None":
         """Each of the documents with the answer of the one before it; in one row where theirs are packed."""
@@ -291,6 +316,54 @@ def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.G
     return Plan(rows, np.array(offsets), sequence)
 
 
+class UnbuiltBatch:
+    """A batch that is built when something of it is asked that its rows do not tell, so that each of many ranks builds its own."""
+
+    def __init__(self, layout: Layout, rows: np.ndarray, epoch: int) -> None:
+        self._layout, self._rows, self._epoch = layout, rows, epoch
+
+    @cached_property
+    def built(self) -> Batch:
+        return self._layout.batch(self._rows, self._epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of any object
+            raise AttributeError(name)
+        return getattr(self.built, name)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        contents, num_columns, _ = self._layout.contents(self._rows)
+        return len(contents) * num_columns
+
+    @cached_property
+    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which documents, and how many labels each has."""
+        contents, _, _ = self._layout.contents(self._rows)
+        num_targets = [number for pieces in contents for number in self._layout.num_targets(pieces)]
+        return np.concatenate(contents), np.array(num_targets, dtype=np.int64)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self._texts[1].sum())
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def pairs(self) -> Tensor:
+        return self._layout.pairs_of(self._texts[0])
+
+    @property
+    def answer_tokens(self) -> Tensor:
+        return torch.from_numpy(self._texts[1]).view(-1, self._layout.sides)
+
+    @property
+    def is_desirable(self) -> Tensor:
+        return self._layout.values_of(self._texts[0]) > 0
+
+
 class Batches:
     """Training batches without end, shuffled anew each epoch by the seed and the epoch alone.
 
@@ -331,7 +404,8 @@ class Batches:
         return int((self._layout.lengths - prompts)[self._layout.order].max())
 
     def take(self, n: int) -> list[Batch]:
-        """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
+        """The next `n` batches, or those that the epoch still has; after its end, the first of the next. Each is built when
+        its tensors are asked for."""
         if n < 1:
             raise ValueError(f"take({n}): expected a number of batches from 1.")
         if self._num_taken == self.batches_per_epoch:
@@ -340,14 +414,17 @@ class Batches:
             self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        return [self._layout.batch(self._plan[i], self.epoch) for i in range(first, self._num_taken)]
+        return [self._unbuilt(self._plan, i, self.epoch) for i in range(first, self._num_taken)]
+
+    def _unbuilt(self, plan: Plan, i: int, epoch: int) -> Batch:
+        return cast(Batch, UnbuiltBatch(self._layout, plan[i], epoch))
 
     def first(self, n: int) -> Iterator[Batch]:
         """The `n` batches that a run begins with; takes none."""
         for epoch in range(-(-n // self.batches_per_epoch)):
             plan = self._draw(epoch)
             for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
-                yield self._layout.batch(plan[i], epoch)
+                yield self._unbuilt(plan, i, epoch)
 
     @property
     def layout(self) -> Layout:
