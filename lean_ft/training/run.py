@@ -108,6 +108,10 @@ class Run:
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
         check_applied(model, cfg)
+        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
+            raise ValueError(
+                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
+            )
         if stage() is not None:
             return
         self.directory = cfg.output_dir
@@ -142,10 +146,6 @@ class Run:
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
-        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
-            raise ValueError(
-                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
-            )
         if cfg.stop_after_evals and held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
