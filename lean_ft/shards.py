@@ -25,6 +25,8 @@ class Ranks(Protocol):
     shard: int
     """Which of the parts that parameters are cut into is here."""
     num_shards: int
+    num_sharing: int
+    """How many ranks share each micro-batch, every one of which has what it tells of whole answers."""
 
     @property
     def beside(self) -> "Ranks":
@@ -77,7 +79,7 @@ class Ranks(Protocol):
 class Alone:
     """One process: it has everything, and agrees with itself."""
 
-    rank, size, shard, num_shards = 0, 1, 0, 1
+    rank, size, shard, num_shards, num_sharing = 0, 1, 0, 1, 1
 
     @property
     def beside(self) -> "Alone":

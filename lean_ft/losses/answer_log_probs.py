@@ -60,12 +60,12 @@ class AnswerLogProbs:
 
         def sums(values: Tensor) -> Tensor:  # of values (N,), an answer's each, (P, 2)
             # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
-            width = batch.input_ids.shape[1]
+            width = batch.positions.shape[1]
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
             return grid.view(len(batch.answer_tokens), sides, width).sum(2)
 
         with self._output_layer.arithmetic():
-            hidden, router_loss = hidden_states(model, batch)
+            hidden, router_loss = hidden_states(model, batch, of_rows=True)
             squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(
                 hidden,

@@ -39,10 +39,11 @@ class OutputLayer:
         }
 
 
-def hidden_states(model: Any, batch: Any) -> tuple[Tensor, Tensor | None]:
+def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Tensor, Tensor | None]:
     """The hidden states (B, T, D) of a batch that is on the device of `model`, a `Decoder`; and what a mixture of experts'
     router adds to a mean loss, if anything.
 
-    batch: a `lean_ft.data.Batch`, or what has its `inputs`.
+    batch: a `lean_ft.data.Batch`, or what has its `inputs`; of_rows: of all tokens, where several ranks share a row.
     """
-    return model(**batch.inputs, return_hidden=True, return_router_loss=True)
+    hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
+    return hidden if model.tokens is None or not of_rows else model.tokens.gather(hidden), router_loss

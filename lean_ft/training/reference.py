@@ -259,16 +259,19 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
         if isinstance(module, AdaptedLayer):
             continue  # its own tensors are the adapter's
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-            digest.update(f"{name} {own} {tensor.dtype} {list(tensor.shape)}".encode())
-            part, size = part_of(tensor), tensor.numel()
+            part = part_of(tensor)
+            size = math.prod(part.shape)
+            digest.update(f"{name} {own} {tensor.dtype} {list(part.shape)}".encode())
             bits = part.values.flatten().view(_INTEGERS[tensor.element_size()])
             step = max(1, size // SAMPLED_VALUES)
             sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
             if local(tensor) is not tensor or ranks.shard == 0:  # of a tensor that is not cut each rank has all
                 sampled[-1] = bits.sum(dtype=torch.int64)
-                first = -(-part.first // step)  # of the values sampled, the first that is here
-                here = bits[first * step - part.first :: step]
-                sampled[first : first + len(here)] = here
+                # Of the values sampled those that are here, in runs of which each begins a stride behind the one before.
+                place = torch.arange(0, size, step, device=bits.device) - part.first
+                run, stride = part.run or bits.numel(), part.stride or size
+                is_here = (place >= 0) & (place % stride < run) & (place // stride * run < bits.numel())
+                sampled[:-1][is_here] = bits[(place // stride * run + place % stride)[is_here]].to(torch.int64)
             found.append(sampled)
     digest.update(ranks.sum_shards(torch.cat(found)).cpu().numpy().tobytes())
     return digest.hexdigest()
