@@ -1,0 +1,14 @@
+"""The families: one row of differences each, for one decoder.
+
+A row is data: facts of the decoder, each a value or what reads it from config.json, and what an absent field means.
+`lean_ft.models.config_json` reads a config.json by its family's row.
+"""
+
+from lean_ft.models.families.dense import DENSE
+from lean_ft.models.families.family import Family, no_layer
+from lean_ft.models.families.hybrids import HYBRIDS
+from lean_ft.models.families.mixtures import MIXTURES
+
+__all__ = ["FAMILIES", "Family", "no_layer"]
+
+FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **HYBRIDS}

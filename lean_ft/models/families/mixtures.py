@@ -1,0 +1,307 @@
+"""Families with a mixture of experts, behind attention in every layer."""
+
+import math
+
+from lean_ft.models.config import LatentConfig
+from lean_ft.models.config_fields import Fields, head_dim_of
+from lean_ft.models.families.family import (
+    ATTENTION_BIAS,
+    QWEN_DEFAULTS,
+    Family,
+    a_part_turned,
+    count,
+    every_layer,
+    flag,
+    number,
+    upper_layers,
+)
+from lean_ft.models.rope import RopeConfig
+from lean_ft.models.rope_settings import rope_config, rope_settings
+
+
+def _num_experts(fields: Fields) -> int:
+    """transformers has written either name for the same family; a family's default has the first."""
+    names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
+    counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"{fields.where}: {counts}; expected the same number in both. Remove the one that is wrong.")
+    return next(iter(counts.values()))
+
+
+def _router_aux_loss_coef(fields: Fields) -> float:
+    """transformers adds the loss only where it also returns the logits that it is made from."""
+    return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
+
+
+def _every_second_of_the_lower_layers(fields: Fields, layer: int) -> bool:
+    return fields.flag("use_sliding_window") and layer % 2 == 0 and not upper_layers(fields, layer)
+
+
+# Which layers of a family with experts have them.
+
+
+def every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
+    excepted = fields.get("mlp_only_layers") or []
+    if not isinstance(excepted, list):
+        raise ValueError(f"{fields.where}: mlp_only_layers is {excepted!r}; expected a list of layers' numbers.")
+    return layer not in excepted and (layer + 1) % fields.count("decoder_sparse_step") == 0
+
+
+def _all_layers_but_the_first(fields: Fields, layer: int) -> bool:
+    return layer >= fields.count("first_k_dense_replace", least=0)
+
+
+def _dims_turned(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """A part of each head, of which published files say how many features it has."""
+    if fields.get("rotary_dim") is None:
+        return rope_config(fields, may_be_partial=True)
+    key, settings = rope_settings(fields)
+    share = {"partial_rotary_factor": fields.count("rotary_dim") / head_dim_of(fields)}
+    return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
+
+
+MIXTURE = {
+    "num_experts": _num_experts,
+    "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("intermediate_size"),
+    "router_aux_loss_coef": _router_aux_loss_coef,
+}
+MIXTURE_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+EXPERTS_ON_DISK = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
+
+_MIXTRAL_ON_DISK = {
+    "mlp.gate.": ("block_sparse_moe.gate.",),
+    "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
+    "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
+}
+_CORRECTED_MIXTURE = {
+    "num_experts": count("n_routed_experts"),
+    "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("moe_intermediate_size"),
+    "weights_sum_to_one": flag("norm_topk_prob"),
+    "shared_intermediate_size": lambda fields: (
+        fields.count("moe_intermediate_size") * fields.count("n_shared_experts", least=0)
+    ),
+    "shared_name": "shared_experts",
+    "score": "sigmoid",
+    "corrected": True,
+    "num_groups": count("n_group"),
+    "groups_per_token": count("topk_group"),
+    "weights_factor": number("routed_scaling_factor"),
+    "wide_router": True,
+}
+_CORRECTED_MIXTURE_DEFAULTS = {
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def _latent(fields: Fields) -> LatentConfig:
+    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
+    return LatentConfig(
+        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
+    )
+
+
+def _yarn_scale(fields: Fields) -> float:
+    """That of the scores, which grows where `yarn` stretches positions."""
+    scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
+    key, settings = rope_settings(fields)
+    if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
+        return scale
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    factor = own.positive("factor")
+    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+
+
+MIXTURES: dict[str, Family] = {
+    "mixtral": Family(
+        has_window=every_layer,
+        mixture={**MIXTURE, "weights_sum_to_one": True},
+        on_disk=_MIXTRAL_ON_DISK,
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe": Family(
+        facts={**ATTENTION_BIAS, "qk_norm": "head"},
+        has_window=lambda fields, layer: fields.flag("use_sliding_window") and every_layer(fields, layer),
+        mixture={
+            **MIXTURE,
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
+        },
+        has_mixture=every_nth_layer_but_some,
+        on_disk=EXPERTS_ON_DISK,
+        defaults={
+            **MIXTURE_DEFAULTS,
+            **QWEN_DEFAULTS,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "olmoe": Family(
+        facts={**ATTENTION_BIAS, "qk_norm": "projection"},
+        mixture={**MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
+        on_disk=EXPERTS_ON_DISK,
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+    ),
+    "qwen2_moe": Family(
+        facts={"qkv_bias": flag("qkv_bias")},
+        has_window=_every_second_of_the_lower_layers,
+        reads_layer_types=True,
+        mixture={
+            **MIXTURE,
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
+            "shared_intermediate_size": count("shared_expert_intermediate_size"),
+            "shared_gate": True,
+        },
+        has_mixture=every_nth_layer_but_some,
+        on_disk=EXPERTS_ON_DISK,
+        defaults={
+            **MIXTURE_DEFAULTS,
+            **QWEN_DEFAULTS,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "qkv_bias": True,
+        },
+    ),
+    "glm4_moe": Family(
+        facts={
+            "qkv_bias": flag("attention_bias"),
+            "qk_norm": lambda fields: "head" if fields.flag("use_qk_norm") else None,
+        },
+        rope=a_part_turned,
+        mixture=_CORRECTED_MIXTURE,
+        has_mixture=_all_layers_but_the_first,
+        on_disk=EXPERTS_ON_DISK,
+        defaults={
+            **_CORRECTED_MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "minimax_m2": Family(
+        facts={"qk_norm": "projection"},
+        rope=_dims_turned,
+        mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "corrected": True},
+        on_disk={
+            "mlp.gate.e_score": ("block_sparse_moe.e_score",),
+            **_MIXTRAL_ON_DISK,
+        },
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "intermediate_size": 1536,
+        },
+    ),
+    "deepseek_v3": Family(
+        facts={
+            **ATTENTION_BIAS,
+            "num_kv_heads": count("num_attention_heads"),
+            "attention_scale": _yarn_scale,
+            "latent": _latent,
+        },
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=fields.flag("rope_interleave")),
+        mixture=_CORRECTED_MIXTURE,
+        has_mixture=_all_layers_but_the_first,
+        on_disk=EXPERTS_ON_DISK,
+        defaults={
+            **_CORRECTED_MIXTURE_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+        },
+    ),
+    "gpt_oss": Family(
+        facts={**ATTENTION_BIAS, "attention_sinks": True},
+        has_window=lambda fields, layer: layer % 2 == 0,
+        reads_layer_types=True,
+        mixture={
+            **MIXTURE,
+            "weights_sum_to_one": True,
+            "router_name": "router",
+            "router_bias": True,
+            "expert_bias": True,
+            "input_first": True,
+            "gate_scale": number("swiglu_alpha"),
+            "up_offset": 1.0,
+            "limit": number("swiglu_limit"),
+        },
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+}
