@@ -21,7 +21,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(2 * NUM_PAIRS, NUM_TOKENS, DIM, generator=generator).requires_grad_()
         self.output_weight = torch.randn(VOCAB, DIM, generator=generator) * 0.5
-        self.config = SimpleNamespace(logits_softcap=None)
+        self.config, self.tokens = SimpleNamespace(logits_softcap=None), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return self.hidden, None
@@ -35,7 +35,7 @@ def batch() -> SimpleNamespace:
     index = [row * NUM_TOKENS + t for row, count in enumerate(lengths.flatten().tolist()) for t in range(count)]
     label = torch.randint(0, VOCAB, (len(index),), generator=generator)
     ids = torch.zeros(2 * NUM_PAIRS, NUM_TOKENS)
-    return SimpleNamespace(input_ids=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, inputs={})
+    return SimpleNamespace(positions=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, inputs={})
 
 
 def answers_of(model: Model, batch: SimpleNamespace, **settings: Any) -> Any:
