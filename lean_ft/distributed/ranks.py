@@ -107,7 +107,7 @@ def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
     return of_copy
 
 
-class ManyRanks:
+class ManyRanks(Ranks):
     """The ranks of a run, as `lean_ft.shards.Ranks` says.
 
     `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them. Neighbours among the

@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -76,23 +77,8 @@ def load_reference(
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in SECOND_MODELS:
-        frozen = _second_model(cfg, kind, device, parallel=cfg.parallel, ranks=ranks)
-
-        @torch.no_grad()
-        def of_second_model(batch: PairBatch) -> Tensor:
-            values = log_probs(frozen, batch).log_probs
-            ranks.gather_no_more(frozen)  # as no backward pass does
-            return values
-
-        return of_second_model
-
-    @torch.no_grad()
-    def without_adapter(batch: PairBatch) -> Tensor:
-        if not adapted_layers(model):
-            return log_probs(model, batch).log_probs
-        with adapter_off(model):
-            return log_probs(model, batch).log_probs
-
+        return _of_second_model(cfg, kind, device, log_probs, ranks)
+    without_adapter = _without_adapter(model, log_probs)
     if kind == "adapter_off":
         return without_adapter
     if stage() is not None:
@@ -117,29 +103,39 @@ def load_policy_reference(
     if stage() is None:
         say("reference", f"{kind}{why}")
     if kind in SECOND_MODELS:
-        frozen = _second_model(cfg, kind, model.output_weight.device, parallel=cfg.group(ParallelConfig), ranks=ranks)
+        return _of_second_model(cfg, kind, model.output_weight.device, log_probs, ranks)
+    return _without_adapter(model, log_probs)
 
-        @torch.no_grad()
-        def of_second_model(batch: PolicyBatch) -> Tensor:
-            values = log_probs(frozen, batch).log_probs
-            ranks.gather_no_more(frozen)  # as no backward pass does
-            return values
 
-        return of_second_model
+def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Callable[..., Any], ranks: Ranks) -> Any:
+    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
+    frozen = load_frozen(
+        cfg.model,
+        device,
+        nf4=kind == "nf4",
+        link=link,
+        memory=cfg.memory,
+        compile=cfg.compile,
+        parallel=cfg.group(ParallelConfig),
+        ranks=ranks,
+    )
 
     @torch.no_grad()
-    def without_adapter(batch: PolicyBatch) -> Tensor:
-        with adapter_off(model):
+    def ask(batch: Any) -> Tensor:
+        values = log_probs(frozen, batch).log_probs
+        ranks.gather_no_more(frozen)  # as no backward pass does
+        return values
+
+    return ask
+
+
+def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
+    @torch.no_grad()
+    def ask(batch: Any) -> Tensor:
+        with adapter_off(model) if adapted_layers(model) else nullcontext():
             return log_probs(model, batch).log_probs
 
-    return without_adapter
-
-
-def _second_model(cfg: Any, kind: str, device: torch.device, **sharing: Any) -> Decoder:
-    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
-    return load_frozen(
-        cfg.model, device, nf4=kind == "nf4", link=link, memory=cfg.memory, compile=cfg.compile, **sharing
-    )
+    return ask
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:

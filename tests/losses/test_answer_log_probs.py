@@ -21,7 +21,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(2 * NUM_PAIRS, NUM_TOKENS, DIM, generator=generator).requires_grad_()
         self.output_weight = torch.randn(VOCAB, DIM, generator=generator) * 0.5
-        self.config, self.tokens = SimpleNamespace(logits_softcap=None), None
+        self.config = SimpleNamespace(logits_softcap=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return self.hidden, None
