@@ -73,15 +73,16 @@ class KVCache:
     def __init__(
         self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._mixers = [layer.mixer for layer in config.layers]
-        shapes = [(self._mixers.count(None), batch_size, capacity, *shape) for shape in config.cached_shapes]
+        self._attends = [layer.attends for layer in config.layers]
+        shapes = [(sum(self._attends), batch_size, capacity, *shape) for shape in config.cached_shapes]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        self._take(keys, values, {i: _state(m, batch_size, dtype, device) for i, m in enumerate(self._mixers) if m})
+        mixers = [layer.mixer for layer in config.layers]
+        self._take(keys, values, {i: _state(m, batch_size, dtype, device) for i, m in enumerate(mixers) if m})
 
     def _take(self, keys: Tensor, values: Tensor, states: dict[int, tuple[Tensor, Tensor | None]]) -> None:
         self.keys, self.values = keys, values  # (attention layers, rows, C, K, D)
-        self.states = states  # of the other layers: the last inputs, and the state
+        self.states = states  # of layers with another mixer: the last inputs, and the state
         self.capacity = keys.shape[2]
         self.lengths = torch.zeros(keys.shape[1], dtype=torch.int64, device=keys.device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
@@ -92,13 +93,14 @@ class KVCache:
         self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
-    def layer(self, i: int) -> LayerCache | StateCache:
+    def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
         garbage."""
-        if i in self.states:
-            return StateCache(*self.states[i], self)
-        place = self._mixers[:i].count(None)
-        return LayerCache(self.keys[place], self.values[place], self)
+        state = StateCache(*self.states[i], self) if i in self.states else None
+        if not self._attends[i]:
+            return None, state
+        place = sum(self._attends[:i])
+        return LayerCache(self.keys[place], self.values[place], self), state
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
@@ -146,7 +148,7 @@ class KVCache:
     def part(self, start: int, end: int) -> "KVCache":
         """An empty cache in the memory of some of the rows of this one, to be filled for them."""
         part = KVCache.__new__(KVCache)
-        part._mixers = self._mixers
+        part._attends = self._attends
         states = {i: tuple(None if x is None else x[start:end] for x in kept) for i, kept in self.states.items()}
         part._take(self.keys[:, start:end], self.values[:, start:end], states)  # pyright: ignore[reportArgumentType]
         return part
@@ -198,9 +200,9 @@ def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize:
     """What a cache takes."""
     total = 0
     for layer in config.layers:
-        if layer.mixer is None:
+        if layer.attends:
             total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes)
-        else:
+        if layer.mixer is not None:
             total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
             total += 4 * math.prod(layer.mixer.state_shape or (0,))
     return batch_size * total

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
-from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, ShortConvolutionConfig
+from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.convolution import ShortConvolution
 from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm
+from lean_ft.models.mamba2 import Mamba2
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
+from lean_ft.models.state_mixer import StateMixer
 from lean_ft.shards import Cut
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
@@ -34,34 +36,42 @@ _NORMS = {
     "once": (_INTO_ATTENTION, None, None, None),
 }
 
-# What mixes a layer's tokens, by its config, and Hugging Face's name of it.
-_MIXERS: dict[type, tuple[str, type[nn.Module]]] = {
-    type(None): ("self_attn", Attention),
+# What mixes a layer's tokens in the place of attention or beside it, by its config, and Hugging Face's name of it.
+_ATTENTION = "self_attn"
+_MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
     DeltaRuleConfig: ("linear_attn", GatedDeltaRule),
     ShortConvolutionConfig: ("conv", ShortConvolution),
+    Mamba2Config: ("mamba", Mamba2),
 }
 
 
 class Block(nn.Module):
-    """One layer: a mixer of tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
-    on the way in or out."""
+    """One layer: what mixes tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
+    on the way in or out. Some families have another mixer beside attention, or only one of the two."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.norms = _NORMS[config.norm_placement]
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
-        self.mixer_name, mixer = _MIXERS[type(config.layers[layer_index].mixer)]
-        if mixer is Attention and config.latent is not None:
-            mixer = LatentAttention
-        self.add_module(self.mixer_name, mixer(config, layer_index))
-        sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
-        self.mlp = (
-            MLP(*sizes, config.mlp_bias, config.activation, config.fused_gate_up)
-            if mixture is None
-            else MixtureOfExperts(config.hidden_size, mixture)
-        )
-        for name in self.norms:
+        self.attention_multipliers = config.attention_multipliers
+        layer, self.mixer_names = config.layers[layer_index], []
+        if layer.attends:
+            attention = Attention if config.latent is None else LatentAttention
+            self.add_module(_ATTENTION, attention(config, layer_index))
+            self.mixer_names.append(_ATTENTION)
+        if layer.mixer is not None:
+            name, mixer = _MIXERS[type(layer.mixer)]
+            self.add_module(name, mixer(config, layer_index))
+            self.mixer_names.append(name)
+        self.mlp = None
+        if layer.mixture is not None:
+            self.mlp = MixtureOfExperts(config.hidden_size, layer.mixture)
+        elif layer.feeds:
+            sizes, kind = (config.hidden_size, config.intermediate_size), (config.activation, config.fused_gate_up)
+            self.mlp = MLP(*sizes, config.mlp_bias, *kind, config.mlp_multipliers)
+        of_mixers, of_mlp = self.norms[:2], self.norms[2:]
+        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.feeds else ())):
             if name is not None:
                 self.add_module(name, _norm(config))
 
@@ -71,7 +81,7 @@ class Block(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
-        cache: LayerCache | StateCache | None = None,
+        cache: tuple[LayerCache | None, StateCache | None] = (None, None),
         prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
@@ -80,19 +90,31 @@ class Block(nn.Module):
         that is set aside, so that compilation and checkpointing treat them right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        normed = self._normed(into_attention, hidden)
-        added = self.mixer(normed, cos, sin, cu_seqlens, cache, prefixes)
-        hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
-        added, router_logits = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden)), None
-        if isinstance(added, tuple):
-            added, router_logits = added
-        hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
+        normed, router_logits = hidden, None
+        if self.mixer_names:
+            normed, context = self._normed(into_attention, hidden), (cos, sin, cu_seqlens)
+            parts = [self._mixed(name, normed, context, cache, prefixes) for name in self.mixer_names]
+            added = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
+        if self.mlp is not None:
+            added = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden))
+            if isinstance(added, tuple):
+                added, router_logits = added
+            hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         return hidden if router_logits is None else (hidden, router_logits)
 
+    def _mixed(self, name: str, normed: Tensor, context: Any, cache: Any, prefixes: Prefixes | None) -> Tensor:
+        mixer = getattr(self, name)
+        if name != _ATTENTION:
+            return mixer(normed, *context, cache[1], prefixes)
+        into, out_of = self.attention_multipliers
+        attended = mixer(normed if into == 1.0 else normed * into, *context, cache[0], prefixes)
+        return attended if out_of == 1.0 else attended * out_of
+
     @property
-    def mixer(self) -> nn.Module:
-        """Attention, or what is in its place."""
-        return getattr(self, self.mixer_name)
+    def first_part(self) -> nn.Module:
+        """What the layer computes first: attention, what is in its place, or the feed-forward layer where that is alone."""
+        return getattr(self, next(iter(self.mixer_names), "mlp"))
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
@@ -256,7 +278,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.model.layers):
             rope = self.config.layers[i].rope
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i), seen)
+            hidden = layer(hidden, cos, sin, cu_seqlens, (None, None) if cache is None else cache.layer(i), seen)
             if isinstance(hidden, tuple):
                 hidden, router_logits = hidden
                 if balances:

@@ -122,7 +122,8 @@ class MixtureOfExperts(nn.Module):
         self.add_module(config.router_name, Router(hidden_size, config))
         self.experts = Experts(hidden_size, config)
         if config.shared_intermediate_size:
-            shared = MLP(hidden_size, config.shared_intermediate_size, bias=False, activation=config.activation)
+            sizes, kind = (hidden_size, config.shared_intermediate_size), (config.activation, config.shared_is_fused)
+            shared = MLP(*sizes, False, *kind)
             self.add_module(config.shared_name, shared)
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))

@@ -8,6 +8,7 @@ from torch import nn
 from lean_ft.models import Decoder
 from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.moe import Experts, Router
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.nf4 import NF4Linear
@@ -66,6 +67,7 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
     family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
+    name = module_on_disk(model.hf_config, name)
     return bool(family.mixture) and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 

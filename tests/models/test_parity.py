@@ -19,7 +19,7 @@ from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.families import FAMILIES
-from lean_ft.models.names_on_disk import parameters_on_disk
+from lean_ft.models.names_on_disk import module_on_disk
 from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
@@ -56,7 +56,7 @@ def logits_of(reference: Reference, ids: torch.Tensor) -> torch.Tensor:
 
 
 def depends_on_length(reference: Reference) -> bool:
-    return any(kind in str(reference.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    return any(kind in str(getattr(reference.config, "rope_parameters", "")) for kind in ("dynamic", "longrope"))
 
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -69,10 +69,11 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     parameters = dict(model.named_parameters())
     if not isinstance(model, Decoder):
         return parameters
+    in_memory = FAMILIES[model.hf_config["model_type"]].in_memory
     return {
         name
-        if ".mlp." in name and model.mixture is not None
-        else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
+        if ".mlp." in name and model.mixture is not None and not in_memory
+        else module_on_disk(model.hf_config, name): parameter
         for name, parameter in parameters.items()
     }
 
