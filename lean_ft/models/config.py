@@ -152,7 +152,10 @@ class DecoderConfig:
     fused_gate_up: bool = False  # one for the gate and what it gates
     # With the last two there is no gate.
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
-    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of gates, before their activation, and of what the layer returns
+    mlp_multipliers: tuple[float, float] = (
+        1.0,
+        1.0,
+    )  # of gates, before their activation, and of what the layer returns
 
     # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None

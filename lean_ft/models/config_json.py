@@ -228,6 +228,7 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
 def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
+    kinds: list[Any]
     if fields.get("layer_types") is None:
         kinds = [family.layer_type(fields, layer) for layer in range(num_layers)]
     else:
@@ -260,7 +261,9 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
             mixture if has_mixture else None,
         )
 
-    return tuple(layer_of(i, kind, is_windowed) for i, (kind, is_windowed) in enumerate(zip(kinds, windowed, strict=True)))
+    return tuple(
+        layer_of(i, kind, is_windowed) for i, (kind, is_windowed) in enumerate(zip(kinds, windowed, strict=True))
+    )
 
 
 def _activation(fields: Fields, family: Family) -> Any:

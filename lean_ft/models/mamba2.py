@@ -53,9 +53,7 @@ class Mamba2(StateMixer):
         )
         wide = torch.promote_types(step.dtype, torch.float32)
         step = F.softplus(step.to(wide) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
-        read = read_state(
-            *(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False
-        )
+        read = read_state(*(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False)
         read = torch.addcmul(read, value, self.D[:, None]).flatten(-2)
         if config.norm == "in":
             read = self.norm(read)

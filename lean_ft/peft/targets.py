@@ -21,8 +21,8 @@ _ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
 def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     """The names of the layers that `patterns` match, in the model's order.
 
-    A pattern is `all-linear` (every linear layer of attention and feed-forward layers, experts among them and routers
-    not), the last part or parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
+    A pattern is `all-linear` (every linear layer of attention and feed-forward layers, experts among them, and not routers
+    and the projection out of Mamba-2, which PEFT takes no adapter of in most families), the last part or parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
     (`model.layers.[0-3].*.down_proj`).
 
     Raises ValueError where a pattern matches nothing, or something that takes no adapter.
@@ -84,7 +84,8 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
-        return name.startswith("model.layers.") and isinstance(module, nn.Linear | NF4Linear | Experts)
+        is_layer = name.startswith("model.layers.") and not name.endswith(".mamba.out_proj")
+        return is_layer and isinstance(module, nn.Linear | NF4Linear | Experts)
     return matches_name(name, pattern)
 
 

@@ -77,7 +77,7 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
 def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
-    router = "router" if family == "gpt_oss" else "gate"
+    router = "router" if family in ("gpt_oss", "granitemoehybrid") else "gate"
     apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "o_proj"], **settings))
     randomize(model)
     save_adapter(model, tmp_path)
