@@ -2,6 +2,7 @@
 # make test    the tests
 # make test-long   those that take minutes each
 # make test-pretended-gpu   those that need a GPU, on a pretended one (downloads 2.6 GB, takes 5 GB of disk)
+# make docs    the documents as a site, in site/
 # make lint    ruff, pyright and import-linter, as in CI
 # make clean   remove what these made
 
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in several processes: one thread each, and not so many that small machines swap.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
-.PHONY: demo test test-long test-pretended-gpu lint clean
+.PHONY: demo test test-long test-pretended-gpu docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
@@ -26,11 +27,15 @@ test-long: $(VENV)/installed-dev
 test-pretended-gpu:
 	PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tests/pretended_gpu/check.sh
 
+# Strictly: a link that leads nowhere, or a page that is not in mkdocs.yml, fails.
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: $(VENV)/installed-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
 clean:
-	rm -rf $(VENV) .venv-pretended-gpu tests/pretended_gpu/build dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-pretended-gpu tests/pretended_gpu/build dist build site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find lean_ft recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Torch goes first and pinned: a plain `pip install torch` takes the newest, with gigabytes of CUDA.

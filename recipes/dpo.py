@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
 from lean_ft.distributed import join, parallelize
-from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, add_rewards, preference_loss
+from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -70,10 +70,7 @@ def main(cfg: Config) -> None:
         """The loss of each pair, (P,), and what it was made of; batch: on the device."""
         frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
         answers = log_probs(model, batch, tokens)
-        columns = [column for both in (answers.log_probs, frozen, batch.answer_tokens) for column in both.unbind(1)]
-        losses = preference_loss(cfg.loss.name, *columns, beta=cfg.loss.beta_of_loss, **cfg.loss.own_settings)
-        add_rewards(pairs, answers.log_probs, frozen, cfg.loss.beta_of_loss)
-        return losses * answers.weights, answers
+        return pair_losses(cfg.loss, answers, frozen, batch.answer_tokens, pairs), answers
 
     @torch.no_grad()
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:

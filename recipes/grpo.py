@@ -11,7 +11,6 @@ learns to give these more often. A round of answers may serve several optimizer 
 """
 
 import torch
-from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from lean_ft.data import PolicyBatch, prompt_rows
@@ -20,20 +19,7 @@ from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import (
-    GenerationConfig,
-    LoRAConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyLossConfig,
-    PromptDataConfig,
-    RecipeConfig,
-    ReferenceConfig,
-    Reward,
-    ScheduleConfig,
-)
+from lean_ft.settings import OnlineConfig, ParallelConfig, PolicyLossConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import (
     Rewards,
@@ -47,25 +33,9 @@ from lean_ft.training import (
 )
 
 
-class Config(RecipeConfig):
-    model: ModelConfig
-    data: PromptDataConfig
-    rewards: list[Reward | str] = Field(
-        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
-    )
-    generation: GenerationConfig = GenerationConfig()
-    lora: LoRAConfig | None = None  # null: all parameters train
-    reference: ReferenceConfig = ReferenceConfig()
+class Config(OnlineConfig):
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    schedule: ScheduleConfig = ScheduleConfig(name="constant")
     loss: PolicyLossConfig = PolicyLossConfig()
-    memory: MemoryConfig = MemoryConfig()
-    sample_every: NonNegativeInt = Field(
-        10,
-        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
-    )
 
 
 def main(cfg: Config) -> None:
@@ -88,21 +58,14 @@ def main(cfg: Config) -> None:
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
 
-    def sample_a_round() -> None:
-        while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others
-            asked = rollouts.ask()
-            answers = answer(asked, rollouts.seed)
-            rollouts.add(answers, score(asked, answers))
-        if rollouts.looks_back:  # at the model before the first of several updates
-            look_back()
-        rollouts.begin()
-
     @torch.no_grad()
-    def look_back() -> None:
-        for batch, _ in ranks.share(rollouts.batches()):
+    def sample_a_round() -> None:
+        rollouts.sample(answer, score)
+        for batch, _ in ranks.share(rollouts.to_remember()):  # as the model is before the first update
             batch = batch.to(device)
             frozen = reference(batch) if reference is not None and cfg.loss.kl_in_reward else None
             rollouts.remember(batch, log_probs(model, batch), frozen)
+        rollouts.begin()
 
     def loss_of(batch: PolicyBatch, num_answers: int, num_tokens: int, tokens: TokenStatistics) -> Tensor:
         """The batch's share of the step's loss; batch: on the device."""

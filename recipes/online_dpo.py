@@ -9,29 +9,13 @@ Sample, judge, learn: of the answers to a prompt the best and the worst are a pa
 learned.
 """
 
-from pydantic import Field, NonNegativeInt
-from torch import Tensor
-
-from lean_ft.data import PairBatch, prompt_rows
+from lean_ft.data import prompt_rows
 from lean_ft.distributed import join, parallelize
-from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, add_rewards, preference_loss
+from lean_ft.losses import AnswerLogProbs, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import (
-    GenerationConfig,
-    LoRAConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PreferenceLossConfig,
-    PromptDataConfig,
-    RecipeConfig,
-    ReferenceConfig,
-    Reward,
-    ScheduleConfig,
-)
+from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PreferenceLossConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import (
     PairRollouts,
@@ -45,25 +29,10 @@ from lean_ft.training import (
 )
 
 
-class Config(RecipeConfig):
-    model: ModelConfig
-    data: PromptDataConfig
-    rewards: list[Reward | str] = Field(
-        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
-    )
+class Config(OnlineConfig):
     generation: GenerationConfig = GenerationConfig(num_answers=2)
-    lora: LoRAConfig | None = None  # null: all parameters train
-    reference: ReferenceConfig = ReferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    schedule: ScheduleConfig = ScheduleConfig(name="constant")
     loss: PreferenceLossConfig = PreferenceLossConfig()
-    memory: MemoryConfig = MemoryConfig()
-    sample_every: NonNegativeInt = Field(
-        10,
-        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
-    )
 
 
 def main(cfg: Config) -> None:
@@ -86,29 +55,14 @@ def main(cfg: Config) -> None:
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
 
-    def sample_a_round() -> None:
-        while rollouts.wants_more:  # once, unless prompts that teach nothing give way to others
-            asked = rollouts.ask()
-            answers = answer(asked, rollouts.seed)
-            rollouts.add(answers, score(asked, answers))
-        rollouts.begin()
-
-    def losses_of(batch: PairBatch, tokens: TokenStatistics, pairs: TokenStatistics) -> tuple[Tensor, Answers]:
-        """The loss of each pair, (P,), and what it was made of; batch: on the device."""
-        frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
-        answers = log_probs(model, batch, tokens)
-        columns = [column for both in (answers.log_probs, frozen, batch.answer_tokens) for column in both.unbind(1)]
-        losses = preference_loss(cfg.loss.name, *columns, beta=cfg.loss.beta_of_loss, **cfg.loss.own_settings)
-        add_rewards(pairs, answers.log_probs, frozen, cfg.loss.beta_of_loss)
-        return losses * answers.weights, answers
-
     if held_out is not None and run.start_step == 0:
         samples.say_before(answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
         if rollouts.used_up:
-            sample_a_round()
+            rollouts.sample(answer, score)
+            rollouts.begin()
 
         micro_batches = rollouts.take()
         num_pairs = max(1, sum(batch.num_pairs for batch in micro_batches))  # fewer where answers are worth the same
@@ -116,9 +70,11 @@ def main(cfg: Config) -> None:
         num_chosen = max(1, sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches))  # tokens
         tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
+            batch = batch.to(device)
+            frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
+            answers = log_probs(model, batch, tokens)
             # Sums, divided once by what the whole step has.
-            losses, answers = losses_of(batch.to(device), tokens, pairs)
-            loss = losses.sum() / num_pairs
+            loss = pair_losses(cfg.loss, answers, frozen, batch.answer_tokens, pairs).sum() / num_pairs
             if cfg.loss.sft_weight:
                 loss = loss + cfg.loss.sft_weight * answers.chosen_loss / num_chosen
             if answers.router_loss is not None:  # of a mixture of experts

@@ -10,7 +10,6 @@ answer to a prompt is enough, and tokens of one answer are told apart. Both mode
 """
 
 import torch
-from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
@@ -18,20 +17,7 @@ from lean_ft.losses import TokenLogProbs, TokenStatistics, policy_loss, value_lo
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import (
-    GenerationConfig,
-    LoRAConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PPOLossConfig,
-    PromptDataConfig,
-    RecipeConfig,
-    ReferenceConfig,
-    Reward,
-    ScheduleConfig,
-    ValueConfig,
-)
+from lean_ft.settings import GenerationConfig, OnlineConfig, PPOLossConfig, ValueConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import (
     Rewards,
@@ -46,25 +32,10 @@ from lean_ft.training import (
 )
 
 
-class Config(RecipeConfig):
-    model: ModelConfig
-    data: PromptDataConfig
-    rewards: list[Reward | str] = Field(
-        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
-    )
+class Config(OnlineConfig):
     generation: GenerationConfig = GenerationConfig(num_answers=1, passes=4)
-    lora: LoRAConfig | None = None  # null: all parameters train
     value: ValueConfig = ValueConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    schedule: ScheduleConfig = ScheduleConfig(name="constant")
     loss: PPOLossConfig = PPOLossConfig()
-    memory: MemoryConfig = MemoryConfig()
-    sample_every: NonNegativeInt = Field(
-        10,
-        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
-    )
 
 
 def main(cfg: Config) -> None:
@@ -89,10 +60,8 @@ def main(cfg: Config) -> None:
 
     @torch.no_grad()
     def sample_a_round() -> None:
-        asked = rollouts.ask()
-        answers = answer(asked, rollouts.seed)
-        rollouts.add(answers, score(asked, answers))
-        for batch in rollouts.batches():  # what policy, reference and value model say before the first update
+        rollouts.sample(answer, score)
+        for batch in rollouts.to_remember():  # as all three models are before the first update
             batch = batch.to(device)
             now, frozen = log_probs(model, batch), None if reference is None else reference(batch)
             rollouts.remember(batch, now, frozen, value(batch, now))

@@ -4,10 +4,14 @@ what it says, one after another in one folder as a reader would have it.
 What a command prints is compared where a document shows it: words, labels and columns, but no amount.
 """
 
+import importlib
+import inspect
 import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +28,8 @@ from lean_ft.settings_text import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LONG = ("preferences.md", "distillation.md", "online.md")  # whose commands train for a while
+LONG = ("index.md", "preferences.md", "distillation.md", "online.md")  # whose commands train for a while
+TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # by a command before
 NO_SETTING = {"shell=True"}  # of Python
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}
 
@@ -172,7 +177,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text += "".join(
         catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME", "..."}
     )
-    for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - {"runs/first", "runs/qat"}:
+    for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - TRAINED:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
         if "Instruct" not in name:  # a base model has no chat template
             file = tmp_path / name / "tokenizer_config.json"
@@ -226,6 +231,24 @@ def test_a_document_names_only_what_is_there(document):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (document.parent / name).exists(), name
+
+
+@pytest.mark.long
+def test_the_documents_are_a_site(tmp_path):
+    """Strictly: every link leads somewhere, every page is in the navigation, and the reference has all that is public."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert {page.parent.name for page in tmp_path.glob("*/index.html")} == {
+        page.stem for page in DOCUMENTS if page.stem not in ("README", "index")
+    }
+    reference = (tmp_path / "api" / "index.html").read_text()
+    for package in re.findall(r"^::: (lean_ft(?:\.[a-z]+)?)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            if inspect.isclass(getattr(module, name)) or inspect.isfunction(getattr(module, name)):
+                assert re.search(rf'id="{package}(\.\w+)?\.{name}"', reference), name
+    assert "Peak learning rate." in reference
 
 
 def test_yaml_in_a_document_is_a_preset(tmp_path):

@@ -8,7 +8,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entr
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.policy import advantages, batch_loss, correction, policy_loss
-from lean_ft.losses.preference import LOSSES, add_rewards, preference_loss
+from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
@@ -32,7 +32,6 @@ __all__ = [
     "TokenStatistics",
     "TopLogProbs",
     "UnpairedStatistics",
-    "add_rewards",
     "add_scores",
     "advantages",
     "batch_loss",
@@ -43,6 +42,7 @@ __all__ = [
     "linear_log_probs",
     "loss_chunk_tokens",
     "on_grid",
+    "pair_losses",
     "policy_loss",
     "preference_loss",
     "reward_loss",

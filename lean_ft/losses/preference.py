@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
+from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings import PreferenceLossConfig
 from lean_ft.spelling import did_you_mean
 
 
@@ -200,12 +202,19 @@ def preference_loss(
     return LOSSES[name](pairs, beta, **settings)
 
 
-def add_rewards(statistics: TokenStatistics, log_probs: Tensor, reference: Tensor, beta: float) -> None:
-    """Adds what the metrics tell of P pairs, sums over them; log_probs and reference (P, 2), chosen and rejected.
+def pair_losses(
+    loss: PreferenceLossConfig, answers: Answers, reference: Tensor, lengths: Tensor, statistics: TokenStatistics
+) -> Tensor:
+    """The loss of each of P pairs, (P,), by what the settings say and what `AnswerLogProbs` made of the answers.
 
-    An answer's reward is beta times what its log-probability gained on the reference; a margin of exactly 0 is half right.
+    reference, lengths (P, 2): log-probabilities under the reference, and tokens. What the metrics tell is added to the
+    statistics, sums over pairs: an answer's reward is beta times what its log-probability gained on the reference; a margin of
+    exactly 0 is half right.
     """
-    log_probs = log_probs.detach()
+    beta = loss.beta_of_loss
+    columns = [column for both in (answers.log_probs, reference, lengths) for column in both.unbind(1)]
+    losses = preference_loss(loss.name, *columns, beta=beta, **loss.own_settings)
+    log_probs = answers.log_probs.detach()
     chosen, rejected = (beta * (log_probs - reference)).unbind(1)
     sums = {
         "rewards/chosen": chosen,
@@ -216,6 +225,7 @@ def add_rewards(statistics: TokenStatistics, log_probs: Tensor, reference: Tenso
         "logps/rejected": log_probs[:, 1],
     }
     statistics.add(**{name: value.sum() for name, value in sums.items()})
+    return losses * answers.weights
 
 
 def settings_of(name: str) -> tuple[str, ...]:

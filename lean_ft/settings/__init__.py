@@ -35,7 +35,15 @@ from lean_ft.settings.losses import (
 )
 from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
-from lean_ft.settings.run import LOGGER_PACKAGES, KeepTeacherConfig, LogConfig, RecipeConfig, TrainingConfig, models_of
+from lean_ft.settings.run import (
+    LOGGER_PACKAGES,
+    KeepTeacherConfig,
+    LogConfig,
+    OnlineConfig,
+    RecipeConfig,
+    TrainingConfig,
+    models_of,
+)
 
 __all__ = [
     "LOGGER_PACKAGES",
@@ -59,6 +67,7 @@ __all__ = [
     "LossConfig",
     "MemoryConfig",
     "ModelConfig",
+    "OnlineConfig",
     "OptimizerConfig",
     "PPOLossConfig",
     "ParallelConfig",

@@ -15,12 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from lean_ft.settings.answers import GenerationConfig
+from lean_ft.settings.answers import GenerationConfig, Reward
 from lean_ft.settings.base import Every, GroupT, RegularExpression, Settings
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
-from lean_ft.settings.losses import DistillConfig, LossConfig, ValueConfig
-from lean_ft.settings.model import ModelConfig
+from lean_ft.settings.losses import DistillConfig, LossConfig, ReferenceConfig, ValueConfig
+from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
@@ -210,6 +210,27 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
     if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
         return False
     return abs(long / short - round(long / short)) < 1e-9
+
+
+class OnlineConfig(RecipeConfig):
+    """What every recipe has that learns from answers of its own; its loss is left to it."""
+
+    model: ModelConfig
+    data: PromptDataConfig
+    rewards: list[Reward | str] = Field(
+        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
+        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
+    )
+    generation: GenerationConfig = GenerationConfig.model_validate({})
+    lora: LoRAConfig | None = None  # null: all parameters train
+    reference: ReferenceConfig = ReferenceConfig.model_validate({})
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({"lr": 1e-6})
+    schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
+    memory: MemoryConfig = MemoryConfig.model_validate({})
+    sample_every: NonNegativeInt = Field(
+        10,
+        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
+    )
 
 
 class KeepTeacherConfig(Settings):

@@ -3,7 +3,7 @@
 `Rounds` is what all have; `Rollouts` compares the answers to a prompt, `ValuedRollouts` each with what was expected of it, and
 `PairRollouts` makes pairs of them.
 
-A round is `ask`ed, `add`ed to until it is full, `begin`s, and is `take`n from, one step's micro-batches at a time. All that a
+A round is `sample`d, `begin`s, and is `take`n from, one step's micro-batches at a time. All that a
 round knows (which prompts, the tokens and log-probabilities that were sampled, rewards, advantages) is in `state_dict`, so a
 run that was killed at any moment goes on with the very same answers, and where it had none yet, samples them anew from the same
 weights and the same seed. Answers of a round stand in the order of their prompts, in the same micro-batches in every pass.
@@ -12,7 +12,7 @@ Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sam
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,12 +27,12 @@ from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whi
 from lean_ft.settings import GenerationConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks
-from lean_ft.training.rewards import Scores
+from lean_ft.training.rewards import Rewards, Scores
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
 
-class OnlineConfig(Protocol):
+class RoundsConfig(Protocol):
     """What the Config of a recipe that samples its answers has."""
 
     generation: GenerationConfig
@@ -79,7 +79,7 @@ class Rounds(Generic[BatchT]):
 
     answers_in_a_row = 1  # of a batch
 
-    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
@@ -92,10 +92,9 @@ class Rounds(Generic[BatchT]):
             )
         self.num_prompts = self.num_answers // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
-        self._place = self._round = self._attempt = 0
+        self._place = self._round = 0
         self._step = self._steps  # of the round, done; no round has begun
         self._answers: list[Answer] = []
-        self._even: list[Answer] = []  # groups without spread, that stand in where attempts run out
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
 
@@ -113,20 +112,25 @@ class Rounds(Generic[BatchT]):
         """Whether the next step needs a new round."""
         return self._step == self._steps
 
-    @property
-    def wants_more(self) -> bool:
-        """Whether the round that comes is not full yet."""
-        return self._attempt == 0 or len(self._answers) < self.num_answers
+    def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
+        """Fills the round that comes, by `Sampler` or what else answers prompts by a seed: at once, unless prompts that teach
+        nothing give way to others.
 
-    @property
-    def seed(self) -> int:
-        """Of what is sampled next."""
-        return (self._cfg.seed % 2**31 << 32) + self._round
+        Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
+        """
+        seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
+        self._answers, even = [], list[Answer]()
+        while len(self._answers) < self.num_answers and attempts:
+            attempts -= 1
+            asked = self._ask()
+            answers = answer(asked, seed)
+            even += self._add(answers, score(asked, answers))
+        self._answers += even[: self.num_answers - len(self._answers)]
+        for one in self._answers:
+            one.counts = [self._counts(one)] * len(one.ids)
 
-    def ask(self) -> list[Prompt]:
+    def _ask(self) -> list[Prompt]:
         """The prompts to be answered next, each once for each of its answers."""
-        if self._attempt == 0:  # what is there is of the round before
-            self._answers, self._even = [], []
         if self._planned is not None:  # as many different prompts as there are going to be
             longest = self._prompts[0]
             prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
@@ -137,35 +141,29 @@ class Rounds(Generic[BatchT]):
         missing = (self.num_answers - len(self._answers)) // self._cfg.generation.num_answers
         return self._prompts.take(self._place, missing)
 
-    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Takes the answers to what `ask` gave, and what they are worth.
-
-        Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
-        """
+    def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
+        """Takes the answers to what `_ask` gave, and what they are worth; but returns those whose prompt gives way."""
         if self._planned is not None:
-            self._attempt, self._answers = 1, [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
-            return
+            self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
+            return []
         size, asked = self._cfg.generation.num_answers, self._asked()
         answers = [
             Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
             for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
         ]
         self._place += len(asked)
-        self._attempt += 1
+        even = []
         for start in range(0, len(answers), size):
             group = answers[start : start + size]
             spread = len({answer.reward for answer in group if answer.reward is not None}) > 1
-            (self._answers if spread or self._cfg.generation.most_attempts == 1 else self._even).extend(group)
-        if self.wants_more and self._attempt >= self._cfg.generation.most_attempts:
-            self._answers += self._even[: self.num_answers - len(self._answers)]
-        for answer in self._answers:
-            answer.counts = [self._counts(answer)] * len(answer.ids)
+            (self._answers if spread or self._cfg.generation.most_attempts == 1 else even).extend(group)
+        return even
 
     def begin(self) -> None:
         """Works out what is learned from each answer; from here on there are steps to take."""
         if self._planned is None:
             self._work_out()
-        self._step, self._attempt = 0, 0
+        self._step = 0
         self._round += 1
 
     def take(self) -> list[BatchT]:
@@ -276,12 +274,12 @@ class Rollouts(Rounds[PolicyBatch]):
     corrects for.
     """
 
-    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         super().__init__(cfg, prompts, pad_id, ranks)
         self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
         self._check(cfg)
 
-    def _check(self, cfg: OnlineConfig) -> None:
+    def _check(self, cfg: RoundsConfig) -> None:
         if cfg.generation.num_answers < 2:
             raise ValueError("generation.num_answers=1 leaves nothing to compare an answer with. Set 2 or more.")
         if cfg.generation.narrows and cfg.loss.correction == "none":
@@ -293,14 +291,16 @@ class Rollouts(Rounds[PolicyBatch]):
     # What is known before the first update ------------------------------------------------------------------------
 
     @property
-    def looks_back(self) -> bool:
+    def _looks_back(self) -> bool:
         """Whether the trainer's own log-probabilities are needed before the first update: for more than one update, for the
         entropies of all tokens, or for a divergence in the rewards."""
         loss = self._cfg.loss
         return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
 
-    def batches(self) -> list[PolicyBatch]:
-        """All micro-batches of a round that has not begun, as the first pass takes them."""
+    def to_remember(self) -> list[PolicyBatch]:
+        """All micro-batches of a round that has not begun, as the first pass takes them; none where nothing has to be known."""
+        if not self._looks_back:
+            return []
         if self._planned is not None:
             return self._planned.take(1)
         return self._batches(0, self.num_answers // self._cfg.batch_size)
@@ -338,7 +338,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _work_out(self) -> None:
         loss, size = self._cfg.loss, self._cfg.generation.num_answers
-        if self.looks_back:
+        if self._looks_back:
             entropies = self._take_what_is_known()
             if loss.entropy_share < 1:
                 self._keep_least_sure(entropies)
@@ -392,7 +392,7 @@ class Rollouts(Rounds[PolicyBatch]):
             counts=[[True] * new] * rows,
             sampled=values,
             advantages=values,
-            **({"old": values} if self.looks_back else {}),
+            **({"old": values} if self._looks_back else {}),
             **({"values": values, "returns": values} if self._has_values else {}),
         )
 
@@ -405,7 +405,7 @@ class ValuedRollouts(Rollouts):
 
     _has_values = True
 
-    def _check(self, cfg: OnlineConfig) -> None:
+    def _check(self, cfg: RoundsConfig) -> None:
         if cfg.generation.narrows:
             raise ValueError(
                 "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from. Leave them "
@@ -418,7 +418,7 @@ class ValuedRollouts(Rollouts):
             )
 
     @property
-    def looks_back(self) -> bool:
+    def _looks_back(self) -> bool:
         return True
 
     def _work_out(self) -> None:
@@ -440,7 +440,7 @@ class ValuedRollouts(Rollouts):
 class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
 
-    def __init__(self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         if cfg.generation.num_answers < 2:
             raise ValueError("generation.num_answers=1 makes no pair. Set 2 or more.")
         self.answers_in_a_row = cfg.generation.num_answers

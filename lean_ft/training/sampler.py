@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.distributed import generating
@@ -12,18 +12,10 @@ from lean_ft.generation import Sample, Sampling, sample, stop_ids
 from lean_ft.host_link import open_link
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
-from lean_ft.settings import GenerationConfig, OptimizerConfig
+from lean_ft.settings import OnlineConfig
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.rewards import Rewards
-
-
-class SamplingConfig(Protocol):
-    """What the Config of a recipe that samples its answers has."""
-
-    generation: GenerationConfig
-    optimizer: OptimizerConfig
-    seed: int
 
 
 class Sampler:
@@ -31,7 +23,7 @@ class Sampler:
     prompt stands before it alone. Many ranks share the prompts out, and all get all answers."""
 
     def __init__(
-        self, cfg: SamplingConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
+        self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
     ) -> None:
         """optimizer: whose state makes room, with `generation.offload_training_state`. Raises ValueError where that is on the
         host already."""
