@@ -19,7 +19,9 @@ class MixtureConfig:
     expert_bias: bool = False
     # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
     input_first: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = (
+        "silu"  # with the last there are ups alone, and no gates
+    )
     gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
     up_offset: float = 0.0  # it is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides

@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
 _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
-    ((), ("clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
+    ((), ("moe_latent_size", "clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
     ((False,), ("use_sliding_window", "use_bidirectional_attention", "use_mrope", "use_qk_norm", "qk_layernorm")),
     ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
     ((1.0,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),

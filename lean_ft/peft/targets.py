@@ -67,8 +67,9 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
     family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
-    name = module_on_disk(model.hf_config, name)
-    return bool(family.mixture) and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    if not family.mixture or family.parts_are_alone:  # of which it knows no older version
+        return False
+    return module_on_disk(model.hf_config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:

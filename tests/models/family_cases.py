@@ -35,6 +35,7 @@ LONG_CASES = {
     "deepseek_v3_dense",
     "granitemoehybrid_dense_tied",
     "falcon_h1_normed_biases",
+    "nemotron_h_experts",
 }
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
 
@@ -607,6 +608,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_state_size": 10,
             "conv_kernel": 3,
             "chunk_size": 7,
+        },
+    ),
+    "nemotron_h_experts": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "moe"],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
         },
     ),
 }

@@ -69,13 +69,12 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     parameters = dict(model.named_parameters())
     if not isinstance(model, Decoder):
         return parameters
-    in_memory = FAMILIES[model.hf_config["model_type"]].in_memory
-    return {
-        name
-        if ".mlp." in name and model.mixture is not None and not in_memory
-        else module_on_disk(model.hf_config, name): parameter
-        for name, parameter in parameters.items()
-    }
+    return {name_in_transformers(model, name): parameter for name, parameter in parameters.items()}
+
+
+def name_in_transformers(model: Decoder, name: str) -> str:
+    as_ours = ".mlp." in name and model.mixture and not FAMILIES[model.hf_config["model_type"]].in_memory
+    return name if as_ours else module_on_disk(model.hf_config, name)
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -331,7 +330,7 @@ def decoder_of(reference: Reference) -> Decoder:
             parameter.copy_(weights[name])
         buffers = {name.replace(".gate.", "."): buffer for name, buffer in reference.named_buffers()}
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name.replace(".gate.", ".")])
+            buffer.copy_(buffers[name_in_transformers(model, name).replace(".gate.", ".")])
     return model
 
 
@@ -407,6 +406,7 @@ def configurations(draw) -> tuple[str, dict]:
             for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")
         },
         "mamba_head_dim": st.integers(1, 9),
+        "moe_shared_expert_intermediate_size": st.integers(3, 20),
         "ssm_state_size": st.integers(1, 9),
         "conv_kernel": st.integers(2, 5),
         "use_conv_bias": st.booleans(),
@@ -438,7 +438,7 @@ def configurations(draw) -> tuple[str, dict]:
     if model_type == "bamba":
         chosen["attn_layer_indices"] = [num_layers - 1]
     elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
-        kinds = st.sampled_from(["full_attention", *mixers, *(["mlp"] if model_type == "nemotron_h" else [])])
+        kinds = st.sampled_from(["full_attention", *mixers, *(["mlp", "moe"] if model_type == "nemotron_h" else [])])
         other_layers = draw(st.lists(kinds, min_size=num_layers - 1, max_size=num_layers - 1))
         listed = "layers_block_type" if model_type == "nemotron_h" else "layer_types"
         chosen[listed] = [*other_layers, "full_attention"]  # without one transformers' cache fails

@@ -52,7 +52,7 @@ def test_the_default_targets_of_peft_name_routers_too(make_checkpoint, tmp_path)
     torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers"])  # the last: and plain layers between
+@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers", "nemotron_h_experts"])
 def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)

@@ -7,8 +7,8 @@ from typing import Any
 from lean_ft.models.config import Mamba2Config
 from lean_ft.models.config_fields import Fields, head_dim_of
 from lean_ft.models.families.dense import DENSE
-from lean_ft.models.families.family import ACTIVATIONS, ATTENTION_BIAS, Family, a_part_turned, flag, number
-from lean_ft.models.families.mixtures import MIXTURE, MIXTURE_DEFAULTS
+from lean_ft.models.families.family import ACTIVATIONS, ATTENTION_BIAS, Family, a_part_turned, count, flag, number
+from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
 
@@ -222,7 +222,10 @@ MAMBA: dict[str, Family] = {
         activation_field="mlp_hidden_act",
         activations={"relu2": "relu2"},
         norm_eps_field="layer_norm_epsilon",
+        mixture={**CORRECTED_MIXTURE, "shared_intermediate_size": count("moe_shared_expert_intermediate_size")},
         on_disk={
+            "mlp.experts.gate_up_proj": ("mixer.experts.*.up_proj.weight",),
+            "mlp.experts.down_proj": ("mixer.experts.*.down_proj.weight",),
             "input_layernorm": ("norm",),
             "post_attention_layernorm": ("norm",),
             "self_attn.": ("mixer.",),
@@ -232,7 +235,13 @@ MAMBA: dict[str, Family] = {
             "model.norm": ("model.norm_f",),
         },
         prefix_on_disk="backbone.",
+        in_memory={"mlp.experts.gate_up_proj": "mixer.experts.up_proj"},
         defaults={
+            **CORRECTED_MIXTURE_DEFAULTS,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 4096,
