@@ -349,6 +349,8 @@ def _drawn(config: DecoderConfig) -> Fill:
             here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
+        elif name.endswith("layer_scalar"):
+            here.values.fill_(1.0)
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
@@ -426,6 +428,10 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
         stored.pop("lm_head.weight", None)
     for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.hf_config)):
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{beyond}.")}
+    # Keys and values that a layer takes from another are in some folders all the same.
+    unused = [i for i, layer in enumerate(model.config.layers) if layer.keys_of is not None]
+    for name in [f"model.layers.{i}.self_attn.{own}.weight" for i in unused for own in ("k_proj", "v_proj", "k_norm")]:
+        stored.pop(name, None)
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(

@@ -28,6 +28,8 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.eval()
 
 
