@@ -9,6 +9,8 @@ Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060; the multipliers are F
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,11 +56,51 @@ class Mamba2(StateMixer):
         wide = torch.promote_types(step.dtype, torch.float32)
         step = F.softplus(step.to(wide) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
         read = read_state(*(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False)
-        read = torch.addcmul(read, value, self.D[:, None]).flatten(-2)
-        if config.norm == "in":
-            read = self.norm(read)
-        read = gated(gate, read, "silu")
+        read = _Skip.apply(read, value, self.D).flatten(-2)
         if config.norm == "out":
-            read = self.norm(read)
+            read = _GatedNorm.apply(read, gate, self.norm.weight, self.norm.eps, config.num_key_heads)
+        else:
+            read = gated(gate, read if config.norm is None else self.norm(read), "silu")
         mixed = self.out_proj(read)
         return mixed if config.out_multiplier == 1.0 else mixed * config.out_multiplier
+
+
+class _Skip(torch.autograd.Function):
+    """read + weight * value, in float32, of (B, T, H, V) and a weight a head."""
+
+    @staticmethod
+    def forward(ctx: Any, read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        return torch.addcmul(_wide(read), _wide(value), _wide(weight)[:, None]).to(read.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, weight = ctx.saved_tensors
+        grad_weight = (_wide(grad) * value).sum((0, 1, 3)).to(weight.dtype)
+        return grad, (_wide(grad) * weight[:, None]).to(value.dtype), grad_weight
+
+
+class _GatedNorm(torch.autograd.Function):
+    """norm(x * silu(gate)) in float32, in groups of features of x (B, T, H V); it keeps the two and computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+        product = (_wide(x) * F.silu(_wide(gate))).unflatten(-1, (num_groups, -1))
+        scale = torch.rsqrt(product.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, gate, weight, scale)
+        return ((product * scale).flatten(-2) * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, gate, weight, scale = ctx.saved_tensors
+        open_gate, wide_gate, grad = F.silu(_wide(gate)), _wide(gate), _wide(grad)
+        normed = (_wide(x) * open_gate).unflatten(-1, (scale.shape[-2], -1)) * scale
+        grad_weight = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = (grad * weight).view(normed.shape)
+        grad = (scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))).flatten(-2)
+        grad_gate = torch.ops.aten.silu_backward(grad * x, wide_gate)
+        return (grad * open_gate).to(x.dtype), grad_gate.to(gate.dtype), grad_weight, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

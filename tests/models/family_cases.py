@@ -656,11 +656,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_experts": (
         "nemotron_h",
         {
-            "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "moe"],
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
             "head_dim": 8,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 12,
-            "n_groups": 2,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 7,
+            "n_groups": 3,
             "ssm_state_size": 6,
             "use_conv_bias": False,
             "use_bias": True,
