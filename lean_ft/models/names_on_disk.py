@@ -35,10 +35,13 @@ def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
 def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
-    part = next((part for part in family.on_disk if part in name), "")
-    places = [name.replace(part, place) if part else name for place in family.on_disk.get(part, ("",))]
+    part = next((part for part in family.on_disk if part in name), None)
+    places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
     if name.startswith("model."):
         places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+    if len(places) == 1 and "*" not in places[0]:
+        yield places[0], parameter
+        return
     stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
     for index, tensor in stack:
         for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
