@@ -21,7 +21,7 @@ from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, s
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.names_on_disk import parameters_on_disk
 from tests.generation.plain_draws import samples
-from tests.models.conftest import Reference, reference_model
+from tests.models.conftest import Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
 
 # The columns of the table of families, by the test that stands for each.
@@ -288,20 +288,7 @@ def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_i
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
     """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
-    _, settings = CASES["qwen3_5_text" if kind == "Qwen3_5" else "qwen3_5_moe_text"]
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-    vision |= {"patch_size": 4, "num_position_embeddings": 16}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**SIZES, **settings},
-        vision_config=vision,
-        **{name: 97 + i for i, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id"))},
-        vision_end_token_id=100,
-    )
-    config.text_config._experts_implementation = "eager"
-    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = load_file(file)
@@ -312,7 +299,7 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path / "whole")
-    assert model.part_of == config.model_type
+    assert model.part_of == whole.config.model_type
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path / "alone")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
@@ -323,15 +310,7 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
 
 def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
     """Layers that take keys from another have some of their own in published folders, which no one reads."""
-    _, text = CASES["gemma4_text"]
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
-    ids = {"image_token_id": 98, "video_token_id": 97, "audio_token_id": 96, "boi_token_id": 99, "eoi_token_id": 100}
-    config = transformers.Gemma4Config(text_config={**SIZES, **text}, vision_config=vision, **ids)
-    whole = transformers.Gemma4ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in whole.model.language_model.parameters():
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole = whole_model("Gemma4")
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = load_file(file)
