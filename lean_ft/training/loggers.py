@@ -160,7 +160,7 @@ class _WeightsAndBiases:
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
         import wandb
 
-        data = [list(_flat(row).values()) for row in rows]
+        data: Any = [list(_flat(row).values()) for row in rows]
         self._run.log({"step": step, "samples": wandb.Table(columns=list(rows[0]), data=data)})
 
     def close(self, *, done: bool) -> None:
