@@ -51,7 +51,7 @@ class Config(RecipeConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = preference_batches(
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=shares_prompts(cfg)
     )

@@ -6,29 +6,20 @@ kept in.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import MemoryConfig, ModelConfig
 from lean_ft.shards import Ranks
 
 
-class OutputLayerConfig(Protocol):
-    """What the Config of any recipe that trains has."""
-
-    model: ModelConfig
-    memory: MemoryConfig
-    compile: bool
-
-
 class OutputLayer:
-    """What `cfg` says of the pass of `model`, a `Decoder`, to its hidden states and from there to the loss."""
+    """What `cfg`, of any recipe that trains, says of the pass of `model`, a `Decoder`, to its hidden states and from there to the loss."""
 
-    def __init__(self, model: Any, cfg: OutputLayerConfig) -> None:
+    def __init__(self, model: Any, cfg: Any) -> None:
         # Of each pass: `with output_layer.arithmetic():`
         self.arithmetic = partial(
             torch.autocast, model.output_weight.device.type, torch.float16, enabled=cfg.model.dtype == "float16"
