@@ -4,6 +4,7 @@ what it says, one after another in one folder as a reader would have it.
 What a command prints is compared where a document shows it: words, labels and columns, but no amount.
 """
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -24,7 +25,7 @@ from benchmarks.shapes import write_model_folder
 from lean_ft import catalog
 from lean_ft.cli.main import app, run_command_line
 from lean_ft.paths import resolve_model_path
-from lean_ft.settings_text import load_config
+from lean_ft.settings_text import describe, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,6 +64,34 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
     for setting in settings_in(document.read_text()):
         refusals = [refusal(config_class, setting) for config_class in config_classes]
         assert "" in refusals, refusals
+
+
+def names_in_tables(document: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """Of each row of a table of two columns the names in backticks, of the others and ours."""
+    for theirs, ours in re.findall(r"^\| (.*?) \| (.*?) \|$", document.read_text(), re.MULTILINE):
+        yield re.findall(r"`([\w.]+)`", theirs), re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)
+
+
+@pytest.mark.parametrize("name", ["coming_from_torchtune.md", "coming_from_trl.md"])
+def test_what_others_call_otherwise_is_there(config_classes, name):
+    known = {setting.key for config_class in config_classes for setting in describe(config_class)}
+    known |= {key.rpartition(".")[0] for key in known} | catalog.recipes().keys() | catalog.aliases().keys()
+    words = {"kd_ratio", "data.columns.text"}
+    rows = list(names_in_tables(ROOT / "docs" / name))
+    assert len(rows) > 30
+    for _, ours in rows:
+        assert set(ours) <= known | words, ours
+
+
+@pytest.mark.long
+def test_trl_calls_it_so():
+    import trl
+
+    configs = [getattr(trl, name) for name in dir(trl) if name.endswith("Config")]
+    known = {field.name for config in configs for field in dataclasses.fields(config)} | {"dataset_name"}
+    known |= {field.name for field in dataclasses.fields(trl.ScriptArguments)} | set(dir(trl))
+    for theirs, _ in names_in_tables(ROOT / "docs" / "coming_from_trl.md"):
+        assert set(theirs) <= known, theirs
 
 
 def test_settings_are_found_and_wrong_ones_refused(config_classes):
@@ -170,13 +199,21 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "my_pairs.jsonl": [{"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."}] * 40,
         "mine.jsonl": [{"prompt": "What is 6 x 7?", "completion": "It is 42."}] * 40,
         "questions.jsonl": [{"prompt": "What is 6 x 7?"}] * 2,
+        "3B_lora_single_device.yaml": [
+            {
+                "output_dir": "runs/torchtune",
+                "model": {"_component_": "torchtune.models.llama3_2.llama3_2_3b"},
+                "checkpointer": {"checkpoint_dir": "tiny"},
+                "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+                "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+            }
+        ],
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "".join(document.read_text() for document in DOCUMENTS)
-    text += "".join(
-        catalog.find_preset(name).read_text() for name in set(re.findall(r"--config (\S+)", text)) - {"NAME", "..."}
-    )
+    presets = set(re.findall(r"--config (\S+)", text)) - {"NAME", "...", "mine.yaml"}
+    text += "".join(catalog.find_preset(name).read_text() for name in presets)
     for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - TRAINED:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
         if "Instruct" not in name:  # a base model has no chat template
@@ -221,7 +258,7 @@ def test_a_document_names_only_what_is_there(document):
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
     for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", text)):
         assert option in options or f'"{option}"' in scripts, option
-    for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+)", text, re.MULTILINE)):
+    for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands, verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"lean-ft\[(\w+)\]", text)) <= extras.keys()

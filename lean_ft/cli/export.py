@@ -35,8 +35,16 @@ def export(
     ] = False,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="MODEL", help="With --merge: the adapter's model, if not the one it names."),
+        typer.Option(
+            "--base", metavar="MODEL", help="With --merge or --keep-vision: the model trained, if not the one it names."
+        ),
     ] = None,
+    keep_vision: Annotated[
+        bool,
+        typer.Option(
+            "--keep-vision", help="Of a model that reads images too: the whole, what was not trained as it was."
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -46,8 +54,10 @@ def export(
     """
     from lean_ft.export import export_folder, export_gguf
 
-    if base is not None and not merge:
-        raise ValueError("--base is the model that an adapter is merged into: it goes with --merge.")
+    if base is not None and not merge and not keep_vision:
+        raise ValueError("--base is the model that was trained: it goes with --merge or --keep-vision.")
+    if keep_vision and (gguf is not None or max_shard_size is not None):
+        raise ValueError("--keep-vision writes the files of the original: leave out --gguf and --max-shard-size.")
     if gguf is not None:
         if dtype is not None or max_shard_size is not None:
             raise ValueError(
@@ -56,4 +66,5 @@ def export(
         typer.echo(str(export_gguf(source, destination, gguf, force=force, merge=merge, base=base)))
     else:
         size = max_shard_size or "5GB"
-        typer.echo(str(export_folder(source, destination, dtype, size, force=force, merge=merge, base=base)))
+        exported = export_folder(source, destination, dtype, size, force, merge, base, keep_vision)
+        typer.echo(str(exported))

@@ -12,7 +12,24 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft.cli import cat, cp, data, download, env, export, ls, plan, plot, push, run, score, serve, slurm, validate
+from lean_ft.cli import (
+    cat,
+    convert_config,
+    cp,
+    data,
+    download,
+    env,
+    export,
+    ls,
+    plan,
+    plot,
+    push,
+    run,
+    score,
+    serve,
+    slurm,
+    validate,
+)
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error
 from lean_ft.launch import leave_word
@@ -28,6 +45,7 @@ VERBS = (
     ls.ls,
     cp.cp,
     cat.cat,
+    convert_config.convert_config,
     validate.validate,
     plan.plan,
     plot.plot,
@@ -40,7 +58,7 @@ VERBS = (
     env.env,
 )
 for verb in VERBS:
-    app.command(verb.__name__)(verb)
+    app.command(verb.__name__.replace("_", "-"))(verb)
 app.add_typer(data.app, name="data")
 
 

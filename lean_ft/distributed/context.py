@@ -80,12 +80,13 @@ class HeadExchange:
 
 def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
     """Raises ValueError unless the heads that each of `num_tensor` ranks has can be exchanged over `num_context`."""
-    num_heads, num_kv_heads = (n // num_tensor for n in (model.config.num_heads, model.config.num_kv_heads))
+    config = model.config
+    num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.numbers_of_kv_heads))
     among = f", {num_tensor} parts of which parallel.tensor makes" if num_tensor > 1 else ""
-    if num_heads % num_context or (num_kv_heads % num_context and num_context % num_kv_heads):
+    if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):
         raise ValueError(
             f"parallel.context={num_context} gives each process as many heads of attention, and the model has "
-            f"{model.config.num_heads} query and {model.config.num_kv_heads} key-value heads{among}: the query heads have to "
+            f"{config.num_heads} query and {' and '.join(map(str, config.numbers_of_kv_heads))} key-value heads{among}: the query heads have to "
             "be a multiple of it, and the key-value heads a multiple or a divisor. Set another parallel.context."
         )
 

@@ -69,6 +69,9 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]
+    if model.config.layer_input_dim:
+        fully_shard(trunk.embed_tokens_per_layer, reshard_after_forward=True, **how)
+        trunk.embed_tokens_per_layer.set_unshard_in_backward(False)  # type: ignore[operator]
     fully_shard(ends, reshard_after_forward=False, **how)
     fully_shard(model, **how)
     for module in model.modules():

@@ -66,12 +66,18 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             f"{setting} cuts attention by heads, and this model makes those of keys and values from one latent. Set "
             "parallel.tensor=1, with more of parallel.shard."
         )
+    if config.givers:
+        raise ValueError(
+            f"{setting} cuts attention by heads, and layers of this model attend to the keys of another's. Set "
+            "parallel.tensor=1, with more of parallel.shard or parallel.context."
+        )
     if config.qk_norm == "projection":
         raise ValueError(
             f"{setting} gives each process some heads, and this model norms the queries and keys of all heads as one vector. "
             "Set parallel.tensor=1, with more of parallel.shard or parallel.context."
         )
-    sizes = {"query heads": config.num_heads, "key-value heads": config.num_kv_heads}
+    sizes = {"query heads": config.num_heads}
+    sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.numbers_of_kv_heads)}
     if any(isinstance(layer.mlp, MLP) for layer in model.layers):
         sizes["inner features of its feed-forward layers"] = config.intermediate_size
     for what, number in sizes.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.export.whole import find_whole, save_whole
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.peft import MergeReport
 from lean_ft.spelling import did_you_mean
@@ -42,6 +43,8 @@ class ExportedFolder:
     """Between the logits of the folder and of the source, both in `dtype`."""
     merged: MergeReport | None = None
     """What merging did, where the source is an adapter."""
+    kept: str = ""
+    """What is the original's in a folder that reads images too, in words."""
 
     def __str__(self) -> str:
         files = f"{len(self.weight_files)} weight file{'s' if len(self.weight_files) > 1 else ''}"
@@ -50,7 +53,7 @@ class ExportedFolder:
         merged = f"{self.merged}.\n" if self.merged else ""
         return (
             f"{merged}exported {self.source} to {self.folder}: {self.num_parameters:,} parameters in "
-            f"{str(self.dtype).removeprefix('torch.')}{template}{files}, {tokenizer}.\n"
+            f"{str(self.dtype).removeprefix('torch.')}{template}{files}, {tokenizer}{self.kept}.\n"
             f"Read back: its logits equal the source's (largest difference {self.largest_difference:g})."
         )
 
@@ -63,11 +66,13 @@ def export_folder(
     force: bool = False,
     merge: bool = False,
     base: str | Path | None = None,
+    keep_vision: bool = False,
 ) -> ExportedFolder:
     """Writes the model of a checkpoint, run directory or model folder to the new folder `destination`.
 
     With `merge` the source is an adapter, and what is written is the model `base` (None: the one that the adapter
-    names) with the adapter in its weights.
+    names) with the adapter in its weights. With `keep_vision` it is the language model of one that reads images too, and
+    what is written is the whole: `base`, or the folder that the run began with, with these weights in it, in its files.
 
     Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most
     `max_shard_size`. Takes the memory of one model in `dtype`. Raises ValueError where the source is missing or damaged,
@@ -80,6 +85,7 @@ def export_folder(
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
     model, tokenizer, merged = read_source(folder, merge, base, _DTYPES[dtype] if dtype else None)
+    whole = find_whole(model, folder, base) if keep_vision else None
     wanted = model.output_weight.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
@@ -88,11 +94,16 @@ def export_folder(
             "large for this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    needed_bytes = checkpoint_bytes(model, 0)
+    needed_bytes, kept = checkpoint_bytes(model, 0), ""
+    if whole is not None:
+        needed_bytes += sum(file.stat().st_size for file in whole.glob("model*.safetensors"))
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination) as temporary:
         with room_for(needed_bytes, destination):
-            save_model(model, temporary, max_shard_bytes)
+            if whole is None:
+                save_model(model, temporary, max_shard_bytes)
+            else:
+                kept = f", and {save_whole(model, whole, temporary)} tensors of {whole} as they are there"
             if tokenizer is not None:
                 tokenizer.save(temporary)
         del model
@@ -108,6 +119,7 @@ def export_folder(
         tokenizer is not None and tokenizer.chat_template is not None,
         difference,
         merged,
+        kept,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lean_ft.export.whole import PROCESSOR_FILES
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
 from lean_ft.paths import resolve_model_path
@@ -17,7 +18,7 @@ from lean_ft.training.finished_models import find_base, tokenizer_folder
 from lean_ft.units import gibibytes
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
-_OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES}
+_OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
 
 
 def read_source(

@@ -8,8 +8,8 @@ before it (`Prefixes`), as several answers do from the one prompt that they shar
 On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows), on cards
 since Ampere. Everything else goes through the custom op of `document_attention`: CPUs, older cards and float32 on CUDA,
 because PyTorch has no kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where
-float32 or an older card meets grouped heads on CUDA; soft caps and sinks on any device, because no kernel of PyTorch's
-has them with their gradients. None of these keeps anything of shape (T, T), or copies of keys and values for each query
+float32 or an older card meets grouped heads on CUDA; soft caps, sinks and heads of more
+than 256 features on any device, because no kernel of PyTorch's has them with their gradients. None of these keeps anything of shape (T, T), or copies of keys and values for each query
 head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
@@ -28,13 +28,14 @@ from torch.nn.attention.varlen import varlen_attn
 from lean_ft.models.cache import LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.document_attention import document_attention
-from lean_ft.models.layers import RMSNorm
-from lean_ft.models.rope import rotate_both
+from lean_ft.models.layers import RMSNorm, unit_rms
+from lean_ft.models.rope import rotate, rotate_both
 
 # Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 _FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards with the kernels that take documents, windows and grouped heads
+_FLASH_HEAD_DIM = 256  # the most features of a head that they take
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Prefixes(NamedTuple):
         return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
 
 
+KeysAndValues = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Prefixes | None], Tensor]
 
 
@@ -84,9 +86,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        hidden_size, self.head_dim = config.hidden_size, config.head_dim
-        self.scoring = Scoring(config.attention_scale, config.layers[layer_index].window, config.attention_softcap)
-        query_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        layer, hidden_size, self.head_dim = (
+            config.layers[layer_index],
+            config.hidden_size,
+            config.head_dim_of(layer_index),
+        )
+        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
+        query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.split_sizes = [query_size, kv_size, kv_size]
         self.is_fused = config.fused_qkv
         if self.is_fused:
@@ -95,14 +101,16 @@ class Attention(nn.Module):
             of_gate = query_size if config.attention_gate else 0
             self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
-            self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+            if not layer.values_are_keys:
+                self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
-        rope = config.layers[layer_index].rope
-        self.turns_neighbours = rope is not None and rope.turns_neighbours
+        self.values_are_keys, self.gives_keys = layer.values_are_keys, layer_index in config.givers
+        self.turns_neighbours = layer.rope is not None and layer.rope.turns_neighbours
         self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
+        self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
 
@@ -114,13 +122,14 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | StateCache | None = None,
         prefixes: Prefixes | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, KeysAndValues]:
         """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
-        nothing; returns (B, T, hidden_size)."""
+        nothing; returns (B, T, hidden_size), and where other layers attend to them the keys and values (B, T, K, D)."""
         if self.is_fused:
             query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
         else:
-            query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+            query, key = self.q_proj(hidden), self.k_proj(hidden)
+            value = key if self.values_are_keys else self.v_proj(hidden)
         gate = None
         if self.is_gated:  # head by head, each query with its gate behind it
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
@@ -130,6 +139,8 @@ class Attention(nn.Module):
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
+        if self.value_norm_eps is not None:
+            value = unit_rms(value, self.value_norm_eps)
         if cos is not None and sin is not None:
             query, key = rotate_both(query, key, cos, sin, self.turns_neighbours)
         if self.qk_norm == "turned_head":
@@ -140,7 +151,42 @@ class Attention(nn.Module):
         else:
             attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
         attended = attended.flatten(-2)
-        return self.o_proj(attended if gate is None else attended * gate.sigmoid())
+        result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
+        return (result, (key, value)) if self.gives_keys else result
+
+
+class AttentionToShared(nn.Module):
+    """Attends to the keys and values of a layer before with queries of its own."""
+
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__()
+        layer, self.head_dim = config.layers[layer_index], config.head_dim_of(layer_index)
+        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_weight_offset)
+        self.attend: Attend = attend
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
+        *,
+        shared: KeysAndValues,
+    ) -> Tensor:
+        """As `Attention`; `shared` are the other layer's keys and values of this pass, and `cache` is that layer's."""
+        query = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        if cache is None:
+            attended = self.attend(query, *shared, cu_seqlens, self.scoring, None, prefixes)
+        elif cache.owner.starts_empty:
+            attended = attend_rows(query, *shared, self.scoring)
+        else:
+            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None)
+        return self.o_proj(attended.flatten(-2))
 
 
 def attend(
@@ -269,4 +315,5 @@ def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor
 
 def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     is_16_bits = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and is_16_bits and scoring.softcap is None and sinks is None
+    fits = query.shape[-1] <= _FLASH_HEAD_DIM
+    return query.is_cuda and is_16_bits and fits and scoring.softcap is None and sinks is None

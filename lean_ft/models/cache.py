@@ -36,7 +36,11 @@ class LayerCache:
         else:
             places = self.owner.rows, self.owner.positions
             self.keys[places], self.values[places] = key, value
-        return self.keys[:rows, :filled], self.values[:rows, :filled]
+        return self.filled(rows)
+
+    def filled(self, rows: int) -> tuple[Tensor, Tensor]:
+        """All that is filled of the first rows, (B, filled, K, D) each."""
+        return self.keys[:rows, : self.owner.filled], self.values[:rows, : self.owner.filled]
 
 
 @dataclass(frozen=True)
@@ -67,29 +71,43 @@ class StateCache:
 class KVCache:
     """The layers' caches and how far each row is filled.
 
-    Takes 2 * attention layers * B * C * K * D elements, and what the other mixers keep. `begin` and `advance` frame each forward pass; Decoder calls both.
+    Takes 2 * B * C * K * D elements a layer of attention with keys of its own, and what the other mixers keep. `begin` and
+    `advance` frame each forward pass; Decoder calls both.
     """
 
     def __init__(
         self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._mixers = [layer.mixer for layer in config.layers]
-        shapes = [(self._mixers.count(None), batch_size, capacity, *shape) for shape in config.cached_shapes]
+        self._sources = [i if layer.keys_of is None else layer.keys_of for i, layer in enumerate(config.layers)]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        self._take(keys, values, {i: _state(m, batch_size, dtype, device) for i, m in enumerate(self._mixers) if m})
+        keys: dict[int, tuple[Tensor, ...]] = {
+            i: tuple(torch.zeros(batch_size, capacity, *shape, dtype=dtype, device=device) for shape in shapes)
+            for i in range(config.num_layers)
+            if (shapes := config.cached_shapes(i))
+        }
+        states = {
+            i: _state(layer.mixer, batch_size, dtype, device) for i, layer in enumerate(config.layers) if layer.mixer
+        }
+        self._take(keys, states, capacity, batch_size, device)
 
-    def _take(self, keys: Tensor, values: Tensor, states: dict[int, tuple[Tensor, Tensor | None]]) -> None:
-        self.keys, self.values = keys, values  # (attention layers, rows, C, K, D)
-        self.states = states  # of the other layers: the last inputs, and the state
-        self.capacity = keys.shape[2]
-        self.lengths = torch.zeros(keys.shape[1], dtype=torch.int64, device=keys.device)  # (B,)
+    def _take(
+        self,
+        keys: dict[int, tuple[Tensor, ...]],
+        states: dict[int, tuple[Tensor, Tensor | None]],
+        capacity: int,
+        num_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.keys = keys  # of each layer of attention with keys of its own: keys and values, (rows, C, K, D)
+        self.states = states  # of the other mixers: the last inputs, and the state
+        self.capacity, self.num_rows = capacity, num_rows
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
         self.shortest = 0
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
-        self.positions = self.rows = torch.empty(0, device=keys.device)  # (B, T) and (B, 1) of what is stored
+        self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
     def layer(self, i: int) -> LayerCache | StateCache:
@@ -97,8 +115,8 @@ class KVCache:
         garbage."""
         if i in self.states:
             return StateCache(*self.states[i], self)
-        place = self._mixers[:i].count(None)
-        return LayerCache(self.keys[place], self.values[place], self)
+        keys, values = self.keys[self._sources[i]]
+        return LayerCache(keys, values, self)
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).
@@ -146,21 +164,22 @@ class KVCache:
     def part(self, start: int, end: int) -> "KVCache":
         """An empty cache in the memory of some of the rows of this one, to be filled for them."""
         part = KVCache.__new__(KVCache)
-        part._mixers = self._mixers
-        states = {i: tuple(None if x is None else x[start:end] for x in kept) for i, kept in self.states.items()}
-        part._take(self.keys[:, start:end], self.values[:, start:end], states)  # pyright: ignore[reportArgumentType]
+        part._sources = self._sources
+        keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
+        states = {i: (x[start:end], None if y is None else y[start:end]) for i, (x, y) in self.states.items()}
+        part._take(keys, states, self.capacity, min(end, self.num_rows) - start, self.lengths.device)
         return part
 
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
         """Row i of those that `parts` filled, which lie at the beginning, becomes `counts[i]` rows one behind the other, and
         the cache has as many rows as that."""
-        assert sum(counts) <= self.keys.shape[1], "more rows than there are"
+        assert sum(counts) <= self.num_rows, "more rows than there are"
         self.filled, self.shortest = max(p.filled for p in parts), min(p.shortest for p in parts)
         ends = list(accumulate(counts))
         for row in reversed(range(len(counts))):  # from behind, so that no row is written before it was read
             if (start := ends[row] - counts[row]) != row or counts[row] > 1:
-                for tensor in (self.keys, self.values):
-                    tensor[:, start : ends[row], : self.filled] = tensor[:, row : row + 1, : self.filled].clone()
+                for tensor in self._key_tensors():
+                    tensor[start : ends[row], : self.filled] = tensor[row : row + 1, : self.filled].clone()
                 for tensor in self._state_tensors():
                     tensor[start : ends[row]] = tensor[row : row + 1].clone()
         repeats = torch.tensor(counts, device=self.lengths.device)
@@ -176,12 +195,15 @@ class KVCache:
         moved = [row for row in range(len(rows)) if order[row] != row]
         if moved:
             sources = [order[row] for row in moved]
-            for tensor in (self.keys, self.values):
-                tensor[:, moved, : self.filled] = tensor[:, sources, : self.filled]
+            for tensor in self._key_tensors():
+                tensor[moved, : self.filled] = tensor[sources, : self.filled]
             for tensor in self._state_tensors():
                 tensor[moved] = tensor[sources]
         self.lengths = self.next_lengths = self.lengths[order]
         return order
+
+    def _key_tensors(self) -> list[Tensor]:
+        return [tensor for kept in self.keys.values() for tensor in kept]
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
@@ -197,10 +219,9 @@ def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.
 def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int) -> int:
     """What a cache takes."""
     total = 0
-    for layer in config.layers:
-        if layer.mixer is None:
-            total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes)
-        else:
+    for i, layer in enumerate(config.layers):
+        total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes(i))
+        if layer.mixer is not None:
             total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
             total += 4 * math.prod(layer.mixer.state_shape or (0,))
     return batch_size * total

@@ -89,6 +89,12 @@ class LayerConfig:
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
     mixer: MixerConfig | None = None  # None: attention
     mixture: MixtureConfig | None = None  # None: one feed-forward layer for all tokens
+    # Of this layer's attention and feed-forward layer, where they are not those of the model.
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    values_are_keys: bool = False  # values are the projection that keys are, before these are normed and turned
+    keys_of: int | None = None  # the layer whose keys and values it attends to; None: its own
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class DecoderConfig:
 
     # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
+    value_norm: bool = False  # each head's values are scaled to a root mean square of 1
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
@@ -133,18 +140,40 @@ class DecoderConfig:
     residual_multiplier: float = 1.0  # of what attention and feed-forward add
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    layer_input_dim: int = (
+        0  # each layer is given as many features of the token itself behind its feed-forward layer; 0: none
+    )
+    layer_input_vocab_size: int = 0  # of the embedding that these are read from
+    layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the folder's, which does not train
     scores: bool = False  # the output layer gives one number a position in place of logits: a reward model
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def num_kv_heads_of(self, layer: int) -> int:
+        return self.layers[layer].num_kv_heads or self.num_kv_heads
+
+    def head_dim_of(self, layer: int) -> int:
+        return self.layers[layer].head_dim or self.head_dim
+
     @property
-    def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and features of the two things that a layer of attention keeps of each token."""
+    def numbers_of_kv_heads(self) -> list[int]:
+        """Those that layers have, each once."""
+        return list(dict.fromkeys(self.num_kv_heads_of(layer) for layer in range(self.num_layers)))
+
+    def cached_shapes(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Heads and features of the two things that a layer of attention keeps of each token; of none that keeps nothing."""
+        if self.layers[layer].mixer is not None or self.layers[layer].keys_of is not None:
+            return ()
         if self.latent is not None:
             return (1, self.latent.rank), (1, self.head_dim)
-        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        return ((self.num_kv_heads_of(layer), self.head_dim_of(layer)),) * 2
+
+    @property
+    def givers(self) -> frozenset[int]:
+        """The layers whose keys and values others attend to."""
+        return frozenset(layer.keys_of for layer in self.layers if layer.keys_of is not None)
 
     @property
     def has_states(self) -> bool:

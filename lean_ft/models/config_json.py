@@ -38,7 +38,11 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
     ((), ("clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
-    ((False,), ("use_sliding_window", "use_bidirectional_attention", "use_mrope", "use_qk_norm", "qk_layernorm")),
+    ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block")),
+    (
+        (False, "vision"),
+        ("use_bidirectional_attention",),
+    ),  # tokens of an image see those that follow; here there are none
     ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
     ((1.0,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
     ((0, 1), ("num_local_experts", "num_experts")),
@@ -51,11 +55,13 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
+    "gemma4_unified": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
-_OF_IMAGES = ("image", "video", "vision")
+_OF_IMAGES = ("image", "video", "vision", "audio")
 
 # What transformers calls the model of a family that gives one score in place of logits; other families have none there.
 SCORE_ARCHITECTURES = {
@@ -174,11 +180,12 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         "activation": _activation(fields, family),
     }
     read = DecoderConfig(**facts | _facts(family.facts, fields))
-    if read.num_heads % read.num_kv_heads:
-        raise ValueError(
-            f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {num_kv_heads}; "
-            "expected the first to be a multiple of the second."
-        )
+    for layer in range(read.num_layers):
+        if read.num_heads % read.num_kv_heads_of(layer):
+            raise ValueError(
+                f"{where}: num_attention_heads is {num_heads} and num_key_value_heads is {read.num_kv_heads_of(layer)}; "
+                "expected the first to be a multiple of the second."
+            )
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
         return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
@@ -240,15 +247,17 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     window = fields.count("sliding_window") if any(windowed) else None
     mixture = _mixture(fields, family)
     mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
-    return tuple(
-        LayerConfig(
-            None if kinds[layer] in mixers else family.rope(fields, layer, is_windowed),
-            window if is_windowed else None,
-            mixers.get(kinds[layer]),
-            mixture if mixture is not None and family.has_mixture(fields, layer) else None,
+    layers: list[LayerConfig] = []
+    for layer, is_windowed in enumerate(windowed):
+        facts = family.of_layer(fields, windowed, layer)
+        rope = None if kinds[layer] in mixers else family.rope(fields, layer, is_windowed)
+        if rope is not None and facts.get("head_dim") is not None:
+            rope = replace(rope, head_dim=facts["head_dim"])
+        own_mixture = mixture if mixture is not None and family.has_mixture(fields, layer) else None
+        layers.append(
+            LayerConfig(rope, window if is_windowed else None, mixers.get(kinds[layer]), own_mixture, **facts)
         )
-        for layer, is_windowed in enumerate(windowed)
-    )
+    return tuple(layers)
 
 
 def _activation(fields: Fields, family: Family) -> Any:

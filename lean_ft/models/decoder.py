@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.attention import Attention, Prefixes
+from lean_ft.models.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, ShortConvolutionConfig
 from lean_ft.models.convolution import ShortConvolution
 from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.latent_attention import LatentAttention
-from lean_ft.models.layers import MLP, RMSNorm
+from lean_ft.models.layers import MLP, RMSNorm, gated
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
 from lean_ft.shards import Cut
@@ -51,16 +51,25 @@ class Block(nn.Module):
         self.norms = _NORMS[config.norm_placement]
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
-        self.mixer_name, mixer = _MIXERS[type(config.layers[layer_index].mixer)]
+        layer = config.layers[layer_index]
+        self.mixer_name, mixer = _MIXERS[type(layer.mixer)]
         if mixer is Attention and config.latent is not None:
             mixer = LatentAttention
+        if layer.keys_of is not None:
+            mixer = AttentionToShared
         self.add_module(self.mixer_name, mixer(config, layer_index))
-        sizes, mixture = (config.hidden_size, config.intermediate_size), config.layers[layer_index].mixture
+        inner = layer.intermediate_size or config.intermediate_size
         self.mlp = (
-            MLP(*sizes, config.mlp_bias, config.activation, config.fused_gate_up)
-            if mixture is None
-            else MixtureOfExperts(config.hidden_size, mixture)
+            MLP(config.hidden_size, inner, config.mlp_bias, config.activation, config.fused_gate_up)
+            if layer.mixture is None
+            else MixtureOfExperts(config.hidden_size, layer.mixture)
         )
+        self.activation, self.has_input = config.activation, config.layer_input_dim > 0
+        if self.has_input:
+            self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
+            self.per_layer_projection = nn.Linear(config.layer_input_dim, config.hidden_size, bias=False)
+            self.post_per_layer_input_norm = _norm(config)
+        self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
         for name in self.norms:
             if name is not None:
                 self.add_module(name, _norm(config))
@@ -73,21 +82,34 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | StateCache | None = None,
         prefixes: Prefixes | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; returns (B, T, D).
+        shared: KeysAndValues | None = None,
+        layer_input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None, KeysAndValues | None]:
+        """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; shared keys and values of a layer before
+        where it attends to those; layer_input (B, T, inputs) where layers have one; returns (B, T, D).
 
-        With a mixture of experts it also returns the router's logits (B * T, experts). They are a result, and nothing
-        that is set aside, so that compilation and checkpointing treat them right.
+        With a mixture of experts it also returns the router's logits (B * T, experts), and where other layers attend to them
+        its keys and values. They are results, and nothing that is set aside, so that compilation and checkpointing treat them
+        right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
         normed = self._normed(into_attention, hidden)
-        added = self.mixer(normed, cos, sin, cu_seqlens, cache, prefixes)
+        others = {} if shared is None else {"shared": shared}
+        added, given = self.mixer(normed, cos, sin, cu_seqlens, cache, prefixes, **others), None
+        if isinstance(added, tuple):
+            added, given = added
         hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         added, router_logits = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden)), None
         if isinstance(added, tuple):
             added, router_logits = added
         hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
-        return hidden if router_logits is None else (hidden, router_logits)
+        if self.has_input:
+            assert layer_input is not None
+            inner = gated(self.per_layer_input_gate(hidden), layer_input, self.activation)
+            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(inner))
+        if self.layer_scalar is not None:
+            hidden = hidden * self.layer_scalar
+        return hidden if router_logits is None and given is None else (hidden, router_logits, given)
 
     @property
     def mixer(self) -> nn.Module:
@@ -112,6 +134,10 @@ class Trunk(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
+        if dim := config.layer_input_dim:
+            self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim)
+            self.per_layer_model_projection = nn.Linear(config.hidden_size, config.num_layers * dim, bias=False)
+            self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
 
 
 class TokenCut(Protocol):
@@ -145,7 +171,7 @@ class Decoder(nn.Module):
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self.rotary = {rope: RotaryEmbedding(rope, config.head_dim) for rope in ropes}
+        self.rotary = {rope: RotaryEmbedding(rope, rope.head_dim or config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.cut_vocabulary: Any = None  # set by distributed.vocabulary, where embedding and output layer stay cut
         self.score_is_new = False  # a reward model's output layer: not in its folder, which is a language model's
@@ -253,13 +279,17 @@ class Decoder(nn.Module):
             positions = self.tokens.of_attention(positions)
             text_lengths = None if text_lengths is None else self.tokens.of_attention(text_lengths)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        inputs, given = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
-            rope = self.config.layers[i].rope
+            rope, keys_of = self.config.layers[i].rope, self.config.layers[i].keys_of
             cos, sin = (None, None) if rope is None else turns[rope]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i), seen)
+            others = {} if keys_of is None else {"shared": given[keys_of]}
+            if inputs:
+                others["layer_input"] = inputs[i]
+            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i), seen, **others)
             if isinstance(hidden, tuple):
-                hidden, router_logits = hidden
-                if balances:
+                hidden, router_logits, given[i] = hidden
+                if balances and router_logits is not None:
                     all_router_logits.append(router_logits)
         hidden = self.model.norm(hidden)
         if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
@@ -299,11 +329,23 @@ class Decoder(nn.Module):
         return (last[document] + 1).view(positions.shape)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        hidden = self.model.embed_tokens(input_ids)
-        multiplier = self.config.embedding_multiplier
+        return self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
+
+    def _scaled(self, embedded: Tensor, multiplier: float) -> Tensor:
         if self.config.embedding_multiplier_in_weight_dtype:
-            multiplier = torch.tensor(multiplier, dtype=hidden.dtype).item()
-        return hidden if multiplier == 1.0 else hidden * multiplier
+            multiplier = torch.tensor(multiplier, dtype=embedded.dtype).item()
+        return embedded if multiplier == 1.0 else embedded * multiplier
+
+    def _layer_inputs(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What each layer is given of the token itself, (B, T, inputs) a layer: a row of an embedding of its own beside a
+        projection of the model's (B, T, D), after Gemma 3n. Empty where layers are given nothing."""
+        dim, trunk = self.config.layer_input_dim, self.model
+        if not dim:
+            return ()
+        of_token = self._scaled(trunk.embed_tokens_per_layer(input_ids), dim**0.5).unflatten(-1, (-1, dim))
+        projected = trunk.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
+        projected = trunk.per_layer_projection_norm(projected.unflatten(-1, (-1, dim)))
+        return ((projected + of_token) * 2**-0.5).unbind(-2)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""

@@ -117,7 +117,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
     dtype: torch.dtype | None = None
     config = language_model_config(read_json(folder / "config.json", "it says what the model computes."))
-    for tensor in dequantized(_stored_tensors(folder), config.get("quantization_config") or {}).values():
+    for tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).values():
         if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype in _DTYPES else torch.float32
@@ -131,7 +131,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     """
     if not any((folder / name).is_file() for name in (_WEIGHTS, WEIGHTS_INDEX)):
         return None
-    tensors, digest = _stored_tensors(folder), hashlib.sha256()
+    tensors, digest = stored_tensors(folder), hashlib.sha256()
     for name, stored in sorted(tensors.items()):
         digest.update(f"{name} {stored.dtype_name} {list(stored.shape)}\n".encode())
         for page in stored.pieces(4096, at_most=max(2, _FINGERPRINT_PAGES // len(tensors))):
@@ -234,14 +234,14 @@ def _write_what_is_beside(
         total = sum(part.whole_bytes for part in parts.values())
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / WEIGHTS_INDEX, index)
+        write_json(folder / WEIGHTS_INDEX, index)
     current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
     for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
     dtype = str(model.output_weight.dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})
+    write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})
     if model.generation_config is not None:
         with write_whole(folder / "generation_config.json") as temporary:
             temporary.write_bytes(model.generation_config)
@@ -347,6 +347,8 @@ def _drawn(config: DecoderConfig) -> Fill:
             here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
+        elif name.endswith("layer_scalar"):
+            here.values.fill_(1.0)
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
@@ -360,7 +362,7 @@ def _drawn(config: DecoderConfig) -> Fill:
 
 def _read_from(folder: Path, model: Decoder) -> Fill:
     """Fills the model's parameters from the folder's files; raises ValueError unless they match."""
-    stored = dequantized(_stored_tensors(folder), model.quantization)
+    stored = dequantized(stored_tensors(folder), model.quantization)
     if model.part_of:
         names = {name: name_in_language_model(name) for name in stored}
         stored = {own: stored[name] for name, own in names.items() if own is not None}
@@ -376,7 +378,7 @@ def _read_from(folder: Path, model: Decoder) -> Fill:
     return read
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the folder's safetensors files, by name, read from their headers."""
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
@@ -424,6 +426,10 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
         stored.pop("lm_head.weight", None)
     for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.hf_config)):
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{beyond}.")}
+    # Keys and values that a layer takes from another are in some folders all the same.
+    unused = [i for i, layer in enumerate(model.config.layers) if layer.keys_of is not None]
+    for name in [f"model.layers.{i}.self_attn.{own}.weight" for i in unused for own in ("k_proj", "v_proj", "k_norm")]:
+        stored.pop(name, None)
     missing = expected.keys() - stored.keys()
     if missing:
         raise ValueError(
@@ -516,7 +522,7 @@ def read_json(file: Path, purpose: str) -> dict[str, Any]:
     return content
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
     with write_whole(file) as temporary:
         temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

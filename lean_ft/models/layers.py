@@ -62,6 +62,11 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """The same norm without a weight."""
+    return F.rms_norm(x, x.shape[-1:], None, eps) if x.is_cuda else _RMSNorm.apply(x, x.new_ones(()), eps, 0.0)
+
+
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
     return weight if offset == 0.0 else _wide(weight) + offset
 

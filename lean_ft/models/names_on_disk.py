@@ -7,15 +7,17 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
+_OF_IMAGES += ("audio_tower.", "embed_audio.")
 
 
 def name_in_language_model(name: str) -> str | None:
     """What a tensor of a model that reads images too is called in its language model; None for one of images."""
-    if name.startswith(("model.language_model.", "model.vis", "model.multi")):
-        name = name.removeprefix("model.")
-    if name.startswith(_OF_IMAGES):
+    inner = name.removeprefix("model.")
+    if inner.startswith(_OF_IMAGES):
         return None
+    if inner.startswith("language_model."):
+        name = inner
     inner = name.removeprefix("language_model.")
     # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
     return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"

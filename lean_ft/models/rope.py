@@ -27,6 +27,7 @@ class RopeConfig:
 
     theta: float
     scaling: str = "default"
+    head_dim: int | None = None  # of the heads that are turned, where it is not the model's
     turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
     turns_neighbours: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
     # Queries are multiplied by 1 + query_growth * log(1 + position // query_growth_positions).
@@ -40,6 +41,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
     beta_slow: float = 1.0  # and below which it is divided by the factor
     truncate: bool = True  # whether the bounds between the two are whole features
+    moving_share: float = 1.0  # of the frequencies, the fastest ones; the others are 0, so that their features are left
     short_factors: tuple[float, ...] = ()  # (R / 2,) divisors of the frequencies up to the original length
     long_factors: tuple[float, ...] = ()  # and beyond it
 
@@ -104,6 +106,14 @@ def _longrope(rope: RopeConfig, size: int) -> Tensor:
     return 1.0 / (divisors * _periods(rope, size))
 
 
+def _proportional(rope: RopeConfig, size: int) -> Tensor:
+    """The slowest features are left as they are; they lie in the middle and at the end of a head, and not behind the others
+    alone as with a turned share below 1 (Gemma 4)."""
+    frequencies = _plain(rope, size) / rope.factor
+    frequencies[int(rope.moving_share * size // 2) :] = 0.0
+    return frequencies
+
+
 # The frequencies of each scaling, (R / 2,) for R turned features.
 SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "default": _plain,
@@ -112,6 +122,7 @@ SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

@@ -40,12 +40,13 @@ def rope_config(
             f"{did_you_mean(str(scaling), SCALINGS)}"
         )
     share = own.positive("partial_rotary_factor")
-    if share > 1.0 or (share < 1.0 and not may_be_partial):
+    if share > 1.0 or (share < 1.0 and not may_be_partial and scaling != "proportional"):
         raise ValueError(
             f"{where}: partial_rotary_factor is {share!r}; expected "
             f"{'at most 1.0' if may_be_partial else '1.0 or absent: in this family whole heads are rotated'}."
         )
-    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * share) // 2))
+    turned_share = 1.0 if scaling == "proportional" else share
+    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * turned_share) // 2))
     original = own.positive("original_max_position_embeddings")
     theta = own.positive("rope_theta")
     known = {*own.read, *ignored}
@@ -55,9 +56,9 @@ def rope_config(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
             f"{', '.join(sorted(own.read))}. Remove what changes nothing."
         )
-    if scaling not in ("default", "linear"):
+    if scaling not in ("default", "linear", "proportional"):
         values.setdefault("original_max_positions", original)
-    return RopeConfig(theta=theta, scaling=scaling, turned_share=share, **values, **facts)
+    return RopeConfig(theta=theta, scaling=scaling, turned_share=turned_share, **values, **facts)
 
 
 def rope_settings(fields: Fields) -> tuple[str, Any]:
@@ -125,4 +126,8 @@ _ROPE_READERS: dict[str, Callable[[Fields, int, int], dict[str, Any]]] = {
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,
+    "proportional": lambda settings, *_: {
+        "factor": 1.0 if settings.get("factor") is None else settings.positive("factor"),
+        "moving_share": settings.positive("partial_rotary_factor"),
+    },
 }

@@ -28,6 +28,8 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.eval()
 
 
@@ -53,3 +55,37 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in CASES])
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+# By transformers' name: the case of the language model inside, and what is said of the part that reads images.
+WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": ("gemma3_text", {**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
+    "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
+    "Qwen3_5": ("qwen3_5_text", {}, {"vision_start_token_id": 96}),
+    "Qwen3_5Moe": ("qwen3_5_moe_text", {}, {"vision_start_token_id": 96}),
+    "Gemma4": (
+        "gemma4_text",
+        {**VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        {"audio_token_id": 96},
+    ),
+}
+_OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+_OF_QWEN |= {"patch_size": 4, "num_position_embeddings": 16}
+
+
+def whole_model(name: str) -> Reference:
+    """A random tiny model that reads images too; ids up to 95 are text."""
+    case, vision, others = WHOLES[name]
+    model_type, text = CASES[case]
+    ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _OF_QWEN, **ids, **others
+    )
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings
+    config.text_config._experts_implementation = "eager"
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
+            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    return whole

@@ -30,6 +30,7 @@ LONG_CASES = {
     "exaone4_without_windows",
     "apertus_tied_biases",
     "cohere2_untied_biases",
+    "gemma4_text_keys_are_values",
     "qwen2_moe_some_layers",
     "glm4_moe_groups",
     "deepseek_v3_dense",
@@ -67,6 +68,8 @@ SHARED_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+
+GEMMA_4 = {"vocab_size_per_layer_input": 101, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6}
 
 # (model_type, settings) by name.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -171,6 +174,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
             "final_logit_softcapping": 4.0,
             "attention_bias": True,
+        },
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **GEMMA_4,
+            "num_hidden_layers": 6,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 7,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4_text_keys_are_values": (
+        "gemma4_text",
+        {
+            **GEMMA_4,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "hidden_size_per_layer_input": 0,
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 70.0, "partial_rotary_factor": 0.7}
+                | {"factor": 2.0},
+            },
+        },
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {
+            **{name: value for name, value in GEMMA_4.items() if name != "vocab_size_per_layer_input"},
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
     "phi3": ("phi3", {"num_key_value_heads": 6}),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.generation import Sampling, sample
+from lean_ft.memory import checkpoint_layers
 from lean_ft.models import build_decoder, load_model
 
 
@@ -185,3 +186,13 @@ def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint, ca
         assert parameter.dtype == torch.bfloat16
         torch.testing.assert_close(parameter.float().mean(), expected[name].mean(), atol=5e-3, rtol=0.0, msg=name)
         torch.testing.assert_close(parameter.float().std(), expected[name].std(), atol=0.0, rtol=0.05, msg=name)
+
+
+def test_layers_that_share_keys_and_have_inputs_are_checkpointed_as_others(make_checkpoint):
+    folder, _ = make_checkpoint("gemma4_text")
+    plain, checkpointed, ids = load_model(folder), load_model(folder), token_ids(2, 40)
+    assert checkpoint_layers(checkpointed, every=2) == 3
+    for model in (plain, checkpointed):
+        next_token_loss(model(ids), ids).backward()
+    for expected, found in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)

@@ -207,7 +207,17 @@ def test_head_dim_and_key_heads_are_derived():
             r"model_type is 'lama'; expected one of apertus, .*, llama, .*\. Did you mean 'llama'\?",
         ),
         ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*not supported yet"),
-        ({"model_type": "gemma4"}, r"model_type is 'gemma4'; expected one of .*gemma3.* Did you mean 'gemma"),
+        ({"model_type": "gemma3n"}, r"model_type is 'gemma3n'; expected one of .*gemma3.* Did you mean 'gemma"),
+        (
+            {"model_type": "gemma4_text", "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            "layer_types ends with sliding_attention; expected full_attention",
+        ),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 1}, "no layer of the kind of layer 2 to take keys"),
+        ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block is True"),
+        (
+            {"model_type": "gemma4_text", "per_layer_config": {"2": {"sliding_window": 4}}},
+            "per_layer_config: 2 has sliding_window; expected head_dim",
+        ),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),

@@ -21,7 +21,7 @@ from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, s
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.names_on_disk import parameters_on_disk
 from tests.generation.plain_draws import samples
-from tests.models.conftest import Reference, reference_model
+from tests.models.conftest import Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
 
 # The columns of the table of families, by the test that stands for each.
@@ -36,6 +36,8 @@ COLUMNS = {
 }
 ALL_GROUPS = {"n_group": 1, "topk_group": 1}
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
+KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
 
@@ -286,20 +288,7 @@ def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_i
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
     """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
-    _, settings = CASES["qwen3_5_text" if kind == "Qwen3_5" else "qwen3_5_moe_text"]
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-    vision |= {"patch_size": 4, "num_position_embeddings": 16}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**SIZES, **settings},
-        vision_config=vision,
-        **{name: 97 + i for i, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id"))},
-        vision_end_token_id=100,
-    )
-    config.text_config._experts_implementation = "eager"
-    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = load_file(file)
@@ -310,7 +299,30 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path / "whole")
-    assert model.part_of == config.model_type
+    assert model.part_of == whole.config.model_type
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path / "alone")
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
+    """Layers that take keys from another have some of their own in published folders, which no one reads."""
+    whole = whole_model("Gemma4")
+    whole.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    stored = load_file(file)
+    assert any("vision_tower" in name for name in stored) and any("embed_vision" in name for name in stored)
+    unread = {f"model.language_model.layers.5.self_attn.{n}.weight": torch.ones(3) for n in ("k_proj", "k_norm")}
+    save_file({**stored, **unread}, file, {"format": "pt"})
+    ids = token_ids(2, 20).clamp(max=95)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    model = load_model(tmp_path / "whole")
+    assert model.part_of == "gemma4"
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path / "alone")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
@@ -390,6 +402,9 @@ def configurations(draw) -> tuple[str, dict]:
         "conv_bias": st.booleans(),
         "block_auto_adjust_ff_dim": st.booleans(),
         "block_multiple_of": st.integers(1, 9),
+        "attention_k_eq_v": st.booleans(),
+        "use_double_wide_mlp": st.booleans(),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
@@ -399,13 +414,24 @@ def configurations(draw) -> tuple[str, dict]:
     if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
-    elif model_type not in ("gemma3_text", "olmo3"):  # whose layers with a window have settings of their own
+    elif model_type not in WITH_OWN_WINDOWED_ROPE:  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
     rope = draw(st.sampled_from(ropes))
+    if model_type.startswith("gemma4"):
+        chosen["num_kv_shared_layers"] = draw(st.integers(0, num_layers)) if model_type == "gemma4_text" else 0
+        num_layers += chosen["num_kv_shared_layers"]
+        kinds = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
+        num_own = num_layers - chosen["num_kv_shared_layers"]
+        chosen["layer_types"] = [*(kinds[i] if i < num_own else kinds[i % num_own] for i in range(num_layers))]
+        chosen["layer_types"][num_own - 1] = chosen["layer_types"][-1] = "full_attention"
+        chosen |= {"global_head_dim": 2 * draw(st.integers(2, 9)), "vocab_size_per_layer_input": 101}
+        chosen |= {"num_global_key_value_heads": draw(st.sampled_from([None, 1])), "num_experts": None}
+        if chosen["num_kv_shared_layers"]:  # without inputs of layers transformers fails there
+            chosen["hidden_size_per_layer_input"] = 5
     if model_type == "ministral3":
         rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
-    if model_type not in ("gemma3_text", "olmo3"):
+    if model_type not in WITH_OWN_WINDOWED_ROPE:
         chosen["rope_parameters"] = dict(rope)
     if "n_group" in chosen:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))

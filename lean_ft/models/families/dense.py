@@ -1,9 +1,11 @@
 """Dense families: one feed-forward layer for all tokens, behind attention in every layer."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config_fields import Fields, head_dim_of
+from lean_ft.models.config_fields import Fields, head_dim_of, listed
 from lean_ft.models.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
@@ -103,6 +105,57 @@ def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig
     )
 
 
+def _all_but_every_sixth_and_the_last(fields: Fields, layer: int) -> bool:
+    last = fields.count("num_hidden_layers") - 1
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
+        raise ValueError(
+            f"{fields.where}: layer_types ends with sliding_attention; expected full_attention, which transformers takes there "
+            "whatever it says."
+        )
+    return (layer + 1) % 6 != 0 and layer != last
+
+
+_OF_A_LAYER = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+
+
+def _heads_and_keys(fields: Fields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
+    """Layers that see everything have heads of their own; the upper layers take keys and values from the last layer of their
+    kind below. Published files have the heads of the former, transformers 5 writes them layer by layer."""
+    facts: dict[str, Any] = {}
+    if "per_layer_config" in fields.config:
+        by_layer, where = fields.get("per_layer_config"), f"{fields.where}: per_layer_config"
+        if not isinstance(by_layer, dict):
+            raise ValueError(f"{where} is {by_layer!r}; expected an object of what is said of a layer by its number.")
+        settings = {str(number): own for number, own in by_layer.items()}.get(str(layer), {})
+        if unknown := set(settings) - _OF_A_LAYER.keys():
+            raise ValueError(f"{where}: {layer} has {listed(unknown)}; expected {listed(_OF_A_LAYER)} alone.")
+        own = Fields(settings, {}, f"{where}: {layer}")
+        facts |= {_OF_A_LAYER[name]: own.count(name) for name in settings}
+    elif not is_windowed[layer]:
+        facts["head_dim"] = fields.count("global_head_dim")
+        if fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads") is not None:
+            facts["num_kv_heads"] = fields.count("num_global_key_value_heads")
+    first = len(is_windowed) - fields.count("num_kv_shared_layers", least=0)
+    if layer < first:
+        facts["values_are_keys"] = fields.flag("attention_k_eq_v") and not is_windowed[layer]
+        return facts
+    facts["keys_of"] = next((i for i in reversed(range(first)) if is_windowed[i] == is_windowed[layer]), None)
+    if facts["keys_of"] is None:
+        raise ValueError(
+            f"{fields.where}: num_kv_shared_layers leaves no layer of the kind of layer {layer} to take keys and values from."
+        )
+    if fields.flag("use_double_wide_mlp"):
+        facts["intermediate_size"] = 2 * fields.count("intermediate_size")
+    return facts
+
+
+def _layer_input_vocab_size(fields: Fields) -> int:
+    if not fields.count("hidden_size_per_layer_input", least=0):
+        return 0
+    return fields.count("vocab_size_per_layer_input", least=fields.count("vocab_size"))
+
+
 _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
 _EVERY_BIAS: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), flag("use_bias"))
 _GEMMA_FACTS = {
@@ -124,6 +177,40 @@ _GEMMA_DEFAULTS = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+
+_GEMMA_4 = Family(
+    facts={
+        **_GEMMA_FACTS,
+        "norm_weight_offset": 0.0,
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "value_norm": True,
+        "attention_scale": 1.0,
+        "logits_softcap": number_or_null("final_logit_softcapping"),
+        "layer_scalars": True,
+    },
+    has_window=_all_but_every_sixth_and_the_last,
+    reads_layer_types=True,
+    of_layer=_heads_and_keys,
+    rope=_rope_by_window,
+    defaults={
+        **_GEMMA_DEFAULTS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262144,
+        "global_head_dim": 512,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    activation_field="hidden_activation",
+)
 
 DENSE: dict[str, Family] = {
     "llama": Family(
@@ -183,6 +270,24 @@ DENSE: dict[str, Family] = {
             "rope_local_base_freq": 1e4,
         },
         activation_field="hidden_activation",
+    ),
+    "gemma4_text": replace(
+        _GEMMA_4,
+        facts={
+            **_GEMMA_4.facts,
+            "layer_input_dim": lambda fields: fields.count("hidden_size_per_layer_input", least=0),
+            "layer_input_vocab_size": _layer_input_vocab_size,
+        },
+        defaults={
+            **_GEMMA_4.defaults,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+        },
+    ),
+    "gemma4_unified_text": replace(
+        _GEMMA_4, defaults={**_GEMMA_4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024}
     ),
     "phi3": Family(
         facts={"fused_qkv": True, "fused_gate_up": True},

@@ -1,6 +1,6 @@
 """What a row says, and what families of several kinds say alike."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
@@ -51,6 +51,8 @@ class Family:
     rope: Callable[[Fields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(fields)
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
+    # Further facts of LayerConfig, of a layer by which layers have a window and its number.
+    of_layer: Callable[[Fields, Sequence[bool], int], Mapping[str, Any]] = lambda fields, is_windowed, layer: {}
     # The other mixers that `layer_types` may name, and what a layer is where config.json does not list them.
     mixers: Mapping[str, Callable[[Fields], MixerConfig]] = field(default_factory=dict)
     layer_type: Callable[[Fields, int], str] = lambda fields, layer: "full_attention"

@@ -1,0 +1,38 @@
+"""`leanft convert-config`: a configuration of torchtune's as a preset."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug
+from lean_ft.from_torchtune import convert_config as convert
+from lean_ft.settings_text import load_config
+from lean_ft.whole_files import write_whole
+
+
+def convert_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="torchtune's YAML.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The preset to write; by default it is printed.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Convert a configuration of torchtune's into a preset; what has no equivalent is told, and stands there as a comment."""
+    if output is not None and output.exists():
+        raise ValueError(f"--output {output} is there already; choose another name.")
+    preset = convert(file)
+    text = preset.text(file.name)
+    with TemporaryDirectory() as folder:  # does the recipe take it?
+        (written := Path(folder) / "preset.yaml").write_text(text, encoding="utf-8")
+        load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
+    for remark in preset.remarks:
+        typer.echo(remark, err=True)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    with write_whole(output) as part:
+        part.write_text(text, encoding="utf-8")
+    typer.echo(f"{output}: leanft run {preset.recipe} --config {output}")

@@ -1,0 +1,55 @@
+"""A trained language model in the folder that reads images too: the rest of it is bit by bit what it was."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lean_ft.export import export_folder
+from lean_ft.models import load_model, save_model
+from lean_ft.models.hf_format import tensors_on_disk
+from tests.export.test_folder import stored
+from tests.models.conftest import WHOLES, whole_model
+
+IDS = torch.arange(3, 43).view(2, 20)
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_what_was_trained_is_in_its_place_and_the_rest_is_as_it_was(name, tmp_path):
+    original = tmp_path / "original"
+    whole_model(name).save_pretrained(original, max_shard_size="40KB")
+    (original / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    index = json.loads((original / "model.safetensors.index.json").read_text())
+    first = original / min(index["weight_map"].values())
+    save_file({**load_file(first), "mtp.norm.weight": torch.ones(48)}, first, {"format": "pt"})
+    index["weight_map"]["mtp.norm.weight"] = first.name
+    (original / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    model = load_model(original)
+    with torch.no_grad():
+        for tensor in tensors_on_disk(model).values():
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    save_model(model, tmp_path / "trained")
+    destination = tmp_path / "whole"
+    exported = export_folder(tmp_path / "trained", destination, keep_vision=True, base=original)
+
+    before, after = stored(original), stored(destination)
+    assert before.keys() == after.keys()
+    kept = {key for key in before if torch.equal(before[key], after[key])}
+    assert kept == {key for key in before if not any(part in key for part in ("language_model", "lm_head"))}
+    assert f"{len(kept)} tensors of" in str(exported) and "mtp.norm.weight" in kept
+    for file in ("config.json", "preprocessor_config.json"):
+        assert (destination / file).read_bytes() == (original / file).read_bytes()
+    reopened, report = transformers.AutoModelForImageTextToText.from_pretrained(destination, output_loading_info=True)
+    assert not report["missing_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(input_ids=IDS).logits, model(IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_that_reads_no_images_is_refused(qwen_folder, tmp_path):
+    with pytest.raises(ValueError, match="reads no images"):
+        export_folder(qwen_folder, tmp_path / "out", keep_vision=True, base=qwen_folder)
+    with pytest.raises(ValueError, match="does not say which model it was taken from"):
+        export_folder(qwen_folder, tmp_path / "out", keep_vision=True)
