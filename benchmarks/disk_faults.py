@@ -28,7 +28,7 @@ from results import RESULTS, print_result, require_hardware, write_result
 from tiny_runs import STEPS, config, digests, finish, fork, train, write_inputs
 
 import lean_ft.training.checkpoint
-import lean_ft.training.run
+import lean_ft.training.saving
 from lean_ft.training.checkpoint import check_whole, list_checkpoints
 from lean_ft.training.continuation import find_checkpoint
 
@@ -76,7 +76,7 @@ def mount(place: Path, size_bytes: int | None, flags: int = 0) -> None:
 
 def believe_in_room() -> None:
     """As on a disk with quotas, which statvfs knows nothing of: the free space that is asked for first is large."""
-    for module in (lean_ft.training.checkpoint, lean_ft.training.run):
+    for module in (lean_ft.training.checkpoint, lean_ft.training.saving):
         module.free_bytes = lambda directory: 2**40  # type: ignore[attr-defined]
 
 
@@ -101,7 +101,7 @@ class Case:
         """What makes a start call `act` once it has saved so many checkpoints."""
 
         def install() -> None:
-            write, saved = lean_ft.training.run.write_checkpoint, []
+            write, saved = lean_ft.training.saving.write_checkpoint, []
 
             def noted(*args: Any, **kwargs: Any) -> Path:
                 saved.append(write(*args, **kwargs))
@@ -109,7 +109,7 @@ class Case:
                     act()
                 return saved[-1]
 
-            lean_ft.training.run.write_checkpoint = noted  # type: ignore[attr-defined]
+            lean_ft.training.saving.write_checkpoint = noted  # type: ignore[attr-defined]
 
         return install
 

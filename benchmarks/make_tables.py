@@ -36,6 +36,7 @@ BENCHMARKS = (
     "compare_fsdp",
     "linear_cross_entropy",
     "attention",
+    "against_transformers",
     "optimizer_step",
     "data_preparation",
     "loading",

@@ -9,7 +9,7 @@ nothing of torch.distributed is imported.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,105 +17,63 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The processes that train one model, numbered from 0, as one of them sees them."""
+class Ranks:
+    """The processes that train one model, numbered from 0, as one of them sees them: here one, which has everything and agrees
+    with itself."""
 
-    rank: int
-    size: int
-    shard: int
-    """Which of the parts that parameters are cut into is here."""
-    num_shards: int
+    rank, size = 0, 1
+    shard, num_shards = 0, 1  # which of the parts that parameters are cut into is here, and of how many
+    num_sharing = 1
+    """How many ranks share each micro-batch, every one of which has what it tells of whole answers."""
 
     @property
     def beside(self) -> "Ranks":
         """The same ranks for a thread of its own, whose agreements do not meet those of the loop."""
-        ...
+        return self
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         """This rank's of a step's micro-batches, each with whether it is the last; as many on every rank. Where ranks share
         the tokens of one, its own tokens of it."""
-        ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        ...
-
-    def sum_shards(self, value: Tensor) -> Tensor:
-        """The sum over the ranks that hold the parts of one parameter, in place."""
-        ...
-
-    def highest(self, *numbers: int) -> list[int]:
-        """Of each number the highest that any rank gives. Hosts wait for one another; devices do not."""
-        ...
-
-    def highest_of(self, values: Tensor) -> Tensor:
-        """Of each element the highest that any rank has, in place; of a tensor in the host's memory."""
-        ...
-
-    def total(self, number: int) -> int:
-        """The sum of a number over all ranks."""
-        ...
-
-    def first(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0; what it returns, which is plain data, or raises, it does on every rank."""
-        ...
-
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank; returns on all what it returned on each, which is plain data. What it raises on one, it
-        raises on all."""
-        ...
-
-    def check_same(self, what: dict[str, Any]) -> None:
-        """Raises ValueError on every rank, naming what differs, unless all give the same plain data."""
-        ...
-
-    def gather_no_more(self, model: Any) -> None:
-        """Has the model's parameters cut again, those too that a pass without gradients left whole."""
-        ...
-
-
-class Alone:
-    """One process: it has everything, and agrees with itself."""
-
-    rank, size, shard, num_shards = 0, 1, 0, 1
-
-    @property
-    def beside(self) -> "Alone":
-        return self
-
-    def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         for place, micro_batch in enumerate(micro_batches, start=1):
             yield micro_batch, place == len(micro_batches)
 
     def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
         return values
 
     def sum_shards(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that hold the parts of one parameter, in place."""
         return value
 
     def highest(self, *numbers: int) -> list[int]:
+        """Of each number the highest that any rank gives. Hosts wait for one another; devices do not."""
         return list(numbers)
 
     def highest_of(self, values: Tensor) -> Tensor:
+        """Of each element the highest that any rank has, in place; of a tensor in the host's memory."""
         return values
 
     def total(self, number: int) -> int:
+        """The sum of a number over all ranks."""
         return number
 
     def first(self, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0; what it returns, which is plain data, or raises, it does on every rank."""
         return work()
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank; returns on all what it returned on each, which is plain data. What it raises on one, it
+        raises on all."""
         return [work()]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        pass
+        """Raises ValueError on every rank, naming what differs, unless all give the same plain data."""
 
     def gather_no_more(self, model: Any) -> None:
-        pass
+        """Has the model's parameters cut again, those too that a pass without gradients left whole."""
 
 
-ALONE = Alone()
+ALONE = Ranks()
 
 
 def local(tensor: Tensor) -> Tensor:

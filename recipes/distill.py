@@ -8,7 +8,7 @@ This is finetune with another loss: how far two models' predictions of each toke
 """
 
 from lean_ft.data import sft_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import Distillation, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -49,6 +49,7 @@ def main(cfg: Config) -> None:
     teacher = load_teacher(cfg, tokenizer, device, batches, held_out, ranks)  # in memory, or what it said before
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -57,6 +57,7 @@ def main(cfg: Config) -> None:
     )
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
@@ -87,9 +88,10 @@ def main(cfg: Config) -> None:
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        num_pairs = sum(batch.num_pairs for batch in micro_batches)
-        num_targets = sum(batch.num_targets for batch in micro_batches)
-        num_chosen = sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches)  # tokens
+        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its pairs
+        num_pairs = copies * sum(batch.num_pairs for batch in micro_batches)
+        num_targets = copies * sum(batch.num_targets for batch in micro_batches)
+        num_chosen = copies * sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches)  # tokens
         tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.

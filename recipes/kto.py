@@ -15,7 +15,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, unpaired_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -65,6 +65,7 @@ def main(cfg: Config) -> None:
     batches, held_out = unpaired_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
@@ -113,9 +114,10 @@ def main(cfg: Config) -> None:
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        num_answers = sum(batch.num_pairs for batch in micro_batches)
-        num_targets = sum(batch.num_targets for batch in micro_batches)
-        tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks, counted=micro_batches)
+        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its answers
+        num_answers = copies * sum(batch.num_pairs for batch in micro_batches)
+        num_targets = copies * sum(batch.num_targets for batch in micro_batches)
+        tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks, counted=micro_batches * copies)
         for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.
             losses, answers = losses_of(batch.to(device), tokens, statistics)
@@ -130,7 +132,7 @@ def main(cfg: Config) -> None:
         optimizer.step()
         optimizer.zero_grad()
         metrics = statistics.answer_means() | tokens.means(num_targets)
-        baseline.add(metrics["gain"], num_answers)
+        baseline.add(metrics["gain"], num_answers // copies)
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **metrics)
 
         if run.evaluation_due():

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import TokenStatistics, add_scores, reward_loss, scores_of
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -64,6 +64,7 @@ def main(cfg: Config) -> None:
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True)
     set_padding_apart(model, tokenizer, batches, held_out)
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
@@ -92,7 +93,8 @@ def main(cfg: Config) -> None:
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
 
         micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        num_pairs = sum(batch.num_pairs for batch in micro_batches)
+        # Ranks that share a micro-batch's tokens each have all of its pairs.
+        num_pairs = ranks.num_sharing * sum(batch.num_pairs for batch in micro_batches)
         pairs = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
             # Sums, divided once by what the whole step has.

@@ -1,8 +1,8 @@
 """Runs the tests of parity and writes what they found into the table of docs/families.md.
 
-    python scripts/make_families_table.py
+    python scripts/make_families_table.py [FAMILY ...]
 
-A cell says `passes` where every case of the family passed every test of the column, and `fails` otherwise; the script
+Of the families named, or of all: the rows of the others stay as they are. A cell says `passes` where every case of the family passed every test of the column, and `fails` otherwise; the script
 then exits with 1. What runs is `tests/models/test_parity.py`, the same as in the whole suite.
 """
 
@@ -38,20 +38,28 @@ class Outcomes:
 
 
 def main() -> int:
+    families = sys.argv[1:] or list(FAMILIES)
+    if unknown := set(families) - set(FAMILIES):
+        sys.exit(f"{', '.join(sorted(unknown))}: no family; expected some of {', '.join(FAMILIES)}.")
     outcomes = Outcomes()
     tests = [f"{ROOT / 'tests' / 'models' / 'test_parity.py'}::{test}" for test in COLUMNS]
-    pytest.main(["-q", "-m", "", "--rootdir", str(ROOT), *tests], plugins=[outcomes])
+    of_them = " or ".join(case for case, (family, _) in CASES.items() if family in families)
+    pytest.main(["-q", "-m", "", "-k", of_them, "--rootdir", str(ROOT), *tests], plugins=[outcomes])
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    table, _, after = rest.partition(MARKS[1])
+    kept = {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
     lines = [
         "| family | checkpoints | " + " | ".join(COLUMNS.values()) + " |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
     for family in FAMILIES:
+        if family not in families and family in kept:
+            lines.append(kept[family])
+            continue
         count = sum(model_type == family for model_type, _ in CASES.values())
         found = [outcomes.passed[family, column] for column in COLUMNS.values()]
         cells = ["passes" if results and all(results) else "fails" for results in found]
         lines.append(f"| `{family}` | {count} | " + " | ".join(cells) + " |")
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
     PAGE.write_text(before + "\n\n".join([MARKS[0], "\n".join(lines), MARKS[1]]) + after)
     return int("fails" in "".join(lines))
 

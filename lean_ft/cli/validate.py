@@ -1,11 +1,14 @@
 """`leanft validate`: would this run start?"""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import typer
 
+from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub import find_cached
 from lean_ft.paths import repository_name, resolve_data_path
@@ -14,6 +17,7 @@ from lean_ft.settings import (
     DistillConfig,
     LoRAConfig,
     ModelConfig,
+    ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
     ReferenceConfig,
@@ -27,8 +31,10 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
 
     Prints every setting as it would be used.
     """
-    _, cfg = load_run(recipe, config, overrides)
+    module, cfg = load_run(recipe, config, overrides)
     problems, notes = look_at(cfg)
+    if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
+        notes += _begin(module, cfg)
     if problems:
         raise ValueError("\n".join(problems))
     ok = "ok: the settings are valid, and what they name is there."
@@ -113,6 +119,27 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
+
+
+def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
+    """Takes the recipe to its first step on shapes alone, so that what it finds of the model by then is refused here too:
+    ValueError. Returns what is worth a note; of a model that is not on this disk nothing is found."""
+    from lean_ft.plan.devices import Machines, choose_device
+    from lean_ft.plan.rehearsal import rehearse
+
+    model = cfg.group(ModelConfig)
+    name = repository_name(model.path) if model else None
+    if name is not None and find_cached(name, weights=False) is None:
+        return []
+    num_ranks = 1
+    if (parallel := cfg.group(ParallelConfig)) is not None:  # as few as these settings are for
+        of_copy = (parallel.shard or 1) * parallel.context * parallel.tensor
+        num_ranks = parallel.replicate * (of_copy if parallel.shard else math.lcm(of_copy, parallel.experts))
+    try:
+        rehearse(recipe, cfg, choose_device(None, cfg.device), Machines(num_ranks, 1), takes_step=False)
+    except RuntimeError as error:
+        return [f"how the model is made ready was not rehearsed: {error}"]
+    return []
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batches import Batch, Batches, EvalBatches, PairBatch, PolicyBatch, UnpairedBatch, longest_batch
+    from lean_ft.data.batch import Batch, PairBatch, PolicyBatch, UnpairedBatch, longest_batch
+    from lean_ft.data.batches import Batches, EvalBatches
     from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
     from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
@@ -26,8 +27,9 @@ __all__ = [
     "unpaired_batches",
 ]
 
-# The others: batches.
+# The others: batch.
 _HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
+_HOMES |= dict.fromkeys(("Batches", "EvalBatches"), "batches")
 _HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts") | {"DataReport": "report"}
 
 
@@ -35,4 +37,4 @@ def __getattr__(name: str) -> Any:
     """Imports on first use, so that processes which only tokenise never load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'lean_ft.data' has no attribute {name!r}")
-    return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'batches')}"), name)
+    return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'batch')}"), name)

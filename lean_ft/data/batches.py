@@ -1,9 +1,5 @@
 """Documents to batches of tensors: shuffled for training, in order for evaluation.
 
-Labels are already shifted: labels[b, t] is what position t has to predict, so a loss compares position by
-position, and no document's first token is ever a label (but in `wrapped` rows, which are one text). Padding carries
-no label because of where it is; its id plays no part.
-
 A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget groups rows of one width, so little is
 padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
 is drawn anew in each epoch, but where batches begin in the sorted widths is not, so all epochs have the same number.
@@ -12,248 +8,25 @@ Where the two documents of a pair share their prompt, it is computed once: the c
 behind it in the same row begins where they part. `Layout.shared` says how many tokens that leaves out, `Layout.taken` how many
 positions a piece takes.
 
-Legend: B rows of a batch, T positions of a row, S tokens of all documents, P pieces that rows are made of, R rows in all.
+Legend: S tokens of all documents, P pieces that rows are made of, R rows in all.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lean_ft.data.batch import Batch, PairBatch, UnpairedBatch, rounded_up
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
-from lean_ft.settings import DataConfig, PreferenceDataConfig
 
-PADDED_TO_MULTIPLE_OF = 8
 KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
 BYTES_A_POSITION = 25  # of a Batch: ids, labels and positions of 8, and whether it is a token
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One forward pass of input."""
-
-    input_ids: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64, already shifted; -100 where nothing is trained
-    positions: Tensor  # (B, T) int64, from 0 in every document
-    cu_seqlens: Tensor | None
-    """When packed, int32: where documents begin in the B * T flattened positions, then B * T, once or more often. It is
-    as long for every batch of a run, so that compiled code sees one shape; the repeats are documents of no tokens.
-    None: every row is one document, padded on the right."""
-    num_targets: int
-    """Labels that are not -100."""
-    num_tokens: int
-    """B * T: all positions that are computed."""
-    is_token: Tensor | None = None
-    """(B, T) bool: False on padding. None: nothing is padding."""
-    documents: np.ndarray | None = None
-    """Which documents of the prepared data it holds, row after row, those held out behind those trained on. None: some are
-    cut or joined, or it is not of prepared data."""
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What a `Decoder`'s forward pass takes of it."""
-        return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The batch on `device`; copies to a GPU from pinned memory, without waiting for them."""
-        device = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-        return replace(self, **{name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
-
-    def without_targets(self) -> "Batch":
-        """The same positions with nothing to learn: for a pass that is made because other ranks make one."""
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairBatch(Batch):
-    """A batch of P pairs of answers, which tells their labels apart: N in all, of pair after pair, the chosen ones first."""
-
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts the label
-    label: Tensor  # (N,) int64
-    answer_tokens: Tensor  # (P, 2) int64: labels of the chosen and the rejected answer
-    pairs: Tensor  # (P,) int64: which pairs of the prepared data they are, those held out behind those trained on
-    last: Tensor  # (2 P,) int64: which flattened position each sequence ends with
-    margins: Tensor  # (P,) float32: by how much the chosen answer is better, where the rows tell it; 0 elsewhere
-    prefixes: Tensor | None = None
-    """(documents, 2) int32, where prompts are shared: the flattened positions, from and to, that each document of cu_seqlens
-    goes on from. What is shared predicts a first token of each answer, of which `labels` has the chosen one's alone."""
-    num_prefix_tokens: int = 0
-    """Of all prefixes together."""
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
-
-    @property
-    def num_pairs(self) -> int:
-        return len(self.pairs)
-
-    def without_targets(self) -> "PairBatch":
-        names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
-        nothing = {name: getattr(self, name)[:0] for name in names}
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyBatch(Batch):
-    """A batch of B answers that the model sampled, one a row behind its prompt; A are the tokens of the longest."""
-
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts a token of an answer
-    label: Tensor  # (N,) int64
-    place: Tensor  # (N,) int64: where that token stands in the B * A flattened tokens of answers
-    counts: Tensor  # (B, A) bool: the tokens that are learned from
-    sampled: Tensor  # (B, A) float32: log-probabilities as they were drawn; 0 behind an answer
-    old: Tensor | None  # (B, A) float32: the trainer's own, before the first update; None: those of now
-    advantages: Tensor  # (B, A) float32
-    answers: range
-    """Which of the round's answers they are."""
-    num_answers: int
-    """Those with a token that is learned from; `num_targets` counts the tokens."""
-    values: Tensor | None = None  # (B, A) float32: what was expected before each token, where the loss is of that
-    returns: Tensor | None = None  # (B, A) float32: and what should have been
-
-    def without_targets(self) -> "PolicyBatch":
-        nothing = {"counts": torch.zeros_like(self.counts), "num_answers": 0}
-        return replace(self, labels=torch.full_like(self.labels, IGNORED), num_targets=0, **nothing)
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        *,
-        pad_id: int,
-        first: int,
-        counts: Sequence[Sequence[bool]],
-        sampled: Sequence[Sequence[float]],
-        advantages: Sequence[Sequence[float]],
-        old: Sequence[Sequence[float]] | None = None,
-        values: Sequence[Sequence[float]] | None = None,
-        returns: Sequence[Sequence[float]] | None = None,
-    ) -> "PolicyBatch":
-        """The batch of answers that are numbered from `first` on, each list of one token or more."""
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        width, longest = int(_rounded_up(np.array([len(row) for row in rows])).max()), max(map(len, answers))
-        targets, index, label, place = list[list[int]](), list[int](), list[int](), list[int]()
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            # The last token of the prompt predicts the answer's first.
-            targets.append([*[IGNORED] * (len(prompt) - 1), *answer])
-            index += range(i * width + len(prompt) - 1, i * width + len(rows[i]) - 1)
-            label += answer
-            place += range(i * longest, i * longest + len(answer))
-
-        # A tensor of all rows at once: operations row by row are what a rehearsal on shapes would wait for.
-        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype, size: int = longest, rest: int = 0) -> Tensor:
-            return torch.tensor([[*row, *[rest] * (size - len(row))] for row in values], dtype=dtype)
-
-        counted, input_ids = grid(counts, torch.bool), grid(rows, torch.int64, width, pad_id)
-        return cls(
-            input_ids=input_ids,
-            labels=grid(targets, torch.int64, width, IGNORED),
-            positions=torch.arange(width).expand(len(rows), -1).contiguous(),
-            cu_seqlens=None,
-            num_targets=int(counted.sum()),
-            num_tokens=input_ids.numel(),
-            is_token=grid([[True] * len(row) for row in rows], torch.bool, width),
-            index=torch.tensor(index),
-            label=torch.tensor(label),
-            place=torch.tensor(place),
-            counts=counted,
-            sampled=grid(sampled, torch.float32),
-            old=None if old is None else grid(old, torch.float32),
-            advantages=grid(advantages, torch.float32),
-            values=None if values is None else grid(values, torch.float32),
-            returns=None if returns is None else grid(returns, torch.float32),
-            answers=range(first, first + len(rows)),
-            num_answers=int(counted.any(1).sum()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnpairedBatch(PairBatch):
-    """A batch of P answers, each by itself: a pair of one side, so that `answer_tokens` is (P, 1)."""
-
-    is_desirable: Tensor  # (P,) bool
-    mismatched: "UnpairedBatch | None" = None
-    """Each prompt with the answer of the sequence before it, the first with the last's; None here. Their `pairs` are numbers
-    of their own, behind those of all answers, in every epoch others."""
-
-    def to(self, device: torch.device | str) -> "UnpairedBatch":
-        mismatched = None if self.mismatched is None else self.mismatched.to(device)
-        return replace(super().to(device), mismatched=mismatched)  # pyright: ignore[reportReturnType]
-
-    def without_targets(self) -> "UnpairedBatch":
-        return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
-
-
-def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
-    """The batch that takes most, without contents: every row `max_length` tokens, and every token a target.
-
-    Where prompts are shared, each row is of a pair: a sequence of `max_length` and as long an answer as there may be.
-    """
-    sides = len(config.sides)
-    if share_prompts:
-        return _longest_sharing(config, batch_size)
-    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
-    num_rows *= sides
-    shape, num_tokens = (num_rows, config.max_length), num_rows * config.max_length
-    batch = Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        labels=torch.zeros(shape, dtype=torch.int64),
-        positions=torch.zeros(shape, dtype=torch.int64),
-        cu_seqlens=None if config.packing == "none" else torch.zeros(num_rows + 1, dtype=torch.int32),
-        num_targets=num_tokens,
-        num_tokens=num_tokens,
-    )
-    if sides == 1 and config.tells != "label":
-        return batch
-    pairs = PairBatch(
-        **vars(batch),
-        index=torch.zeros(num_tokens, dtype=torch.int64),
-        label=torch.zeros(num_tokens, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows // sides, sides, dtype=torch.int64),
-        pairs=torch.zeros(num_rows // sides, dtype=torch.int64),
-        last=torch.zeros(num_rows, dtype=torch.int64),
-        margins=torch.zeros(num_rows // sides),
-    )
-    if sides == 2:
-        return pairs
-    unpaired = UnpairedBatch(**vars(pairs), is_desirable=torch.zeros(num_rows, dtype=torch.bool))
-    return replace(unpaired, mismatched=unpaired)
-
-
-def _longest_sharing(config: DataConfig, batch_size: int) -> PairBatch:
-    answer = config.max_length
-    if isinstance(config, PreferenceDataConfig) and config.max_completion_length is not None:
-        answer = min(answer, config.max_completion_length)
-    width = 2 * config.max_length if config.packs_rows else config.max_length + answer
-    num_rows = batch_size if config.batch_tokens is None else config.batch_tokens // width
-    num_targets = num_rows * (width if config.packs_rows else 2 * answer)
-    input_ids, labels, positions = (torch.zeros(num_rows, width, dtype=torch.int64) for _ in range(3))
-    return PairBatch(
-        input_ids=input_ids,
-        labels=labels,
-        positions=positions,
-        cu_seqlens=torch.zeros(3 * num_rows + 1, dtype=torch.int32),
-        num_targets=num_targets,
-        num_tokens=num_rows * width,
-        index=torch.zeros(num_targets, dtype=torch.int64),
-        label=torch.zeros(num_targets, dtype=torch.int64),
-        answer_tokens=torch.zeros(num_rows, 2, dtype=torch.int64),
-        pairs=torch.zeros(num_rows, dtype=torch.int64),
-        last=torch.zeros(2 * num_rows, dtype=torch.int64),
-        margins=torch.zeros(num_rows),
-        prefixes=torch.zeros(3 * num_rows, 2, dtype=torch.int32),
-    )
 
 
 @dataclass(frozen=True)
@@ -342,7 +115,7 @@ class Layout:
         lengths = self.widths
         if self.batch_tokens is not None:
             documents = np.diff(self.offsets) if self.shared is None else 1
-            widths = np.minimum(_rounded_up(lengths), self.row_tokens) * documents
+            widths = np.minimum(rounded_up(lengths), self.row_tokens) * documents
             plan = plan_by_tokens(widths, self.batch_tokens, generator)
             sizes = np.maximum.reduceat((lengths * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
         else:
@@ -359,23 +132,8 @@ class Layout:
     def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
-        contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        packed = self.kind != "padded" or self.shared is not None
-        if self.kind == "flat":
-            contents = [np.concatenate(contents)]
-            num_columns = int(_rounded_up(self.taken[contents[0]].sum()))
-            num_boundaries = self.batch_size * self.most_in_a_row + 2  # and one stretch of padding, and the end
-        elif self.kind == "packed":
-            contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
-            num_columns = self.row_tokens
-            num_boundaries = self.batch_size * self.most_in_a_row + 1
-        elif packed:
-            num_columns = min(int(_rounded_up(self.widths[rows].max())), self.row_tokens)
-            num_boundaries = len(contents) * (self.sides + 1) + 1  # each with its padding
-        else:
-            contents = np.concatenate(contents)[:, None]
-            num_columns = min(int(_rounded_up(self.lengths[contents].max())), self.row_tokens)
-            num_boundaries = 0
+        contents, num_columns, num_boundaries = self.contents(rows)
+        packed = num_boundaries > 0
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -423,7 +181,6 @@ class Layout:
         if self.values is None:
             return batch
         documents = np.concatenate(list(contents))
-        values = torch.from_numpy(self.values[documents[:: self.sides]])
         sharing: dict[str, Any] = {}
         if self.shared is not None:
             bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
@@ -433,14 +190,53 @@ class Layout:
             index=torch.from_numpy(np.concatenate(index)),
             label=torch.from_numpy(np.concatenate(label)),
             answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, self.sides),
-            pairs=torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides),
+            pairs=self.pairs_of(documents),
             last=torch.tensor(last, dtype=torch.int64),
-            margins=values,
+            margins=self.values_of(documents),
             **sharing,
         )
         if self.sides == 2:
             return pairs
-        return UnpairedBatch(**vars(pairs), is_desirable=values > 0, mismatched=self._mismatched(documents, epoch))
+        return UnpairedBatch(
+            **vars(pairs), is_desirable=pairs.margins > 0, mismatched=self._mismatched(documents, epoch)
+        )
+
+    def contents(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
+        """What the batch of `rows` is: of each of its rows the pieces, how wide they are, and how long cu_seqlens, or 0."""
+        contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
+        if self.kind == "flat":
+            contents = [np.concatenate(contents)]
+            # One stretch of padding, and the end.
+            return contents, int(rounded_up(self.taken[contents[0]].sum())), self.batch_size * self.most_in_a_row + 2
+        if self.kind == "packed":
+            contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
+            return contents, self.row_tokens, self.batch_size * self.most_in_a_row + 1
+        if self.shared is not None:  # each row with its padding
+            num_columns = min(int(rounded_up(self.widths[rows].max())), self.row_tokens)
+            return contents, num_columns, len(contents) * (self.sides + 1) + 1
+        alone = np.concatenate(contents)[:, None]
+        return list(alone), min(int(rounded_up(self.lengths[alone].max())), self.row_tokens), 0
+
+    def num_targets(self, pieces: np.ndarray) -> list[int]:
+        """The labels of each text that a row of these pieces has."""
+        counts = []
+        for piece in pieces:
+            start, stop = self.starts[piece], self.starts[piece] + self.lengths[piece]
+            counts.append(int(self.trained[start + 1 : stop].sum()))
+            if self.joined and len(counts) > 1:  # the first token is a label of what stands before it
+                counts[-1] += int(self.trained[start])
+            elif self.goes_on is not None and self.goes_on[piece]:
+                counts[-1] += int(self.trained[stop])
+        return [sum(counts)] if self.joined else counts
+
+    def pairs_of(self, documents: np.ndarray) -> Tensor:
+        """(P,): the numbers of the rows of data that these documents, all of each, became."""
+        return torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides)
+
+    def values_of(self, documents: np.ndarray) -> Tensor:
+        """(P,) float32: what those rows tell."""
+        assert self.values is not None
+        return torch.from_numpy(self.values[documents[:: self.sides]])
 
     def _mismatched(self, documents: np.ndarray, epoch: int) -> "UnpairedBatch | None":
         """Each of the documents with the answer of the one before it; in one row where theirs are packed."""
@@ -520,8 +316,52 @@ def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.G
     return Plan(rows, np.array(offsets), sequence)
 
 
-def _rounded_up(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF
+class UnbuiltBatch:
+    """A batch that is built when something of it is asked that its rows do not tell, so that each of many ranks builds its own."""
+
+    def __init__(self, layout: Layout, rows: np.ndarray, epoch: int) -> None:
+        self._layout, self._rows, self._epoch = layout, rows, epoch
+
+    @cached_property
+    def built(self) -> Batch:
+        return self._layout.batch(self._rows, self._epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of any object
+            raise AttributeError(name)
+        return getattr(self.built, name)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        contents, num_columns, _ = self._layout.contents(self._rows)
+        return len(contents) * num_columns
+
+    @cached_property
+    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which documents, and how many labels each has."""
+        contents, _, _ = self._layout.contents(self._rows)
+        num_targets = [number for pieces in contents for number in self._layout.num_targets(pieces)]
+        return np.concatenate(contents), np.array(num_targets, dtype=np.int64)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self._texts[1].sum())
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def pairs(self) -> Tensor:
+        return self._layout.pairs_of(self._texts[0])
+
+    @property
+    def answer_tokens(self) -> Tensor:
+        return torch.from_numpy(self._texts[1]).view(-1, self._layout.sides)
+
+    @property
+    def is_desirable(self) -> Tensor:
+        return self._layout.values_of(self._texts[0]) > 0
 
 
 class Batches:
@@ -552,7 +392,7 @@ class Batches:
     @property
     def longest(self) -> int:
         """Positions that the longest sequence takes in a batch that is padded."""
-        return int(_rounded_up(self._layout.lengths[self._layout.order].max()))
+        return int(rounded_up(self._layout.lengths[self._layout.order].max()))
 
     @property
     def longest_answer(self) -> int | None:
@@ -564,7 +404,8 @@ class Batches:
         return int((self._layout.lengths - prompts)[self._layout.order].max())
 
     def take(self, n: int) -> list[Batch]:
-        """The next `n` batches, or those that the epoch still has; after its end, the first of the next."""
+        """The next `n` batches, or those that the epoch still has; after its end, the first of the next. Each is built when
+        its tensors are asked for."""
         if n < 1:
             raise ValueError(f"take({n}): expected a number of batches from 1.")
         if self._num_taken == self.batches_per_epoch:
@@ -573,14 +414,17 @@ class Batches:
             self._plan = self._draw(self.epoch)
         first = self._num_taken
         self._num_taken = min(first + n, self.batches_per_epoch)
-        return [self._layout.batch(self._plan[i], self.epoch) for i in range(first, self._num_taken)]
+        return [self._unbuilt(self._plan, i, self.epoch) for i in range(first, self._num_taken)]
+
+    def _unbuilt(self, plan: Plan, i: int, epoch: int) -> Batch:
+        return cast(Batch, UnbuiltBatch(self._layout, plan[i], epoch))
 
     def first(self, n: int) -> Iterator[Batch]:
         """The `n` batches that a run begins with; takes none."""
         for epoch in range(-(-n // self.batches_per_epoch)):
             plan = self._draw(epoch)
             for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
-                yield self._layout.batch(plan[i], epoch)
+                yield self._unbuilt(plan, i, epoch)
 
     @property
     def layout(self) -> Layout:

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
+from lean_ft.data.batch import longest_batch
+from lean_ft.data.batches import Batches, EvalBatches, Layout
 from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents

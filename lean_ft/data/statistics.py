@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF, row_order
+from lean_ft.data.batch import rounded_up
+from lean_ft.data.batches import row_order
 from lean_ft.data.documents import Parts
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
@@ -69,7 +70,7 @@ def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: in
     tokens = int(cut.sum())
     longest = cut.max(axis=1)
     rows = row_order(longest, np.random.default_rng([seed, 0]), longest_first=True)  # as a run's first epoch begins
-    widths = np.minimum(-(-longest // PADDED_TO_MULTIPLE_OF) * PADDED_TO_MULTIPLE_OF, max_length)
+    widths = np.minimum(rounded_up(longest), max_length)
     firsts = np.arange(0, len(rows), batch_size)
     positions = int((np.maximum.reduceat(widths[rows], firsts) * np.diff(firsts, append=len(rows))).sum()) * sides
     _, offsets = pack(cut.sum(axis=1), max_length * sides)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lean_ft.distributed.collectives import all_to_all, sum_over
+from lean_ft.distributed.collectives import all_to_all, gather_tokens, sum_over
 from lean_ft.distributed.ranks import CONTEXT, ManyRanks
 from lean_ft.models import Decoder
 from lean_ft.models.attention import Prefixes, Scoring, attend
@@ -29,9 +29,14 @@ class RowTokens:
     group: str  # of the ranks that share a row
     num_slices: int  # that a row's tokens are cut into for attention's projections
     place: int  # which of them is here
+    num_ranks: int  # of the group
 
     def of_attention(self, values: Tensor) -> Tensor:
         return values.chunk(self.num_slices, 1)[self.place] if values.shape[1] > 1 else values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Of something of each token here (B, T / n, ...) that of all tokens."""
+        return gather_tokens(values, self.group, self.num_ranks)
 
     def sum(self, values: Tensor) -> Tensor:
         return sum_over(values, self.group)

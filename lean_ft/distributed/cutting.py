@@ -5,11 +5,19 @@ of them; what every parameter gets from a rank's own tokens, FSDP sums over them
 cut is refused by name: from the settings alone before anything is read, from the model's shapes before it takes memory.
 """
 
-from lean_ft.data.batches import PADDED_TO_MULTIPLE_OF
+from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.distributed import context, experts, tensor
-from lean_ft.distributed.ranks import CONTEXT, TENSOR, ManyRanks
+from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.models import Decoder
-from lean_ft.settings import DataConfig, LoRAConfig, OptimizerConfig, ParallelConfig, RecipeConfig
+from lean_ft.settings import (
+    DataConfig,
+    DistillConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecipeConfig,
+    ReferenceConfig,
+)
 from lean_ft.shards import Ranks
 
 
@@ -31,7 +39,10 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
         experts.check_experts(model, cfg.experts)
     if ranks.num_sharing > 1:
         model.tokens = context.RowTokens(
-            ranks.groups["tokens"].group_name, cfg.context, ranks.rank % ranks.num_sharing // cfg.tensor
+            ranks.groups["tokens"].group_name,
+            cfg.context,
+            ranks.rank % ranks.num_sharing // cfg.tensor,
+            ranks.num_sharing,
         )
     if cfg.tensor > 1:
         tensor.cut_layers(model, ranks)
@@ -60,6 +71,17 @@ def refuse_cuts(cfg: RecipeConfig) -> None:
             "means of rows would lie on several processes",
         ),
     }
+    reference, distill = cfg.group(ReferenceConfig), cfg.group(DistillConfig)
+    whole = "each process has its layers whole"
+    in_no_parts = {
+        "reference.kind=nf4": (reference is not None and reference.kind == "nf4", whole),
+        "reference.kind=streamed": (reference is not None and reference.kind == "streamed", whole),
+        "distill.teacher_dtype=nf4": (distill is not None and distill.teacher_dtype == "nf4", whole),
+        "distill.teacher_streamed=true": (distill is not None and distill.teacher_streamed, whole),
+    }
+    for name in (TENSOR, EXPERTS):
+        if (number := getattr(parallel, name)) > 1:
+            _refuse(f"parallel.{name}={number}", in_no_parts)
     if parallel.tensor > 1:
         _refuse(f"parallel.tensor={parallel.tensor}", whole_layers)
     if parallel.experts > 1:
@@ -71,7 +93,7 @@ def refuse_cuts(cfg: RecipeConfig) -> None:
 
 def _refuse_rows(cfg: RecipeConfig, parallel: ParallelConfig) -> None:
     """Refuses rows of tokens that the ranks which share one do not divide, and what wants whole rows."""
-    num_sharing, data = parallel.context * parallel.tensor, cfg.group(DataConfig)
+    num_sharing, data, distill = parallel.context * parallel.tensor, cfg.group(DataConfig), cfg.group(DistillConfig)
     if num_sharing == 1:
         return
     setting = " x ".join(f"{name}={n}" for name in (CONTEXT, TENSOR) if (n := getattr(parallel, name)) > 1)
@@ -80,6 +102,14 @@ def _refuse_rows(cfg: RecipeConfig, parallel: ParallelConfig) -> None:
         {
             f"neftune_alpha={cfg.neftune_alpha:g}": (cfg.neftune_alpha > 0, "the noise is of whole rows"),
             f"eval_answers={cfg.eval_answers}": (cfg.eval_answers > 0, "answers are written a token at a time"),
+            "distill.on_policy": (
+                distill is not None and distill.on_policy > 0,
+                "the student writes a token at a time",
+            ),
+            "distill.cached": (
+                distill is not None and distill.cached is not None,
+                "what was kept of a document is of all its tokens",
+            ),
         },
     )
     if data is None:

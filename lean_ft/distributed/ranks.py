@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from lean_ft.data import PairBatch, UnpairedBatch
 from lean_ft.data.rows import IGNORED
 from lean_ft.launch import find_host
 from lean_ft.settings import ParallelConfig
@@ -106,7 +107,7 @@ def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
     return of_copy
 
 
-class ManyRanks:
+class ManyRanks(Ranks):
     """The ranks of a run, as `lean_ft.shards.Ranks` says.
 
     `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them. Neighbours among the
@@ -177,9 +178,11 @@ class ManyRanks:
                 yield self._own_tokens(filler.without_targets()), is_last
 
     def _own_tokens(self, batch: Any) -> Any:
-        """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it."""
+        """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it. What it tells of
+        whole answers each of these ranks has."""
         if self.num_sharing == 1:
             return batch
+        batch = batch.built
         num_rows, num_tokens = batch.input_ids.shape
         if num_tokens % self.num_sharing:
             raise ValueError(
@@ -187,11 +190,16 @@ class ManyRanks:
                 f"{num_tokens} tokens, which they do not divide. Set data.packing=bfd with a data.max_length that they divide."
             )
         place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
-        own = {
+        own: dict[str, Any] = {
             name: getattr(batch, name)[:, place * width : (place + 1) * width].contiguous()
             for name in ("input_ids", "labels", "is_token")
             if getattr(batch, name) is not None
         }
+        if isinstance(batch, PairBatch):
+            del own["labels"]
+            if isinstance(batch, UnpairedBatch) and batch.mismatched is not None:
+                own["mismatched"] = self._own_tokens(batch.mismatched)
+            return replace(batch, **own)
         # Where shapes alone are planned, every token is a target.
         num_targets = int((own["labels"] != IGNORED).sum()) if stage() is None else num_rows * width
         return replace(batch, **own, num_targets=num_targets, num_tokens=num_rows * width)

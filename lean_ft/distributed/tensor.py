@@ -132,7 +132,7 @@ def _cut_parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
     """What is cut, by name: attention, and feed-forward layers but for those inside a mixture, which has its tokens cut."""
     for i, layer in enumerate(model.layers):
         for name in ("self_attn", "mlp"):
-            part = layer.get_submodule(name)
+            part = getattr(layer, name, None)
             if isinstance(part, Attention | MLP):
                 yield f"model.layers.{i}.{name}", part
 

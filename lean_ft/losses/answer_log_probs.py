@@ -11,7 +11,7 @@ Answers that stand by themselves are pairs of one side (`UnpairedBatch`): then w
 Shapes: P pairs, N tokens of their answers.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,6 @@ from torch import Tensor
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import MemoryConfig, ModelConfig, PreferenceLossConfig, UnpairedLossConfig
-
-
-class PreferenceConfig(Protocol):
-    """What the Config of a recipe that learns from answers has."""
-
-    model: ModelConfig
-
-    @property
-    def loss(self) -> PreferenceLossConfig | UnpairedLossConfig: ...
-
-    memory: MemoryConfig
-    compile: bool
 
 
 class Answers(NamedTuple):
@@ -46,7 +33,7 @@ class Answers(NamedTuple):
 class AnswerLogProbs:
     """`log_probs(model, batch, statistics)`: the `Answers` of a batch, with gradients where they are on."""
 
-    def __init__(self, model: Any, cfg: PreferenceConfig) -> None:
+    def __init__(self, model: Any, cfg: Any) -> None:
         """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`."""
         self._loss = cfg.loss
         self._output_layer = OutputLayer(model, cfg)
@@ -60,12 +47,12 @@ class AnswerLogProbs:
 
         def sums(values: Tensor) -> Tensor:  # of values (N,), an answer's each, (P, 2)
             # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
-            width = batch.input_ids.shape[1]
+            width = batch.positions.shape[1]
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
             return grid.view(len(batch.answer_tokens), sides, width).sum(2)
 
         with self._output_layer.arithmetic():
-            hidden, router_loss = hidden_states(model, batch)
+            hidden, router_loss = hidden_states(model, batch, of_rows=True)
             squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
             log_probs = linear_log_probs(
                 hidden,

@@ -17,7 +17,7 @@ Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -288,20 +288,13 @@ def capping(softcap: float, compile: bool) -> Work:
     return _compiled_cap(softcap) if compile else _in_blocks(_nothing, Terms(), softcap)
 
 
-class HasSoftcap(Protocol):
-    """What a pass is told of the loss; hashable."""
-
-    @property
-    def softcap(self) -> float | None: ...
-
-
-def work_of(function: Callable[..., None], terms: HasSoftcap, compile: bool, is_capped: bool = False) -> Work:
+def work_of(function: Callable[..., None], terms: Any, compile: bool, is_capped: bool = False) -> Work:
     """The pass `function(terms, logits (C, V), what is known or told of each token ...)`, over capped logits."""
     softcap = None if is_capped else terms.softcap
     return _compiled(function, terms, softcap) if compile else _in_blocks(function, terms, softcap)
 
 
-def _in_blocks(function: Callable[..., None], terms: HasSoftcap, softcap: float | None) -> Work:
+def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
     """Without a compiler: a few rows at a time, so that the float32 copies stay small."""
 
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
@@ -316,7 +309,7 @@ def _in_blocks(function: Callable[..., None], terms: HasSoftcap, softcap: float 
     return work
 
 
-def _nothing(terms: HasSoftcap, logits: Tensor) -> None:
+def _nothing(terms: Any, logits: Tensor) -> None:
     pass
 
 
@@ -331,7 +324,7 @@ def _compiled_cap(softcap: float) -> Work:
 
 
 @cache
-def _compiled(function: Callable[..., None], terms: HasSoftcap, softcap: float | None) -> Work:
+def _compiled(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         function(terms, logits, *of_tokens)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
-from lean_ft.losses.output_layer import OutputLayer, hidden_states
+from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 from lean_ft.shards import ALONE, Ranks
@@ -42,13 +42,9 @@ class CrossEntropy:
     def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
         """Returns `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalars: means over the targets of all batches,
         of the plain cross-entropy without smoothing or further terms. Without a target the loss is None, and alone."""
-        statistics, num_targets = TokenStatistics(self._ranks), 0
-        device = model.output_weight.device
-        for batch in batches:
-            self._sum(model, batch.to(device), statistics, _PLAIN)
-            num_targets += batch.num_targets
-        num_targets = self._ranks.total(num_targets)
-        return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
+        return mean_losses(
+            model, batches, self._ranks, lambda batch, statistics: self._sum(model, batch, statistics, _PLAIN)
+        )
 
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
         with self._output_layer.arithmetic():
@@ -68,11 +64,4 @@ class CrossEntropy:
                 statistics=statistics,
                 **self._output_layer.settings,
             )
-        if statistics is not None:
-            statistics.add(loss=loss)
-        if router_loss is None:
-            return loss
-        router_loss = router_loss * batch.num_targets
-        if statistics is not None:
-            statistics.add(router_aux_loss=router_loss)
-        return loss + router_loss
+        return with_router_loss(loss, router_loss, batch.num_targets, statistics)

@@ -5,28 +5,18 @@ teacher says of the same batch.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation
-from lean_ft.losses.output_layer import OutputLayer, hidden_states
+from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import DistillConfig, MemoryConfig, ModelConfig
 from lean_ft.shards import ALONE, Ranks
 
 Teacher = Callable[[Any], TeacherStates | TopLogProbs]
 """Of a batch on the student's device what the teacher says of it."""
-
-
-class DistillationConfig(Protocol):
-    """What the Config of a recipe that learns from a teacher has."""
-
-    model: ModelConfig
-    distill: DistillConfig
-    memory: MemoryConfig
-    compile: bool
 
 
 class Distillation:
@@ -36,8 +26,8 @@ class Distillation:
     by the batch's targets.
     """
 
-    def __init__(self, model: Any, cfg: DistillationConfig, ranks: Ranks = ALONE) -> None:
-        """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
+    def __init__(self, model: Any, cfg: Any, ranks: Ranks = ALONE) -> None:
+        """Takes what `cfg`, of a recipe that has `distill`, says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
         batches of all `ranks`."""
         self._ranks = ranks
         self._output_layer = OutputLayer(model, cfg)
@@ -65,24 +55,12 @@ class Distillation:
                 **self._terms,
                 **self._output_layer.settings,
             )
-        if statistics is not None:
-            statistics.add(loss=loss)
-        if router_loss is None:
-            return loss
-        router_loss = router_loss * batch.num_targets
-        if statistics is not None:
-            statistics.add(router_aux_loss=router_loss)
-        return loss + router_loss
+        return with_router_loss(loss, router_loss, batch.num_targets, statistics)
 
     @torch.no_grad()
     def evaluate(self, model: Any, teacher: Teacher, batches: Iterable[Any]) -> dict[str, Any]:
         """Returns `eval_loss`, `eval_divergence` and what else the metrics tell: means over the targets of all batches.
         Without a target the loss is None, and alone."""
-        statistics, num_targets = TokenStatistics(self._ranks), 0
-        device = model.output_weight.device
-        for batch in batches:
-            here = batch.to(device)
-            self(model, here, teacher(here), statistics)
-            num_targets += batch.num_targets
-        num_targets = self._ranks.total(num_targets)
-        return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
+        return mean_losses(
+            model, batches, self._ranks, lambda batch, statistics: self(model, batch, teacher(batch), statistics)
+        )

@@ -4,28 +4,22 @@ float16 is mixed precision: the model's arithmetic, and the products of the loss
 kept in.
 """
 
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
-from lean_ft.settings import MemoryConfig, ModelConfig
-
-
-class OutputLayerConfig(Protocol):
-    """What the Config of any recipe that trains has."""
-
-    model: ModelConfig
-    memory: MemoryConfig
-    compile: bool
+from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.shards import Ranks
 
 
 class OutputLayer:
-    """What `cfg` says of the pass of `model`, a `Decoder`, to its hidden states and from there to the loss."""
+    """What `cfg`, of any recipe that trains, says of the pass of `model`, a `Decoder`, to its hidden states and from there to the loss."""
 
-    def __init__(self, model: Any, cfg: OutputLayerConfig) -> None:
+    def __init__(self, model: Any, cfg: Any) -> None:
         # Of each pass: `with output_layer.arithmetic():`
         self.arithmetic = partial(
             torch.autocast, model.output_weight.device.type, torch.float16, enabled=cfg.model.dtype == "float16"
@@ -39,10 +33,35 @@ class OutputLayer:
         }
 
 
-def hidden_states(model: Any, batch: Any) -> tuple[Tensor, Tensor | None]:
+def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Tensor, Tensor | None]:
     """The hidden states (B, T, D) of a batch that is on the device of `model`, a `Decoder`; and what a mixture of experts'
     router adds to a mean loss, if anything.
 
-    batch: a `lean_ft.data.Batch`, or what has its `inputs`.
+    batch: a `lean_ft.data.Batch`, or what has its `inputs`; of_rows: of all tokens, where several ranks share a row.
     """
-    return model(**batch.inputs, return_hidden=True, return_router_loss=True)
+    hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
+    tokens = getattr(model, "tokens", None) if of_rows else None
+    return hidden if tokens is None else tokens.gather(hidden), router_loss
+
+
+def mean_losses(
+    model: Any, batches: Iterable[Any], ranks: Ranks, add: Callable[[Any, TokenStatistics], Any]
+) -> dict[str, Any]:
+    """The means over the targets of all batches of what `add` adds to the statistics for each, which is on the device by then;
+    `eval_` goes before their names. Without a target the loss is None, and alone."""
+    statistics, num_targets, device = TokenStatistics(ranks), 0, model.output_weight.device
+    for batch in batches:
+        add(batch.to(device), statistics)
+        num_targets += batch.num_targets
+    num_targets = ranks.total(num_targets)
+    return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
+
+
+def with_router_loss(
+    loss: Tensor, router_loss: Tensor | None, num_targets: int, statistics: TokenStatistics | None
+) -> Tensor:
+    """A sum of losses, and with it what a mixture of experts' router adds to their mean; both told to the statistics."""
+    terms = {"loss": loss} | ({} if router_loss is None else {"router_aux_loss": router_loss * num_targets})
+    if statistics is not None:
+        statistics.add(**terms)
+    return loss if router_loss is None else loss + terms["router_aux_loss"]

@@ -154,7 +154,6 @@ LOSSES: dict[str, Loss] = {
         *(simpo, cpo, orpo),
     )
 }
-WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")  # they do not look at it
 
 
 def preference_loss(

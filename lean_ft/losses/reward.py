@@ -26,7 +26,7 @@ def scores_of(
     answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
     """
     with torch.autocast(batch.last.device.type, torch.float16, enabled=is_float16):
-        hidden, router_loss = hidden_states(model, batch)
+        hidden, router_loss = hidden_states(model, batch, of_rows=True)
     weight = model.output_weight  # (1, D); whole from the forward pass on, where it is cut over ranks
     # What predicts a token stands before it.
     read = hidden.flatten(0, -2).index_select(0, batch.index + 1 if per_token else batch.last)

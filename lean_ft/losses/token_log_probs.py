@@ -6,7 +6,7 @@ bits with gradients and without, so before the first update every ratio is exact
 Shapes: B answers, A tokens of the longest, N tokens of all.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +14,6 @@ from torch import Tensor
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import GenerationConfig, MemoryConfig, ModelConfig
-
-
-class PolicyConfig(Protocol):
-    """What the Config of a recipe that learns from sampled answers has."""
-
-    model: ModelConfig
-    generation: GenerationConfig
-    memory: MemoryConfig
-    compile: bool
 
 
 class AnswerTokens(NamedTuple):
@@ -44,8 +34,8 @@ def on_grid(values: Tensor, batch: Any) -> Tensor:
 class TokenLogProbs:
     """`log_probs(model, batch, statistics)`: the `AnswerTokens` of a batch, with gradients where they are on."""
 
-    def __init__(self, model: Any, cfg: PolicyConfig) -> None:
-        """Takes what `cfg` says of sampling, memory and arithmetic for `model`, a `Decoder`."""
+    def __init__(self, model: Any, cfg: Any) -> None:
+        """Takes what `cfg`, of a recipe that has `generation`, says of sampling, memory and arithmetic for `model`, a `Decoder`."""
         self._output_layer = OutputLayer(model, cfg)
         self._temperature = cfg.generation.temperature
 

@@ -45,10 +45,10 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     setattr(embedding, "forward", output.look_up)  # noqa: B010  (the instance's, which no stub knows)
     model.tied_output_weight = output.hand_out
     if link is not None:
-        # It comes back when the first layer's mixer has its gradients: in its place lies no layer's workspace then.
-        mixer: Any = model.layers[0].mixer
-        output.awaited = {name for name, param in mixer.named_parameters() if param.requires_grad}
-        for name, param in mixer.named_parameters():
+        # It comes back when the first layer's first part has its gradients: in its place lies no layer's workspace then.
+        part: Any = model.layers[0].first_part
+        output.awaited = {name for name, param in part.named_parameters() if param.requires_grad}
+        for name, param in part.named_parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(partial(output.note_gradient, name))
 

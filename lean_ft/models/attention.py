@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from lean_ft.models.cache import LayerCache, StateCache
+from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.document_attention import document_attention
 from lean_ft.models.layers import RMSNorm, unit_rms
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
-        cache: LayerCache | StateCache | None = None,
+        cache: LayerCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, KeysAndValues]:
         """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
@@ -146,7 +146,6 @@ class Attention(nn.Module):
         if self.qk_norm == "turned_head":
             query, key = self.q_norm(query), self.k_norm(key)
         if cache is not None:
-            assert isinstance(cache, LayerCache)
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
         else:
             attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)

@@ -110,13 +110,12 @@ class KVCache:
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
         self._visible: dict[int | None, Tensor | None] = {}
 
-    def layer(self, i: int) -> LayerCache | StateCache:
+    def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
         garbage."""
-        if i in self.states:
-            return StateCache(*self.states[i], self)
-        keys, values = self.keys[self._sources[i]]
-        return LayerCache(keys, values, self)
+        state = StateCache(*self.states[i], self) if i in self.states else None
+        kept = self.keys.get(self._sources[i])
+        return None if kept is None else LayerCache(kept[0], kept[1], self), state
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).

@@ -19,12 +19,15 @@ class MixtureConfig:
     expert_bias: bool = False
     # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
     input_first: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = (
+        "silu"  # with the last there are ups alone, and no gates
+    )
     gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
     up_offset: float = 0.0  # it is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
     shared_intermediate_size: int = 0  # of an expert that every token meets beside those chosen; 0: there is none
     shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # Hugging Face's, of the module
+    shared_is_fused: bool = False  # its gate and what it gates are one matrix
     shared_gate: bool = False  # its result is weighed by the sigmoid of a linear layer
     score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits, which weighs experts
     corrected: bool = False  # experts are chosen by their scores plus a number each, which does not weigh them
@@ -76,7 +79,36 @@ class ShortConvolutionConfig:
     state_shape: tuple[int, int, int] | None = None
 
 
-MixerConfig = DeltaRuleConfig | ShortConvolutionConfig
+@dataclass(frozen=True)
+class Mamba2Config:
+    """A state that decays and that tokens add to, behind a short convolution."""
+
+    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
+    num_heads: int  # of values, and so of states
+    key_dim: int  # features of a head
+    value_dim: int
+    num_taps: int  # of the convolution
+    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind it
+    convolution_bias: bool
+    in_bias: bool
+    out_bias: bool
+    norm: Literal["in", "out"] | None  # what is read is normed on the way into its gate, out of it, or not
+    step_limits: tuple[float, float]  # between which a token's step is kept
+    in_multiplier: float = 1.0
+    multipliers: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries and steps, as they are projected
+    out_multiplier: float = 1.0
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: values, keys and queries."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int] | None:
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
 """What mixes tokens in the place of attention: each has a convolution of `num_channels` and `num_taps`, and a state of
 `state_shape` a text or none."""
 
@@ -87,8 +119,10 @@ class LayerConfig:
 
     rope: RopeConfig | None  # None: positions do not turn queries and keys
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
-    mixer: MixerConfig | None = None  # None: attention
-    mixture: MixtureConfig | None = None  # None: one feed-forward layer for all tokens
+    mixer: MixerConfig | None = None  # what mixes tokens in the place of attention, or beside it
+    attends: bool = True  # there is attention
+    feeds: bool = True  # there is a feed-forward layer, behind what mixes tokens
+    mixture: MixtureConfig | None = None  # which that is; None: one feed-forward layer for all tokens
     # Of this layer's attention and feed-forward layer, where they are not those of the model.
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -124,7 +158,12 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
     fused_gate_up: bool = False  # one for the gate and what it gates
-    activation: Literal["silu", "gelu", "gelu_tanh", "xielu"] = "silu"  # with xielu there is no gate
+    # With the last two there is no gate.
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
+    mlp_multipliers: tuple[float, float] = (
+        1.0,
+        1.0,
+    )  # of gates, before their activation, and of what the layer returns
 
     # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
@@ -134,6 +173,7 @@ class DecoderConfig:
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
     attention_gate: bool = False  # what each head attended to is gated by a projection beside its query's
     attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of what goes into attention, and what comes out of it
 
     embedding_multiplier: float = 1.0
     embedding_multiplier_in_weight_dtype: bool = False  # rounded to it first, as the model was trained
@@ -164,7 +204,7 @@ class DecoderConfig:
 
     def cached_shapes(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Heads and features of the two things that a layer of attention keeps of each token; of none that keeps nothing."""
-        if self.layers[layer].mixer is not None or self.layers[layer].keys_of is not None:
+        if not self.layers[layer].attends or self.layers[layer].keys_of is not None:
             return ()
         if self.latent is not None:
             return (1, self.latent.rank), (1, self.head_dim)

@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
 _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
-    ((), ("clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
+    ((), ("moe_latent_size", "clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
     ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block")),
     (
         (False, "vision"),
@@ -48,9 +48,13 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((0, 1), ("num_local_experts", "num_experts")),
     ((1,), ("decoder_sparse_step",)),
     ((0,), ("shared_expert_intermediate_size",)),
-    ((0.0,), ("router_jitter_noise",)),
+    ((0.0,), ("router_jitter_noise", "z_loss_coefficient")),
     (([],), ("mlp_only_layers",)),
 )
+
+# What older files call a layer, and the feed-forward layers where each part is alone.
+_OLDER_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+_FEEDS = ("mlp", "moe")
 
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {
@@ -160,6 +164,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"Other families are not supported yet.{did_you_mean(str(family_name), FAMILIES)}"
         )
     _refuse_other_models(config, where)
+    config = family.reworded(config)
     fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
@@ -200,6 +205,8 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
     if not family.mixture:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
+    if not mixture.num_experts:
+        return None
     if mixture.experts_per_token > mixture.num_experts:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok is {mixture.experts_per_token}, of {mixture.num_experts} experts; "
@@ -228,12 +235,13 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
 def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
+    kinds: list[Any]
     if fields.get("layer_types") is None:
         kinds = [family.layer_type(fields, layer) for layer in range(num_layers)]
     else:
-        kinds = fields.of_each_layer("layer_types")
+        kinds = [_OLDER_LAYER_TYPES.get(str(kind), kind) for kind in fields.of_each_layer("layer_types")]
         has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
-        known = ["full_attention", "sliding_attention", *family.mixers]
+        known = ["full_attention", "sliding_attention", *family.mixers, *(_FEEDS if family.parts_are_alone else ())]
         if any(kind not in known for kind in kinds):
             raise ValueError(f"{has}; expected {' or '.join(known)}.")
         by_family, windowed = windowed, [kind == "sliding_attention" for kind in kinds]
@@ -247,17 +255,26 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     window = fields.count("sliding_window") if any(windowed) else None
     mixture = _mixture(fields, family)
     mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
-    layers: list[LayerConfig] = []
-    for layer, is_windowed in enumerate(windowed):
-        facts = family.of_layer(fields, windowed, layer)
-        rope = None if kinds[layer] in mixers else family.rope(fields, layer, is_windowed)
+
+    def layer_of(layer: int, kind: str, is_windowed: bool) -> LayerConfig:
+        facts, attends = family.of_layer(fields, windowed, layer), kind == "hybrid" or kind not in (*mixers, *_FEEDS)
+        has_mixture = kind == "moe" if family.parts_are_alone else family.has_mixture(fields, layer)
+        rope = family.rope(fields, layer, is_windowed) if attends else None
         if rope is not None and facts.get("head_dim") is not None:
             rope = replace(rope, head_dim=facts["head_dim"])
-        own_mixture = mixture if mixture is not None and family.has_mixture(fields, layer) else None
-        layers.append(
-            LayerConfig(rope, window if is_windowed else None, mixers.get(kinds[layer]), own_mixture, **facts)
+        return LayerConfig(
+            rope,
+            window if is_windowed else None,
+            mixers.get(kind),
+            attends,
+            not family.parts_are_alone or kind in _FEEDS,
+            mixture if has_mixture else None,
+            **facts,
         )
-    return tuple(layers)
+
+    return tuple(
+        layer_of(i, kind, is_windowed) for i, (kind, is_windowed) in enumerate(zip(kinds, windowed, strict=True))
+    )
 
 
 def _activation(fields: Fields, family: Family) -> Any:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.cache import LayerCache, StateCache
+from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS
 from lean_ft.models.linear_attention import document_numbers, gradients_of, has_kernels
+from lean_ft.models.state_mixer import StateMixer
 
 _BLOCK = 128  # tokens of a row at a time
 
@@ -166,7 +167,7 @@ class Convolution(nn.Module):
         return causal_convolution(x, self.weight[:, 0], self.bias, cu_seqlens, self.activation)[:, -num_new:]
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(StateMixer):
     """A convolution between two gates: out(c * convolution(b * x)), of which b, c and x are projections of the input."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
@@ -177,19 +178,6 @@ class ShortConvolution(nn.Module):
         self.conv = Convolution(size, mixer.num_taps, mixer.bias)
         self.out_proj = nn.Linear(size, size, bias=mixer.bias)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        cache: LayerCache | StateCache | None = None,
-        prefixes: Any = None,
-    ) -> Tensor:
-        """hidden (B, T, D); returns the same shape. What positions turn, cos and sin, is none of its business."""
-        assert prefixes is None and not isinstance(cache, LayerCache)
-        before, behind, x = self.in_proj(hidden).chunk(3, -1)
-        x = before * x
-        if cu_seqlens is not None:  # one row, as documents may end anywhere
-            x = x.flatten(0, 1)[None]
-        return self.out_proj(behind * self.conv(x, cu_seqlens, cache).view(hidden.shape))
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
+        before, behind, x = self.in_proj(x).chunk(3, -1)
+        return self.out_proj(behind * self.conv(before * x, cu_seqlens, cache))

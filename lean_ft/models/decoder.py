@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
 from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
-from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, ShortConvolutionConfig
+from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.convolution import ShortConvolution
 from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm, gated
+from lean_ft.models.mamba2 import Mamba2
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
+from lean_ft.models.state_mixer import StateMixer
 from lean_ft.shards import Cut
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
@@ -34,43 +36,49 @@ _NORMS = {
     "once": (_INTO_ATTENTION, None, None, None),
 }
 
-# What mixes a layer's tokens, by its config, and Hugging Face's name of it.
-_MIXERS: dict[type, tuple[str, type[nn.Module]]] = {
-    type(None): ("self_attn", Attention),
+# What mixes a layer's tokens in the place of attention or beside it, by its config, and Hugging Face's name of it.
+_ATTENTION = "self_attn"
+_MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
     DeltaRuleConfig: ("linear_attn", GatedDeltaRule),
     ShortConvolutionConfig: ("conv", ShortConvolution),
+    Mamba2Config: ("mamba", Mamba2),
 }
 
 
 class Block(nn.Module):
-    """One layer: a mixer of tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
-    on the way in or out."""
+    """One layer: what mixes tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
+    on the way in or out. Some families have another mixer beside attention, or only one of the two."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.norms = _NORMS[config.norm_placement]
         self.side_by_side = config.norm_placement == "once"
         self.residual_multiplier = config.residual_multiplier
-        layer = config.layers[layer_index]
-        self.mixer_name, mixer = _MIXERS[type(layer.mixer)]
-        if mixer is Attention and config.latent is not None:
-            mixer = LatentAttention
-        if layer.keys_of is not None:
-            mixer = AttentionToShared
-        self.add_module(self.mixer_name, mixer(config, layer_index))
-        inner = layer.intermediate_size or config.intermediate_size
-        self.mlp = (
-            MLP(config.hidden_size, inner, config.mlp_bias, config.activation, config.fused_gate_up)
-            if layer.mixture is None
-            else MixtureOfExperts(config.hidden_size, layer.mixture)
-        )
+        self.attention_multipliers = config.attention_multipliers
+        layer, self.mixer_names = config.layers[layer_index], []
+        if layer.attends:
+            attention = Attention if config.latent is None else LatentAttention
+            attention = attention if layer.keys_of is None else AttentionToShared
+            self.add_module(_ATTENTION, attention(config, layer_index))
+            self.mixer_names.append(_ATTENTION)
+        if layer.mixer is not None:
+            name, mixer = _MIXERS[type(layer.mixer)]
+            self.add_module(name, mixer(config, layer_index))
+            self.mixer_names.append(name)
+        self.mlp = None
+        if layer.mixture is not None:
+            self.mlp = MixtureOfExperts(config.hidden_size, layer.mixture)
+        elif layer.feeds:
+            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
+            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
             self.per_layer_projection = nn.Linear(config.layer_input_dim, config.hidden_size, bias=False)
             self.post_per_layer_input_norm = _norm(config)
         self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
-        for name in self.norms:
+        of_mixers, of_mlp = self.norms[:2], self.norms[2:]
+        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.feeds else ())):
             if name is not None:
                 self.add_module(name, _norm(config))
 
@@ -80,7 +88,7 @@ class Block(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
-        cache: LayerCache | StateCache | None = None,
+        cache: tuple[LayerCache | None, StateCache | None] = (None, None),
         prefixes: Prefixes | None = None,
         shared: KeysAndValues | None = None,
         layer_input: Tensor | None = None,
@@ -93,16 +101,16 @@ class Block(nn.Module):
         right.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        normed = self._normed(into_attention, hidden)
-        others = {} if shared is None else {"shared": shared}
-        added, given = self.mixer(normed, cos, sin, cu_seqlens, cache, prefixes, **others), None
-        if isinstance(added, tuple):
-            added, given = added
-        hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
-        added, router_logits = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden)), None
-        if isinstance(added, tuple):
-            added, router_logits = added
-        hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
+        normed, router_logits, given = hidden, None, None
+        if self.mixer_names:
+            normed = self._normed(into_attention, hidden)
+            added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, prefixes, shared)
+            hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
+        if self.mlp is not None:
+            added = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden))
+            if isinstance(added, tuple):
+                added, router_logits = added
+            hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         if self.has_input:
             assert layer_input is not None
             inner = gated(self.per_layer_input_gate(hidden), layer_input, self.activation)
@@ -111,10 +119,28 @@ class Block(nn.Module):
             hidden = hidden * self.layer_scalar
         return hidden if router_logits is None and given is None else (hidden, router_logits, given)
 
+    def _mixed(
+        self, normed: Tensor, context: Any, cache: Any, prefixes: Prefixes | None, shared: KeysAndValues | None
+    ) -> tuple[Tensor, KeysAndValues | None]:
+        """What attention and what is beside it or in its place add together, and the keys and values for other layers."""
+        parts, given = [], None
+        for name in self.mixer_names:
+            mixer = getattr(self, name)
+            if name != _ATTENTION:
+                parts.append(mixer(normed, *context, cache[1], prefixes))
+                continue
+            into, out_of = self.attention_multipliers
+            others = {} if shared is None else {"shared": shared}
+            attended = mixer(normed if into == 1.0 else normed * into, *context, cache[0], prefixes, **others)
+            if isinstance(attended, tuple):
+                attended, given = attended
+            parts.append(attended if out_of == 1.0 else attended * out_of)
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1], given
+
     @property
-    def mixer(self) -> nn.Module:
-        """Attention, or what is in its place."""
-        return getattr(self, self.mixer_name)
+    def first_part(self) -> nn.Module:
+        """What the layer computes first: attention, what is in its place, or the feed-forward layer where that is alone."""
+        return getattr(self, next(iter(self.mixer_names), "mlp"))
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
@@ -286,7 +312,8 @@ class Decoder(nn.Module):
             others = {} if keys_of is None else {"shared": given[keys_of]}
             if inputs:
                 others["layer_input"] = inputs[i]
-            hidden = layer(hidden, cos, sin, cu_seqlens, None if cache is None else cache.layer(i), seen, **others)
+            kept = (None, None) if cache is None else cache.layer(i)
+            hidden = layer(hidden, cos, sin, cu_seqlens, kept, seen, **others)
             if isinstance(hidden, tuple):
                 hidden, router_logits, given[i] = hidden
                 if balances and router_logits is not None:

@@ -5,20 +5,18 @@ Source: Yang et al. 2024, Gated Delta Networks, https://arxiv.org/abs/2412.06464
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.cache import LayerCache, StateCache
+from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig
 from lean_ft.models.convolution import Convolution
 from lean_ft.models.layers import RMSNorm, gated
-from lean_ft.models.linear_attention import linear_attention
+from lean_ft.models.state_mixer import StateMixer, log_decay_of, read_state
 
 
-class GatedDeltaRule(nn.Module):
+class GatedDeltaRule(StateMixer):
     """Projects, convolves, corrects and reads the state, norms each head's result, gates it, and projects back."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
@@ -41,36 +39,17 @@ class GatedDeltaRule(nn.Module):
         self.norm = RMSNorm(mixer.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        cache: LayerCache | StateCache | None = None,
-        prefixes: Any = None,
-    ) -> Tensor:
-        """hidden (B, T, D); returns the same shape. What positions turn, cos and sin, is none of its business."""
-        assert prefixes is None and not isinstance(cache, LayerCache)
-        x = hidden if cu_seqlens is None else hidden.flatten(0, 1)[None]  # documents may end anywhere: one row
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
         mixed, gate, beta, step = self._projected(x)  # (B, T, 2 G K + H V), (B, T, H V), (B, T, H) twice
         mixed = self.conv1d(mixed, cu_seqlens, cache)
         query, key, value = mixed.split((self.key_size, self.key_size, self.value_size), -1)
         query, key = (part.unflatten(-1, (-1, self.config.key_dim)) for part in (query, key))
         value = value.unflatten(-1, (-1, self.config.value_dim))
         wide = torch.promote_types(step.dtype, torch.float32)
-        log_decay = -self.A_log.to(wide).exp() * F.softplus(step.to(wide) + self.dt_bias)
-        beta, state = beta.sigmoid(), None
-        if cache is not None:
-            assert cache.state is not None
-            state, is_padding = cache.state[: len(x)], cache.is_padding(x.shape[1])
-            if is_padding is not None:  # it neither decays the state nor writes to it
-                log_decay, beta = (part.masked_fill(is_padding[..., None], 0.0) for part in (log_decay, beta))
-        read, states = linear_attention(query, key, value, log_decay, beta, cu_seqlens, state)
-        if state is not None:
-            state.copy_(states[-1])
+        log_decay = log_decay_of(self.A_log, F.softplus(step.to(wide) + self.dt_bias))
+        read = read_state(query, key, value, log_decay, beta.sigmoid(), cu_seqlens, cache, corrects=True)
         read = gated(gate.unflatten(-1, (-1, self.config.value_dim)), self.norm(read), "silu")
-        return self.out_proj(read.flatten(-2)).view(hidden.shape)
+        return self.out_proj(read.flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values side by side; the gate; betas; and the steps of which decays are made."""

@@ -341,8 +341,10 @@ def _drawn(config: DecoderConfig) -> Fill:
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
             here.values.copy_(here.within(whole))
-        elif name.endswith("dt_bias"):
+        elif name.endswith(("dt_bias", "mamba.D")):
             here.values.fill_(1.0)
+        elif name.endswith("mamba.A_log"):
+            here.values.copy_(torch.arange(1.0, len(here.values) + 1).log_())
         elif name.endswith("A_log"):
             here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
@@ -352,7 +354,7 @@ def _drawn(config: DecoderConfig) -> Fill:
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
         elif name.endswith("norm.weight"):
-            has_offset = not name.endswith("linear_attn.norm.weight")
+            has_offset = not name.endswith(("linear_attn.norm.weight", "mamba.norm.weight"))
             here.values.fill_(1.0 - (config.norm_weight_offset if has_offset else 0.0))
         else:
             here.values.normal_(0.0, config.initializer_range)

@@ -20,18 +20,23 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Scales each vector to a root mean square of 1, then by a weight a feature, computed in float32.
 
-    With `weight_offset` the weight is stored without it, and is added to it in float32.
+    With `weight_offset` the weight is stored without it, and is added to it in float32. Of several groups of neighbouring
+    features each is scaled by itself.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
 
-    def __init__(self, size: int, eps: float, weight_offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, weight_offset: float = 0.0, num_groups: int = 1) -> None:
         super().__init__()
+        self.num_groups = num_groups
         self.weight = nn.Parameter(torch.full((size,), 1.0 - weight_offset))
         self.eps = eps
         self.weight_offset = weight_offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.num_groups > 1:
+            x, weight = (part.unflatten(-1, (self.num_groups, -1)) for part in (x, self.weight))
+            return _RMSNorm.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
         # PyTorch has one kernel for it on CUDA, which keeps no more; of two types it makes a copy in the wider one, and
         # returns that.
         if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
@@ -55,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         grad = _wide(grad)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            grad_weight = (grad * normed).flatten(0, -1 - weight.dim()).sum(0).to(weight.dtype)
         grad = grad * _with_offset(weight, ctx.weight_offset)
         # The part of the gradient along x only changes its length, which the norm takes out.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
@@ -129,25 +134,36 @@ class _XIELU(torch.autograd.Function):
         return grad * slope, grad_above.to(above.dtype).view(1), grad_below.to(below.dtype).view(1), None, None
 
 
-class MLP(nn.Module):
-    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix. With xIELU there
-    is no gate: down(activation(up(x))).
+def is_gated(activation: str) -> bool:
+    """Whether a feed-forward layer of that activation has a gate."""
+    return activation in ACTIVATIONS
 
-    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+
+class MLP(nn.Module):
+    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix. With xIELU and
+    squared ReLU there is no gate: down(activation(up(x))). The `multipliers` are of gates, and of what it returns.
+
+    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool, activation: str = "silu", fused: bool = False
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        activation: str = "silu",
+        fused: bool = False,
+        multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.multipliers = activation, multipliers
         self.is_fused = fused
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         else:
             if activation == "xielu":
                 self.act_fn = XIELU()
-            else:
+            if is_gated(activation):
                 self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
             self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
@@ -155,8 +171,12 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "xielu":
             return self.down_proj(self.act_fn(self.up_proj(x)))
+        if self.activation == "relu2":
+            return self.down_proj(self.up_proj(x).relu().square())
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(gated(gate, up, self.activation))
+        of_gate, of_result = self.multipliers
+        down = self.down_proj(gated(gate if of_gate == 1.0 else gate * of_gate, up, self.activation))
+        return down if of_result == 1.0 else down * of_result
 
 
 class _Gated(torch.autograd.Function):

@@ -1,10 +1,10 @@
-"""The gated delta rule, attention to a state, in chunks of tokens: exact, packed, and lean.
+"""Attention to a state, by the gated delta rule or as in Mamba-2, in chunks of tokens: exact, packed, and lean.
 
 Each head has a state, a matrix from keys to values. A token lets it decay, writes under its key what of its value the state does
 not know yet, and reads what lies under its query: S_t = exp(g_t) S_{t-1} + k_t^T beta_t (v_t - k_t exp(g_t) S_{t-1}), o_t = q_t S_t,
 of queries and keys that are first scaled to length 1. A chunk's tokens see each other through one product of queries with keys, and
 what came before through the state; the corrections, each of which depends on those before it, are the solution of one triangular
-system.
+system. Mamba-2 is the same without the correction, of queries and keys as they are: S_t = exp(g_t) S_{t-1} + k_t^T beta_t v_t.
 
 A document begins with an empty state, wherever in a chunk that is: decays to it from before are zero, which is a mask and no
 shape, so a GPU's host need not know the boundaries, and nothing of one document's numbers reaches another's.
@@ -13,8 +13,8 @@ Backward is written by hand, chunk by chunk from behind. What is kept of the for
 front of every eighth chunk; the states between are computed again. So memory is a chunk's, whatever the length. It is one custom
 op, opaque to torch.compile. In it, on CUDA in 16 bits, flash-linear-attention computes the delta rule where it is installed.
 
-Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484).
-The backward pass is our own. Left out: Mamba-2, which is the same without the correction.
+Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484); Dao and
+Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own. Left out: kernels of Mamba-2.
 
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, each with the query and key of one of G (H / G
 neighbours share one), K and V features of a head, C tokens of a chunk, S segments of chunks.
@@ -46,21 +46,22 @@ def linear_attention(
     beta: Tensor,
     cu_seqlens: Tensor | None,
     state: Tensor | None,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Returns what the queries read (B, T, H, V), and the states (S + 1, B, H, K, V): in front of each segment, and the last.
 
     query and key (B, T, G, K), value (B, T, H, V); log_decay (B, T, H) in float32, at most 0; beta (B, T, H): how much of
-    a correction is written. cu_seqlens (documents + 1,): boundaries of documents, which are one row
+    a correction is written, or without `corrects` of the value itself. cu_seqlens (documents + 1,): boundaries of documents, which are one row
     then; None where each row is one. state (B, H, K, V): that before the first token, or None for an empty one.
     """
-    if (kernel := delta_rule_kernel(value)) is not None:
+    if corrects and (kernel := delta_rule_kernel(value)) is not None:
         query, key = (_for_each_head(x, value) for x in (query, key))
         out, last = kernel(query, key, value, log_decay, beta, cu_seqlens, state)
         states = _room_for_states(key, value)
         if cu_seqlens is None:
             states[-1] = last
         return out, states
-    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]))
+    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     states = []
     if state is None:
@@ -81,11 +82,15 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> 
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention)
-def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
-    """Products among a chunk's tokens, 4 C K + 3 C V a token, and three with the state, 6 K V, in every head."""
+def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
+    """Products among a chunk's tokens, 2 C (K + V) a token, and two with the state, 4 K V, in every head; corrections take
+    another C (2 K + V) and 2 K V."""
     num_rows, num_tokens, num_heads, size = value_shape
     width = key_shape[-1]
-    return num_rows * num_tokens * num_heads * (CHUNK * (4 * width + 3 * size) + 6 * width * size)
+    a_token = 2 * CHUNK * (width + size) + 4 * width * size
+    if False not in (*rest, *named.values()):
+        a_token += CHUNK * (2 * width + size) + 2 * width * size
+    return num_rows * num_tokens * num_heads * a_token
 
 
 @torch.library.custom_op("lean_ft::linear_attention_backward", mutates_args=())
@@ -98,13 +103,14 @@ def linear_attention_backward(
     beta: Tensor,
     cu_seqlens: Tensor | None,
     states: Tensor,
+    corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key, value, log_decay and beta from that of what was read."""
-    if (kernel := delta_rule_kernel(value)) is not None:
+    if corrects and (kernel := delta_rule_kernel(value)) is not None:
         arguments = [_for_each_head(query, value), _for_each_head(key, value), value, log_decay, beta]
         grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
         return *(grad.unflatten(2, (key.shape[2], -1)).sum(3) for grad in grads[:2]), *grads[2:]  # type: ignore[return-value]
-    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]))
+    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
     given = (query, key, value, log_decay, beta)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
     num_tokens, grad_state = query.shape[1], tokens_of.empty_state()
@@ -132,19 +138,19 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention_backward)
-def _num_flops_backward(grad_shape: Any, *shapes: Any, **_: Any) -> int:
+def _num_flops_backward(grad_shape: Any, *shapes: Any, **named: Any) -> int:
     """Forward's once more, and two products for each of its."""
-    return 3 * _num_flops(*shapes)
+    return 3 * _num_flops(*shapes, **named)
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    *given, _ = inputs
+    *given, _, ctx.corrects = inputs
     ctx.save_for_backward(*given, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *linear_attention_backward(grad_out, *ctx.saved_tensors), None, None
+    return *linear_attention_backward(grad_out, *ctx.saved_tensors, ctx.corrects), None, None, None
 
 
 linear_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -161,7 +167,9 @@ class _Tokens:
         log_decay: Tensor,
         beta: Tensor,
         documents: Tensor | None,
+        corrects: bool,
     ) -> None:
+        self.corrects = corrects
         self.query, self.key, self.value, self.log_decay, self.beta = query, key, value, log_decay, beta
         self.documents, self.dtype = documents, _wide(value)
         self.num_heads, self.group = value.shape[2], value.shape[2] // key.shape[2]
@@ -180,7 +188,7 @@ class _Chunk:
     """Some neighbouring tokens behind a state; everything is (B, H, C, ...)."""
 
     def __init__(self, given: _Tokens, tokens: slice, state: Tensor) -> None:
-        self.state, self.group = state, given.group
+        self.state, self.group, self.corrects = state, given.group, given.corrects
         query, key, value = (given.of(x, tokens) for x in (given.query, given.key, given.value))
         log_decay = given.of(given.log_decay, tokens)  # (B, H, C)
         sees = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -195,10 +203,14 @@ class _Chunk:
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
         self.beta, self.scale = given.of(given.beta, tokens)[..., None], query.shape[-1] ** -0.5
-        self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
-        self.query, self.key = query * (self.query_inverse * self.scale), key * self.key_inverse
-        query, key = self.query, self.key
+        if self.corrects:
+            self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
+            query, key = query * (self.query_inverse * self.scale), key * self.key_inverse
+        self.query, self.key = query, key
         self.scores = (query @ key.mT) * self.decay
+        if not self.corrects:
+            self.value, self.written = value, self.beta * value
+            return
         self.from_before = key @ state
         self.error = value - self.of_state * self.from_before
         self.overlap = ((key @ key.mT) * self.decay).tril(-1)
@@ -233,6 +245,10 @@ class _Chunk:
         grad_query += grad_scores @ key
         grad_key += grad_scores.mT @ query
         # What was written
+        if not self.corrects:
+            grad_value, grad_beta = self.beta * grad_written, (grad_written * self.value).sum(-1)
+            grad_log_decay = self._through_sums(grad_decay, grad_of_state)
+            return grad_state, (*map(self._of_groups, (grad_query, grad_key)), grad_value, grad_log_decay, grad_beta)
         grad_written = _solve(self.system.mT, grad_written, upper=True)
         grad_value = self.beta * grad_written
         grad_beta = (grad_written * self.error).sum(-1)
@@ -247,11 +263,17 @@ class _Chunk:
         grad_key += (grad_overlap + grad_overlap.mT) @ key
         grad_query = self.scale * _through_length(grad_query, query / self.scale, self.query_inverse)
         grad_key = _through_length(grad_key, key, self.key_inverse)
+        grad_log_decay = self._through_sums(grad_decay, grad_of_state)
+        return grad_state, (*map(self._of_groups, (grad_query, grad_key)), grad_value, grad_log_decay, grad_beta)
+
+    def _through_sums(self, grad_decay: Tensor, grad_of_state: Tensor) -> Tensor:
+        """The gradient of the decays' logarithms from those of the logarithms of `decay`, and of `of_state`."""
         grad_total = grad_decay.sum(-1) - grad_decay.sum(-2) + grad_of_state * self.of_state[..., 0]
-        grad_log_decay = (grad_total[..., None] * self.sees).sum(-2)
-        if self.group > 1:
-            grad_query, grad_key = (x.unflatten(1, (-1, self.group)).sum(2) for x in (grad_query, grad_key))
-        return grad_state, (grad_query, grad_key, grad_value, grad_log_decay, grad_beta)
+        return (grad_total[..., None] * self.sees).sum(-2)
+
+    def _of_groups(self, grad: Tensor) -> Tensor:
+        """The gradient of queries or keys, of which a group of heads has one."""
+        return grad if self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
 
 
 def _chunks(start: int, end: int) -> Iterator[slice]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS, MLP
+from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated
 
 
 class Router(nn.Module):
@@ -78,14 +78,15 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         num_experts, inner = config.num_experts, config.intermediate_size
-        into, out_of = (2 * inner, hidden_size), (hidden_size, inner)
+        projected = 2 * inner if is_gated(config.activation) else inner
+        into, out_of = (projected, hidden_size), (hidden_size, inner)
         if config.input_first:
             into, out_of = into[::-1], out_of[::-1]
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, *into))
         self.down_proj = nn.Parameter(torch.empty(num_experts, *out_of))
         self.gate_up_proj_bias = self.down_proj_bias = None
         if config.expert_bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, projected))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
 
     def forward(
@@ -122,7 +123,8 @@ class MixtureOfExperts(nn.Module):
         self.add_module(config.router_name, Router(hidden_size, config))
         self.experts = Experts(hidden_size, config)
         if config.shared_intermediate_size:
-            shared = MLP(hidden_size, config.shared_intermediate_size, bias=False, activation=config.activation)
+            sizes, kind = (hidden_size, config.shared_intermediate_size), (config.activation, config.shared_is_fused)
+            shared = MLP(*sizes, False, *kind)
             self.add_module(config.shared_name, shared)
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
@@ -305,12 +307,16 @@ def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
 
 
 def _activation(factors: Tensor, config: MixtureConfig) -> Tensor:
+    if not is_gated(config.activation):
+        return factors.relu().square_()
     gate, up = _clamped(factors, config)
     product = ACTIVATIONS[config.activation].value(gate).mul_(up)
     return product if config.gate_scale == 1.0 else product.div_(config.gate_scale)
 
 
 def _activation_gradient(factors: Tensor, grad: Tensor, config: MixtureConfig) -> Tensor:
+    if not is_gated(config.activation):
+        return factors.relu().mul_(grad).mul_(2)
     gate, up = _clamped(factors, config)
     value, backward = ACTIVATIONS[config.activation]
     result = torch.empty_like(factors)

@@ -24,9 +24,10 @@ def name_in_language_model(name: str) -> str | None:
 
 
 def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
-    """What the folder of a family, and so an adapter's, calls a module that it has whole."""
+    """What transformers calls a module, and so an adapter's folder: as the model's folder does where that has it whole."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
     renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
+    renamed = {**family.in_memory, **renamed}
     part = next((part for part in renamed if part in name), None)
     return name if part is None else name.replace(part, renamed[part])
 
@@ -35,10 +36,12 @@ def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tenso
     """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
     part = next((part for part in family.on_disk if part in name), None)
-    if part is None:
-        yield name, parameter
+    places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
+    if name.startswith("model."):
+        places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+    if len(places) == 1 and "*" not in places[0]:
+        yield places[0], parameter
         return
-    places = [name.replace(part, place) for place in family.on_disk[part]]
     stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
     for index, tensor in stack:
         for place, piece in zip(places, tensor.chunk(len(places)), strict=True):

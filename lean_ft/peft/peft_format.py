@@ -242,6 +242,7 @@ def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
         return _name_in_peft(model, name)
     place, _, projection = name.rpartition(".")
     is_inner = projection == "gate_up_proj" and f"{place}.down_proj" in layers
+    place = _name_in_peft(model, place)
     return f"{place}.base_layer" if is_inner else place
 
 
@@ -262,7 +263,8 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT takes no other of them, even to answer with
         "target_modules": _target_modules(model, modules),
         "target_parameters": sorted(
-            name if isinstance(layers[name], ExpertsAdapter) else f"{name}.weight" for name in as_parameters
+            _name_in_peft(model, name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
+            for name in as_parameters
         )
         or None,
         "rank_pattern": {_exactly(name): s.rank for name, s in shapes.items() if s.rank != rank},
@@ -350,14 +352,15 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter by the names of our modules, its wrappers of experts by those of the projections, which their shapes tell."""
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
-    for own in modules:
-        if (theirs := _name_in_peft(model, own)) != own and theirs in shapes:
+    own_names = {_name_in_peft(model, own): own for own in modules}
+    for theirs, own in own_names.items():
+        if theirs != own and theirs in shapes and not isinstance(modules[own], Experts):
             shapes[own] = shapes.pop(theirs)
             for ending in (*_OF_LINEAR, _MAGNITUDE):
                 if theirs + ending in tensors:
                     tensors[own + ending] = tensors.pop(theirs + ending)
     for name in adapter.shapes:
-        place = name.removesuffix(".base_layer")
+        place = own_names.get(name.removesuffix(".base_layer"), "")
         if not isinstance(modules.get(place), Experts):
             continue
         stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]

@@ -8,6 +8,7 @@ from torch import nn
 from lean_ft.models import Decoder
 from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.moe import Experts, Router
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.nf4 import NF4Linear
@@ -20,8 +21,8 @@ _ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
 def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     """The names of the layers that `patterns` match, in the model's order.
 
-    A pattern is `all-linear` (every linear layer of attention and feed-forward layers, experts among them and routers
-    not), the last part or parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
+    A pattern is `all-linear` (every linear layer of attention and feed-forward layers, experts among them, and not routers
+    and the projection out of Mamba-2, which PEFT takes no adapter of in most families), the last part or parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
     (`model.layers.[0-3].*.down_proj`).
 
     Raises ValueError where a pattern matches nothing, or something that takes no adapter.
@@ -66,7 +67,9 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
     family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
-    return bool(family.mixture) and name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    if not family.mixture or family.parts_are_alone:  # of which it knows no older version
+        return False
+    return module_on_disk(model.hf_config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:
@@ -82,7 +85,8 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
-        return name.startswith("model.layers.") and isinstance(module, nn.Linear | NF4Linear | Experts)
+        is_layer = name.startswith("model.layers.") and not name.endswith(".mamba.out_proj")
+        return is_layer and isinstance(module, nn.Linear | NF4Linear | Experts)
     return matches_name(name, pattern)
 
 

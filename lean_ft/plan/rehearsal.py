@@ -58,8 +58,11 @@ class Rehearsal:
         return self.peak.total_bytes
 
 
-def rehearse(recipe: ModuleType, cfg: Any, device: Device, machines: Machines = ONE_DEVICE) -> Rehearsal:
+def rehearse(
+    recipe: ModuleType, cfg: Any, device: Device, machines: Machines = ONE_DEVICE, *, takes_step: bool = True
+) -> Rehearsal:
     """Runs one step of `recipe.main(cfg)` for `device` without weights, data or that device; of many of them, the first's.
+    Without `takes_step` it ends where that step begins: then nothing is told but what would be refused before.
 
     Raises ValueError as the recipe would for settings that contradict each other, for a model folder without a
     config.json, and for a recipe that takes no step.
@@ -69,7 +72,7 @@ def rehearse(recipe: ModuleType, cfg: Any, device: Device, machines: Machines = 
     trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory), machines=machines)
     parallel = getattr(cfg, "parallel", None)
     num_sharing = 1 if parallel is None else parallel.context * parallel.tensor
-    stage = WatchedStage(trace, num_sharing)
+    stage = WatchedStage(trace, num_sharing, takes_step)
     torch._dynamo.reset()
     try:
         with (
@@ -126,9 +129,9 @@ def _quiet_compiler() -> Iterator[None]:
 class WatchedStage:
     """The stage of `lean_ft.shapes_only`, which notes in a `Trace` what is made and when."""
 
-    def __init__(self, trace: Trace, num_sharing: int = 1) -> None:
+    def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
         """`num_sharing` of the trace's devices share each micro-batch."""
-        self.trace, self.num_sharing = trace, num_sharing
+        self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
         self.num_ranks = trace.machines.num_devices
@@ -173,6 +176,8 @@ class WatchedStage:
                 self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
 
     def begin_step(self) -> None:
+        if not self._takes_step:
+            raise StepTaken
         self.trace.begin_step()
         if num_bytes := self.trace.device.cublas_workspace_bytes:
             with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's

@@ -169,6 +169,7 @@ def _last_match(pattern: str, text: str) -> str | None:
 
 def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     """(prompt ids, right answer's ids) of every sequence in `batch` that has a trained stretch."""
+    batch = batch.built
     num_columns = batch.input_ids.shape[1]
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()

@@ -149,7 +149,9 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{row['step']:08d}.safetensors"
-    fields = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch).items()}
+    fields = {
+        f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch.built).items()
+    }
     write_file(path, {name: value for name, value in fields.items() if isinstance(value, Tensor)}, {})
     texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.input_ids.tolist()] for batch in micro_batches]
     report = {"metrics": row, "num_targets": [batch.num_targets for batch in micro_batches], "texts": texts}

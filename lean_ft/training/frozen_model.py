@@ -2,7 +2,7 @@
 
 import torch
 
-from lean_ft.distributed import parallelize
+from lean_ft.distributed import cut, parallelize
 from lean_ft.host_link import HostLink
 from lean_ft.memory import apply_memory, stream_weights
 from lean_ft.models import Decoder, load_model
@@ -35,6 +35,8 @@ def load_frozen(
     frozen = load_model(model, first, dtype, after_module=quantize).requires_grad_(False).eval()
     # What is recomputed or moved away is for a backward pass, and here is none.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
+    if parallel is not None:
+        cut(frozen, parallel, ranks)
     apply_memory(frozen, memory.model_copy(update=for_forward), compile=compile)
     if link is not None:
         stream_weights(frozen, link)

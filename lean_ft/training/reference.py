@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -76,23 +77,8 @@ def load_reference(
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in SECOND_MODELS:
-        frozen = _second_model(cfg, kind, device, parallel=cfg.parallel, ranks=ranks)
-
-        @torch.no_grad()
-        def of_second_model(batch: PairBatch) -> Tensor:
-            values = log_probs(frozen, batch).log_probs
-            ranks.gather_no_more(frozen)  # as no backward pass does
-            return values
-
-        return of_second_model
-
-    @torch.no_grad()
-    def without_adapter(batch: PairBatch) -> Tensor:
-        if not adapted_layers(model):
-            return log_probs(model, batch).log_probs
-        with adapter_off(model):
-            return log_probs(model, batch).log_probs
-
+        return _of_second_model(cfg, kind, device, log_probs, ranks)
+    without_adapter = _without_adapter(model, log_probs)
     if kind == "adapter_off":
         return without_adapter
     if stage() is not None:
@@ -117,29 +103,39 @@ def load_policy_reference(
     if stage() is None:
         say("reference", f"{kind}{why}")
     if kind in SECOND_MODELS:
-        frozen = _second_model(cfg, kind, model.output_weight.device, parallel=cfg.group(ParallelConfig), ranks=ranks)
+        return _of_second_model(cfg, kind, model.output_weight.device, log_probs, ranks)
+    return _without_adapter(model, log_probs)
 
-        @torch.no_grad()
-        def of_second_model(batch: PolicyBatch) -> Tensor:
-            values = log_probs(frozen, batch).log_probs
-            ranks.gather_no_more(frozen)  # as no backward pass does
-            return values
 
-        return of_second_model
+def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Callable[..., Any], ranks: Ranks) -> Any:
+    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
+    frozen = load_frozen(
+        cfg.model,
+        device,
+        nf4=kind == "nf4",
+        link=link,
+        memory=cfg.memory,
+        compile=cfg.compile,
+        parallel=cfg.group(ParallelConfig),
+        ranks=ranks,
+    )
 
     @torch.no_grad()
-    def without_adapter(batch: PolicyBatch) -> Tensor:
-        with adapter_off(model):
+    def ask(batch: Any) -> Tensor:
+        values = log_probs(frozen, batch).log_probs
+        ranks.gather_no_more(frozen)  # as no backward pass does
+        return values
+
+    return ask
+
+
+def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
+    @torch.no_grad()
+    def ask(batch: Any) -> Tensor:
+        with adapter_off(model) if adapted_layers(model) else nullcontext():
             return log_probs(model, batch).log_probs
 
-    return without_adapter
-
-
-def _second_model(cfg: Any, kind: str, device: torch.device, **sharing: Any) -> Decoder:
-    link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
-    return load_frozen(
-        cfg.model, device, nf4=kind == "nf4", link=link, memory=cfg.memory, compile=cfg.compile, **sharing
-    )
+    return ask
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:
@@ -259,16 +255,19 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
         if isinstance(module, AdaptedLayer):
             continue  # its own tensors are the adapter's
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-            digest.update(f"{name} {own} {tensor.dtype} {list(tensor.shape)}".encode())
-            part, size = part_of(tensor), tensor.numel()
+            part = part_of(tensor)
+            size = math.prod(part.shape)
+            digest.update(f"{name} {own} {tensor.dtype} {list(part.shape)}".encode())
             bits = part.values.flatten().view(_INTEGERS[tensor.element_size()])
             step = max(1, size // SAMPLED_VALUES)
             sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
             if local(tensor) is not tensor or ranks.shard == 0:  # of a tensor that is not cut each rank has all
                 sampled[-1] = bits.sum(dtype=torch.int64)
-                first = -(-part.first // step)  # of the values sampled, the first that is here
-                here = bits[first * step - part.first :: step]
-                sampled[first : first + len(here)] = here
+                # Of the values sampled those that are here, in runs of which each begins a stride behind the one before.
+                place = torch.arange(0, size, step, device=bits.device) - part.first
+                run, stride = part.run or bits.numel(), part.stride or size
+                is_here = (place >= 0) & (place % stride < run) & (place // stride * run < bits.numel())
+                sampled[:-1][is_here] = bits[(place // stride * run + place % stride)[is_here]].to(torch.int64)
             found.append(sampled)
     digest.update(ranks.sum_shards(torch.cat(found)).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -19,14 +19,12 @@ import platform
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-import lean_ft
 from lean_ft.data import Batch, Batches
 from lean_ft.interrupts import StopSignals
 from lean_ft.log import say
@@ -38,20 +36,13 @@ from lean_ft.shapes_only import StepTaken, stage
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
-from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
-from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
+from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoint import (
-    checkpoint_bytes,
-    free_bytes,
     read_random_state,
     read_training_state,
     restore_beside,
     restore_optimizer,
     restore_weights,
-    trained_parts,
-    weight_parts,
-    whole_bytes,
-    write_checkpoint,
 )
 from lean_ft.training.continuation import (
     check_output_dir,
@@ -67,9 +58,8 @@ from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
-from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
+from lean_ft.training.random_state import RandomState, restore_random_state
 from lean_ft.training.regularization import check_applied
-from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import (
     LOCK_FILE,
     METRICS_FILE,
@@ -80,30 +70,9 @@ from lean_ft.training.run_directory import (
     remove_half_written,
     settings_of,
 )
+from lean_ft.training.saving import Carried, Place, Saving
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
-from lean_ft.units import duration, gibibytes, number
-
-AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
-AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take
-
-
-class Carried(Protocol):
-    """What a loop carries from step to step beside model, optimizer and data, as plain numbers, text and scalar tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a checkpoint holds beside weights and optimizer state, as it was between two steps."""
-
-    batches: dict[str, Any]
-    scaler: dict[str, Any] | None
-    random_state: RandomState
-    num_updates: tuple[int, int]  # made and skipped: by these a step that has begun to update is known
-    carried: dict[str, Any] | None
+from lean_ft.units import gibibytes, number
 
 
 class Run:
@@ -139,6 +108,10 @@ class Run:
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
         check_applied(model, cfg)
+        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
+            raise ValueError(
+                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
+            )
         if stage() is not None:
             return
         self.directory = cfg.output_dir
@@ -149,14 +122,11 @@ class Run:
         if cfg.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.max_steps)
         self.start_step = 0
-        self.checkpoint: Path | None = None  # the newest one, written or gone on from
+        self._saving = Saving(cfg, model, optimizer, batches, tokenizer, ranks, carried=carried, beside=beside)
 
         self._step = 1  # the step under way, from 1
         self._done_steps = 0
-        self._saved_steps = 0  # of which the newest checkpoint is
-        self._begun: _Place | None = None  # where the step under way began
-        self._saved_at = time.perf_counter()  # when the newest save ended, and how long it held the loop
-        self._save_seconds = 0.0
+        self._begun: Place | None = None  # where the step under way began
         self._logged = False  # whether the step under way has called log()
         self._random_state: RandomState | None = None
         self._metrics = Metrics(
@@ -173,14 +143,9 @@ class Run:
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._growth_said = False
         self._eval_losses: dict[int, float | None] = {}  # held-out losses, by the steps done
-        self._writer = BackgroundWriter()
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
-        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
-            raise ValueError(
-                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
-            )
         if cfg.stop_after_evals and held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
@@ -201,6 +166,11 @@ class Run:
         except BaseException:
             self._release()
             raise
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one, written or gone on from."""
+        return self._saving.newest
 
     # Starting -----------------------------------------------------------------------------------------------------
 
@@ -238,13 +208,12 @@ class Run:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
             return
-        others = self.optimizer.state_parts() | trained_parts(self._beside)
-        needed_bytes = checkpoint_bytes(self.model, whole_bytes(others))
+        needed_bytes = self._saving.needed_bytes()
 
         def record() -> None:
             if folder is None or not is_own(self.cfg, folder):
                 self._set_earlier_attempt_aside()
-            self._check_free_space(needed_bytes)
+            self._saving.check_free_space(needed_bytes, self.start_step, self.total_steps, self.steps_per_epoch)
             facts = gather_facts(self.cfg, self.device, self.batches.fingerprint, self.start_step)
             if self.ranks.size > 1:
                 facts["processes"] = self.ranks.size
@@ -269,8 +238,8 @@ class Run:
         changes = compare_settings(self.cfg, state, folder)
         compare_data(self.cfg, self.batches.fingerprint, state, folder)
         compare_base(self._base_fingerprint, state, folder)
-        self.start_step = self._done_steps = self._saved_steps = state["step"]
-        self.checkpoint = folder
+        self.start_step = self._done_steps = self._saving.saved_steps = state["step"]
+        self._saving.newest = folder
         self._bad_steps.count = int(state.get("bad_steps", 0))
         if is_own(self.cfg, folder) and (
             rows := self.ranks.first(lambda: trim_metrics(self._metrics.path, self.start_step))
@@ -300,22 +269,6 @@ class Run:
             ends = f"schedule.name={schedule.name} goes by the new total from here on"
             say("changed", f"steps in total: {planned} then, {self.total_steps} now: {ends}")
 
-    def _check_free_space(self, needed: int) -> None:
-        free = free_bytes(self.directory)
-        if free < needed:
-            raise ValueError(
-                f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of "
-                f"output_dir={self.directory} has {gibibytes(free)} free: not even one could be saved. Free some space "
-                f"or set another output_dir."
-            )
-        saves = most_checkpoints(self.cfg, self.start_step, self.total_steps, self.steps_per_epoch)
-        if free < saves * needed:
-            say(
-                "disk",
-                f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take up to "
-                f"{gibibytes(saves * needed)}: the run stops where one does not fit",
-            )
-
     # The loop -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
@@ -340,7 +293,8 @@ class Run:
             self._say_answers(f"at step {self.total_steps}")
             return
         self._say_answers(f"at step {self.start_step}")
-        started = self._saved_at = time.perf_counter()
+        started = time.perf_counter()
+        self._saving.begin_steps()
         try:
             with (
                 self._signals as signals,
@@ -358,7 +312,7 @@ class Run:
                         self.ranks.rank > 0
                     ):  # what a rank draws by itself (dropout) is its own, and the same after a resume
                         torch.manual_seed(zlib.crc32(f"{self.cfg.seed} {step} {self.ranks.rank}".encode()))
-                    self._begun = self._here()
+                    self._begun = self._saving.place()
                     self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
                     try:
@@ -378,13 +332,13 @@ class Run:
         finally:
             self._progress = None
             with contextlib.suppress(Exception):  # an error of the loop's own matters more; else it was raised before
-                self._writer.wait()
+                self._saving.writer.wait()
             with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
                 self._metrics.flush()
             if self._metrics.loggers is not None:
                 self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._evals_say_stop)
             self._release()
-        self._remove_superseded(self._done_steps)  # by the loss of the last evaluation too
+        self._saving.remove_superseded(self._done_steps, self._eval_losses)  # by the loss of the last evaluation too
         if self._done_steps < self.total_steps:
             say("stopped", self._why_early())
         seconds = time.perf_counter() - started
@@ -474,11 +428,14 @@ class Run:
         self._done_steps = done
         ending = stopping or done == self.total_steps or self._evals_say_stop
         # Rank 0's clock tells whether a save is due; a request may come to any.
-        asked, due = self._signals.take_save_request(), self.ranks.rank == 0 and self._save_is_due
+        asked, due = (
+            self._signals.take_save_request(),
+            self.ranks.rank == 0 and self._saving.is_due(done, self.steps_per_epoch),
+        )
         saving = ending or any(self.ranks.highest(asked, due))
         if saving or done % self.cfg.log_every == 0:
             self._flush()
-        self._writer.check()
+        self._saving.writer.check()
         if self._bad_steps.too_many:
             self._save(wait=True)  # raises where the weights are no longer good
             raise TrainingFailed(self._bad_steps.report(self.checkpoint))
@@ -500,15 +457,6 @@ class Run:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 
     @property
-    def _save_is_due(self) -> bool:
-        every = self.cfg.save_every
-        if every != "auto":
-            return is_due(every, self._done_steps, self.steps_per_epoch)
-        seconds = time.perf_counter() - self._saved_at
-        is_worth_it = self._save_seconds <= AUTO_SAVE_SHARE * (self._save_seconds + seconds)
-        return seconds >= AUTO_SAVE_SECONDS or (is_worth_it and is_due("epoch", self._done_steps, self.steps_per_epoch))
-
-    @property
     def _evals_say_stop(self) -> bool:
         """Whether the held-out loss has not gone below its lowest for `stop_after_evals` evaluations."""
         patience, losses = self.cfg.stop_after_evals, list(self._eval_losses.values())
@@ -522,15 +470,6 @@ class Run:
         """The signal that came to this rank or any other."""
         return self.ranks.highest(signals.received or 0)[0] or None
 
-    def _here(self) -> _Place:
-        scaler, random_state = self.optimizer.scaler.state_dict(), capture_random_state(self.device)
-        carried = None if self._carried is None else self._carried.state_dict()
-        return _Place(self.batches.state_dict(), scaler, random_state, self._num_updates, carried)
-
-    @property
-    def _num_updates(self) -> tuple[int, int]:
-        return self.optimizer.step_count, self.optimizer.skipped_steps
-
     def _save_what_is_whole(self) -> None:
         """Save the steps before the one that was broken off, or that one too where it was logged.
 
@@ -539,103 +478,31 @@ class Run:
         """
         optimizer, begun = self.optimizer, self._begun
         if self.ranks.size > 1:  # the others are in the middle of something, and a save takes all
-            newest = f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "nothing was saved before"
+            newest = self._saving.newest_or_none
             say("not saved", f"step {self._step} was broken off on rank {self.ranks.rank}; {newest}")
             return
         try:
             if self._logged:
                 self._finish_step(stopping=True)
-            elif begun is None or not optimizer.is_whole or begun.num_updates != self._num_updates:
-                newest = (
-                    f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "nothing was saved before"
-                )
-                say(
-                    "not saved",
-                    f"step {self._step} was broken off in its update, so the weights are of no step; {newest}",
-                )
-            elif self._done_steps > self._saved_steps:
+            elif begun is None or not optimizer.is_whole or begun.num_updates != self._saving.num_updates:
+                broken_off = f"step {self._step} was broken off in its update, so the weights are of no step"
+                say("not saved", f"{broken_off}; {self._saving.newest_or_none}")
+            elif self._done_steps > self._saving.saved_steps:
                 optimizer.zero_grad()  # room to save, where memory was short
                 self._flush()
                 self._save(wait=True, place=begun)
         except Exception as error:
             say("not saved", f"{type(error).__name__}: {error}")
 
-    def _save(self, *, wait: bool, place: _Place | None = None) -> None:
-        """Write a checkpoint, or with `save_async` start to, unless `wait`; of where the run is, or was at `place`."""
-        place = place or self._here()
-        started = time.perf_counter()
-        done = self._done_steps
-        self._writer.wait()
-        self.ranks.gather_no_more(self.model)
-        if self._bad_steps.doubtful and self.ranks.highest(not all_weights_finite(self.model))[0]:
-            raise TrainingFailed(
-                f"The weights are not finite after step {self._done_steps}, so they are not saved. "
-                + self._bad_steps.report(self.checkpoint)
-            )
-        self._bad_steps.doubtful = False
+    def _save(self, *, wait: bool, place: Place | None = None) -> None:
+        """Save the steps done, where the run is or was at `place`; in the background, where it may be and need not `wait`."""
         self._metrics.sync_to_disk()
-        training_state = {
-            "format": 1,
-            "lean_ft": lean_ft.__version__,
-            "recipe": recipe_name(self.cfg),
-            "step": done,
+        facts = {
             "total_steps": self.total_steps,
-            "epoch": done / self.steps_per_epoch,
-            "batches": place.batches,
-            "scaler": place.scaler,
-            "data_fingerprint": self.batches.fingerprint,
-            "settings": settings_of(self.cfg),
-            "bad_steps": self._bad_steps.count,
-            "carried": _plain(place.carried),
+            "epoch": self._done_steps / self.steps_per_epoch,
             "base_fingerprint": self._base_fingerprint,
         }
-        model, weights, optimizer_state = self.model, weight_parts(self.model), self.optimizer.state_parts()
-        in_background, beside = self.cfg.save_async and not wait, trained_parts(self._beside)
-        if in_background:
-            optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
-            if self.ranks.size > 1:  # the parts that are here
-                weights = host_copies(weights)
-            else:
-                model = host_copy(model)
-                weights = weight_parts(model)
-        copied = f", copied in {duration(time.perf_counter() - started)}" if in_background else ""
-
-        def write() -> None:
-            try:
-                self.checkpoint = write_checkpoint(
-                    self.directory,
-                    done,
-                    model=model,
-                    tokenizer=self.tokenizer,
-                    optimizer_state=optimizer_state,
-                    training_state=training_state,
-                    random_state=place.random_state,
-                    weights=weights,
-                    beside=beside,
-                    ranks=self.ranks.beside if in_background else self.ranks,
-                )
-            except OSError as error:
-                newest = f"The newest whole one is {self.checkpoint}" if self.checkpoint else "There is no earlier one"
-                raise TrainingFailed(
-                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Mend the disk, then start the "
-                    f"same command again:\n{command_to_continue(self.cfg.resume)}"
-                ) from error
-            say("saved", f"{self.checkpoint} in {duration(time.perf_counter() - started)}{copied}")
-            self._remove_superseded(done)
-
-        if in_background:
-            self._writer.start(write)
-        else:
-            write()
-        self._saved_steps, self._saved_at = done, time.perf_counter()
-        self._save_seconds = self._saved_at - started
-
-    def _remove_superseded(self, newest_step: int) -> None:
-        if self.ranks.rank > 0:
-            return
-        if removed := remove_superseded(self.directory, self.cfg, newest_step, self._eval_losses):
-            keeps = "save_every=auto" if self.cfg.keep_last is None else f"keep_last={self.cfg.keep_last}"
-            say("removed", f"{', '.join(removed)}, as {keeps} asks")
+        self._saving.save(self._done_steps, facts, self._bad_steps, self._eval_losses, wait=wait, place=place)
 
     def _say_answers(self, when: str) -> None:
         """Has the model answer held-out questions, where `eval_answers` asks for them."""
@@ -666,7 +533,3 @@ class Run:
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
         limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
         say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")
-
-
-def _plain(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    return state and {name: value.item() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import yaml
 
+from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
 from lean_ft.settings_text import load_config
 
@@ -125,6 +127,33 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
     answer = leanft(*given, "reference.kind=adapter_off")
     assert (answer.code, answer.out) == (2, "")
     assert "lora is null" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        (
+            "dpo",
+            "data.shared_prompt=true",
+            "data.shared_prompt=true, and the model's rotary frequencies (dynamic) change",
+        ),
+        ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, and a reward model gives none"),
+        ("dpo", "memory.tied_gradient=host", "memory.tied_gradient=host"),
+        ("dpo", "parallel.tensor=3 data.max_length=96 data.packing=bfd", "cuts the 4 query heads of this model"),
+    ],
+)
+def test_what_the_run_would_find_of_the_model_is_refused(leanft, tmp_path, recipe, override, message):
+    """A rope whose frequencies change with a text's length, beyond 16 tokens."""
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    given = ("--config", f"tiny/{recipe}", "device=cpu", f"model.path={folder}", f"output_dir={tmp_path / 'run'}")
+    assert leanft("validate", recipe, *given).code == 0
+    assert leanft("validate", recipe, *given, "parallel.tensor=2").code == 0  # as two processes would begin
+    answer = leanft("validate", recipe, *given, *override.split())
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err
 
 
 def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import Batch, Batches, EvalBatches, longest_batch, preference_batches, sft_batches
+from lean_ft.data import Batch, Batches, EvalBatches, longest_batch, preference_batches, sft_batches, unpaired_batches
 from lean_ft.data import batches as batches_module
-from lean_ft.settings import PreferenceDataConfig, SFTDataConfig
+from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 Config = Callable[..., Any]
 BATCH_SIZE = 4
@@ -395,6 +395,37 @@ def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict
     assert longest.num_tokens == max(batch.num_tokens for batch in epoch(batches))
     assert longest.num_targets == longest.num_tokens == longest.input_ids.numel() == longest.labels.numel()
     assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none" and not sharing)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*({"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")), {"batch_tokens": 128}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["texts", "pairs", "sharing", "unpaired"])
+def test_a_batch_tells_what_it_has_before_it_is_built(kind: str, settings: dict[str, Any], write, plain_tokenizer):
+    """So each of many ranks builds its own, and knows what the others' have."""
+    texts, names = rows(), ["num_targets", "num_tokens"]
+    if kind == "texts":  # trained from their first token on
+        texts = [{"text": row["completion"]} for row in texts]
+    else:
+        if settings.get("packing") in ("bfd_split", "wrapped"):
+            return  # answers are not cut
+        texts = [row | {"chosen": row["completion"], "rejected": row["prompt"], "label": i % 3 == 0} for i, row in enumerate(texts)]  # fmt: skip
+        texts = [{name: row[name] for name in ("prompt", *(("completion", "label") if kind == "unpaired" else ("chosen", "rejected")))} for row in texts]  # fmt: skip
+        names += ["num_pairs", "answer_tokens", "pairs", *(["is_desirable"] if kind == "unpaired" else [])]
+    config_kind = {"texts": SFTDataConfig, "unpaired": UnpairedDataConfig}.get(kind, PreferenceDataConfig)
+    config = config_kind(source=write(texts), max_length=16 if kind == "texts" else 32, **settings)
+    if kind in ("pairs", "sharing"):
+        batches, _ = preference_batches(config, plain_tokenizer, BATCH_SIZE, 0, kind == "sharing")
+    else:
+        batches, _ = (sft_batches if kind == "texts" else unpaired_batches)(config, plain_tokenizer, BATCH_SIZE, 0)
+    for batch in epoch(batches):
+        told = [getattr(batch, name) for name in names]
+        assert "built" not in vars(batch)
+        for name, value in zip(names, told, strict=True):
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(getattr(batch.built, name))), name
+        assert batch.num_targets == (batch.labels != -100).sum() or kind == "sharing"
 
 
 def test_to_moves_every_tensor(config: Config, plain_tokenizer):

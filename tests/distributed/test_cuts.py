@@ -248,14 +248,16 @@ def test_two_ranks_make_the_numbers_of_one_process(on_two, name):
 
 
 def check(found: list[Any], name: str, case: Case) -> None:
+    """A few roundings of float32: 1.7e-7 of losses and norms, and 1.2e-7 of weights, were seen on two ranks. With weights in float64
+    most are the same bits; what is left (7e-9) are steps that the update rounds to float32."""
     numbers, tensors = outcome(case)
     for theirs, whole in (of_rank[name] for of_rank in found):
         for step, expected in zip(theirs, numbers, strict=True):
-            assert step == pytest.approx(expected, rel=3e-6)
+            assert step == pytest.approx(expected, rel=1e-6)
         assert whole.keys() == tensors.keys()
         for key, tensor in tensors.items():
             torch.testing.assert_close(
-                whole[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+                whole[key], tensor, rtol=1e-6, atol=2e-7, msg=lambda text, key=key: f"{key}: {text}"
             )
 
 

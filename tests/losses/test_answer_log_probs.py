@@ -35,7 +35,7 @@ def batch() -> SimpleNamespace:
     index = [row * NUM_TOKENS + t for row, count in enumerate(lengths.flatten().tolist()) for t in range(count)]
     label = torch.randint(0, VOCAB, (len(index),), generator=generator)
     ids = torch.zeros(2 * NUM_PAIRS, NUM_TOKENS)
-    return SimpleNamespace(input_ids=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, inputs={})
+    return SimpleNamespace(positions=ids, index=torch.tensor(index), label=label, answer_tokens=lengths, inputs={})
 
 
 def answers_of(model: Model, batch: SimpleNamespace, **settings: Any) -> Any:

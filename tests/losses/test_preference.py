@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lean_ft.losses.preference import LOSSES, WITHOUT_REFERENCE, log_odds, preference_loss, settings_of
+from lean_ft.losses.preference import LOSSES, log_odds, preference_loss, settings_of
 
 NUM_PAIRS, NUM_TOKENS = 5, 9
 
@@ -33,7 +33,7 @@ def answers() -> dict[str, Tensor]:
 
 def ours(name: str, answers: dict[str, Tensor], **settings: Any) -> Tensor:
     sums, frozen, counts = (answers[key].sum(1) for key in ("log_probs", "reference", "mask"))
-    if name in WITHOUT_REFERENCE:
+    if name in ("simpo", "cpo", "orpo"):
         frozen = torch.zeros_like(frozen)
     chunks = [half for tensor in (sums, frozen, counts) for half in tensor.chunk(2)]
     return preference_loss(name, *chunks, **settings)

@@ -34,6 +34,9 @@ LONG_CASES = {
     "qwen2_moe_some_layers",
     "glm4_moe_groups",
     "deepseek_v3_dense",
+    "granitemoehybrid_dense_tied",
+    "falcon_h1_normed_biases",
+    "nemotron_h_experts",
 }
 NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
 
@@ -69,6 +72,7 @@ SHARED_EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_chunk_size": 7}
 GEMMA_4 = {"vocab_size_per_layer_input": 101, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6}
 
 # (model_type, settings) by name.
@@ -569,6 +573,104 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
             "block_auto_adjust_ff_dim": False,
             "norm_eps": 1e-3,
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            **MAMBA,
+            "num_local_experts": 5,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "time_step_limit": (0.1, 0.9),
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "granitemoehybrid_dense_tied": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **MAMBA,
+            "mamba_n_groups": 1,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "bamba": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA, "mlp_bias": True}),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 60,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "mlp_multipliers": [0.8, 1.3],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.4,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9],
+        },
+    ),
+    "falcon_h1_normed_biases": (
+        "falcon_h1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mlp_multipliers": [1.2, 0.9],
+            "ssm_in_multiplier": 0.5,
+            "attention_in_multiplier": 0.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            "head_dim": 20,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 9,
+            "n_groups": 3,
+            "ssm_state_size": 10,
+            "conv_kernel": 3,
+            "chunk_size": 7,
+        },
+    ),
+    "nemotron_h_experts": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "head_dim": 8,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 7,
+            "n_groups": 3,
+            "ssm_state_size": 6,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
         },
     ),
 }

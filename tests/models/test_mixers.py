@@ -21,7 +21,7 @@ from tests.optim.tiny_training import build
 
 ROWS, TOKENS, KEY_HEADS, HEADS, KEY, VALUE = 2, 21, 2, 4, 3, 5
 BOUNDS = [0, 3, 8, 8, 9, 16, 21, 21]  # begin with a chunk, in one, span three, one token, none; the end repeated
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,24 +40,34 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def by_tokens(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, bounds: list[int], state: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    bounds: list[int],
+    state: Tensor,
+    corrects: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads, and the last state, token by token."""
+    """What each token reads, and the last state, token by token: by the gated delta rule, or as in Mamba-2."""
     query, key = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
-    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query = query * KEY**-0.5
+    if corrects:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        query = query * KEY**-0.5
     read = []
     for t in range(value.shape[1]):
         state = torch.zeros_like(state) if t in bounds and t else state
         state = state * log_decay[:, t, :, None, None].exp()
-        written = beta[:, t, :, None] * (value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state))
+        known = torch.einsum("bhk,bhkv->bhv", key[:, t], state) if corrects else 0.0
+        written = beta[:, t, :, None] * (value[:, t] - known)
         state = state + key[:, t, :, :, None] * written[:, :, None]
         read.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
     return torch.stack(read, 1), state
 
 
+@pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_chunks_read_what_a_state_gives_token_by_token(is_packed):
+def test_chunks_read_what_a_state_gives_token_by_token(is_packed, corrects):
     rows = 1 if is_packed else ROWS
     query, key = (numbers(rows, TOKENS, KEY_HEADS, KEY, seed=i) for i in (0, 1))
     value, step, beta = (numbers(rows, TOKENS, HEADS, *size, seed=i) for i, size in ((2, (VALUE,)), (3, ()), (4, ())))
@@ -65,8 +75,8 @@ def test_chunks_read_what_a_state_gives_token_by_token(is_packed):
     state = torch.zeros(rows, HEADS, KEY, VALUE).double() if is_packed else numbers(rows, HEADS, KEY, VALUE, seed=5)
     cu_seqlens = torch.tensor(BOUNDS).int() if is_packed else None
     given = [query, key, value, log_decay, beta]
-    expected, last = by_tokens(query, key, value, log_decay, beta, BOUNDS if is_packed else [], state)
-    found, states = by_chunks(query, key, value, log_decay, beta, cu_seqlens, None if is_packed else state)
+    expected, last = by_tokens(query, key, value, log_decay, beta, BOUNDS if is_packed else [], state, corrects)
+    found, states = by_chunks(query, key, value, log_decay, beta, cu_seqlens, None if is_packed else state, corrects)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
     torch.testing.assert_close(states[-1], last.detach(), atol=1e-12, rtol=1e-10)
     grad = numbers(*found.shape, seed=6).detach()

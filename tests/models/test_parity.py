@@ -19,7 +19,7 @@ from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.families import FAMILIES
-from lean_ft.models.names_on_disk import parameters_on_disk
+from lean_ft.models.names_on_disk import module_on_disk
 from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope
@@ -58,7 +58,7 @@ def logits_of(reference: Reference, ids: torch.Tensor) -> torch.Tensor:
 
 
 def depends_on_length(reference: Reference) -> bool:
-    return any(kind in str(reference.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    return any(kind in str(getattr(reference.config, "rope_parameters", "")) for kind in ("dynamic", "longrope"))
 
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,12 +71,12 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     parameters = dict(model.named_parameters())
     if not isinstance(model, Decoder):
         return parameters
-    return {
-        name
-        if ".mlp." in name and model.mixture is not None
-        else next(parameters_on_disk(model.hf_config, name, parameter))[0]: parameter
-        for name, parameter in parameters.items()
-    }
+    return {name_in_transformers(model, name): parameter for name, parameter in parameters.items()}
+
+
+def name_in_transformers(model: Decoder, name: str) -> str:
+    as_ours = ".mlp." in name and model.mixture and not FAMILIES[model.hf_config["model_type"]].in_memory
+    return name if as_ours else module_on_disk(model.hf_config, name)
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -342,7 +342,7 @@ def decoder_of(reference: Reference) -> Decoder:
             parameter.copy_(weights[name])
         buffers = {name.replace(".gate.", "."): buffer for name, buffer in reference.named_buffers()}
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name.replace(".gate.", ".")])
+            buffer.copy_(buffers[name_in_transformers(model, name).replace(".gate.", ".")])
     return model
 
 
@@ -402,14 +402,36 @@ def configurations(draw) -> tuple[str, dict]:
         "conv_bias": st.booleans(),
         "block_auto_adjust_ff_dim": st.booleans(),
         "block_multiple_of": st.integers(1, 9),
+        "shared_intermediate_size": st.integers(3, 40),
+        "position_embedding_type": st.sampled_from(["rope", None]),
+        "mamba_d_state": st.integers(1, 9),
+        "mamba_d_conv": st.integers(2, 5),
+        "mamba_conv_bias": st.booleans(),
+        "mamba_proj_bias": st.booleans(),
+        "mamba_rms_norm": st.booleans(),
+        "mamba_norm_before_gate": st.booleans(),
+        "projectors_bias": st.booleans(),
+        "ssm_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=5, max_size=5),
+        "mlp_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=2, max_size=2),
+        **{
+            f"{of}_multiplier": st.floats(0.3, 2.0)
+            for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")
+        },
+        "mamba_head_dim": st.integers(1, 9),
+        "moe_shared_expert_intermediate_size": st.integers(3, 20),
+        "ssm_state_size": st.integers(1, 9),
+        "conv_kernel": st.integers(2, 5),
+        "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(),
         "use_double_wide_mlp": st.booleans(),
         "hidden_size_per_layer_input": st.sampled_from([0, 5]),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
+    if model_type == "nemotron_h":  # the same of a window
+        del optional["sliding_window"]
     chosen = {name: draw(values) for name, values in optional.items() if name in known}
-    activation = "hidden_activation" if "hidden_activation" in known else "hidden_act"
+    activation = next((name for name in ("hidden_activation", "mlp_hidden_act") if name in known), "hidden_act")
     ropes = [{"rope_type": "default", "rope_theta": 700.0}]
     if model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
@@ -439,17 +461,25 @@ def configurations(draw) -> tuple[str, dict]:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
     if model_type == "seed_oss":
         chosen |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
-    if mixers := FAMILIES[model_type].mixers:
-        kinds = st.sampled_from(["full_attention", *mixers])
+    if model_type == "bamba":
+        chosen["attn_layer_indices"] = [num_layers - 1]
+    elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
+        kinds = st.sampled_from(["full_attention", *mixers, *(["mlp", "moe"] if model_type == "nemotron_h" else [])])
         other_layers = draw(st.lists(kinds, min_size=num_layers - 1, max_size=num_layers - 1))
-        chosen["layer_types"] = [*other_layers, "full_attention"]  # without one transformers' cache fails
+        listed = "layers_block_type" if model_type == "nemotron_h" else "layer_types"
+        chosen[listed] = [*other_layers, "full_attention"]  # without one transformers' cache fails
+    if "mamba_n_heads" in known:
+        chosen |= {"mamba_n_heads": num_heads, "mamba_n_groups": draw(st.sampled_from([1, num_heads]))}
+        chosen |= {"mamba_d_ssm": None} if model_type == "falcon_h1" else {}
+    if model_type == "nemotron_h":
+        chosen |= {"mamba_num_heads": 4, "n_groups": draw(st.sampled_from([1, 2, 4]))}
     if "linear_num_key_heads" in known:
         chosen["rope_parameters"]["partial_rotary_factor"] = 0.5  # of 2 turned features `dynamic` divides by 0 there
         chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
         chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
     return model_type, {
         **chosen,
-        activation: {"gpt_oss": "silu", "apertus": "xielu"}.get(model_type)
+        activation: {"gpt_oss": "silu", "apertus": "xielu", "nemotron_h": "relu2"}.get(model_type)
         or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
         if model_type in ("phi3", "olmoe", "cohere2", "lfm2")

@@ -17,8 +17,12 @@ from tests.models.family_cases import CASES
 
 # A case a family, and those of Llama that differ in what an adapter meets: biases.
 MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"}
-MIXTURES |= {"qwen3_next", "qwen3_5_moe_text"}
-FAMILIES = [*sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()), "llama_biases"]
+MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"}
+FAMILIES = [
+    *sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()),
+    "llama_biases",
+    "granitemoehybrid_dense_tied",
+]
 FAMILIES = [family for family in FAMILIES if family not in MIXTURES]
 
 IDS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(1))

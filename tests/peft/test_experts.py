@@ -52,7 +52,7 @@ def test_the_default_targets_of_peft_name_routers_too(make_checkpoint, tmp_path)
     torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers"])  # the last: and plain layers between
+@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers", "nemotron_h_experts"])
 def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
@@ -77,7 +77,7 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
 def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
-    router = "router" if family == "gpt_oss" else "gate"
+    router = "router" if family in ("gpt_oss", "granitemoehybrid") else "gate"
     apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "o_proj"], **settings))
     randomize(model)
     save_adapter(model, tmp_path)

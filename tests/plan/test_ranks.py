@@ -81,7 +81,7 @@ def traced(folder: Path) -> dict[str, int]:
     """
     take = Batches.take
     Batches.take = lambda self, n: [  # type: ignore[method-assign]
-        replace(batch, labels=batch.input_ids, num_targets=batch.num_tokens) for batch in take(self, n)
+        replace(batch.built, labels=batch.input_ids, num_targets=batch.num_tokens) for batch in take(self, n)
     ]
     found = {}
     for name, overrides in TRACED.items():

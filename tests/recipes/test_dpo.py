@@ -110,7 +110,7 @@ def by_hand(settings: tuple[str, ...], num_steps: int = 20) -> tuple[list[float]
 
     losses, margins = [], []
     for _ in range(num_steps):
-        (batch,) = batches.take(1)
+        batch = batches.take(1)[0].built
         assert isinstance(batch, PairBatch)
         gains = []
         for answer in (text for _, *pair in texts_of(batch) for text in pair):
@@ -325,6 +325,7 @@ def test_a_batch_tells_its_answers_apart() -> None:
         batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), 4, 0, share_prompts="shared" in packing)
         found: dict[int, tuple[list[int], ...]] = {}
         for batch in batches.take(batches.batches_per_epoch):
+            batch = batch.built
             assert isinstance(batch, PairBatch)
             if "shared" not in packing:
                 assert torch.equal(batch.labels.flatten()[batch.index], batch.label)

@@ -239,6 +239,7 @@ def test_a_batch_has_the_answers_of_its_own_rows_turned_by_one() -> None:
         cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", f"data.packing={packing}"])
         batches, _ = unpaired_batches(cfg.data, tokenizer, batch_size=4, seed=0)
         for batch in batches.take(3):
+            batch = batch.built
             assert isinstance(batch, UnpairedBatch)
             assert batch.mismatched is not None
             answers, turned = (

@@ -180,7 +180,7 @@ def test_of_a_masked_out_step_nothing_was_measured_and_it_is_no_bad_one(
         batches = take(self, n)
         if next(count) != 1:
             return batches
-        return [replace(batch, labels=torch.full_like(batch.labels, -100), num_targets=0) for batch in batches]
+        return [replace(one.built, labels=torch.full_like(one.labels, -100), num_targets=0) for one in batches]
 
     monkeypatch.setattr(Batches, "take", masked)
     run = train_real(tmp_path / "run", *settings, "max_steps=3")

@@ -128,7 +128,7 @@ def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
 def test_left_to_itself_a_run_saves_often_enough_and_keeps_the_last_two(
     step_seconds, save_seconds, saved, train, recipe, monkeypatch, tmp_path, capsys
 ):
-    from lean_ft.training import run as module
+    from lean_ft.training import saving as module
 
     seconds = [0.0]
     take, write = recipe.Batches.take, module.write_checkpoint
@@ -383,7 +383,7 @@ def test_log_is_called_once_a_step(config, recipe, tmp_path, monkeypatch):
 
 
 def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("lean_ft.training.run.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("lean_ft.training.saving.free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match=r"A checkpoint of this run takes up to 64.1 MiB.*1000 B free"):
         recipe.main(config(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -7,8 +7,9 @@ A row is data: facts of the decoder, each a value or what reads it from config.j
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.hybrids import HYBRIDS
+from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
 
 __all__ = ["FAMILIES", "Family", "no_layer"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **HYBRIDS}
+FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **HYBRIDS, **MAMBA}

@@ -53,8 +53,12 @@ class Family:
     reads_layer_types: bool = False
     # Further facts of LayerConfig, of a layer by which layers have a window and its number.
     of_layer: Callable[[Fields, Sequence[bool], int], Mapping[str, Any]] = lambda fields, is_windowed, layer: {}
-    # The other mixers that `layer_types` may name, and what a layer is where config.json does not list them.
+    # config.json in the words that the row reads, where it has been written in several.
+    reworded: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    # The other mixers that `layer_types` may name, and what a layer is where config.json does not list them. "hybrid" is one
+    # beside attention; where each part is alone, "mlp" and "moe" are feed-forward layers, and the others have none.
     mixers: Mapping[str, Callable[[Fields], MixerConfig]] = field(default_factory=dict)
+    parts_are_alone: bool = False
     layer_type: Callable[[Fields, int], str] = lambda fields, layer: "full_attention"
     activation_field: str = "hidden_act"
     # The activations that config.json may name, and which each is.
@@ -66,6 +70,9 @@ class Family:
     # What the folder has in the place of a part of our parameters' names: several names where the first dimension is
     # cut into so many parts, and `*` for the index in a stack, whose matrices it holds one by one.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prefix_on_disk: str = "model."  # of all but the output layer
+    # What transformers, and so PEFT, calls modules in memory, where that is not as on disk.
+    in_memory: Mapping[str, str] = field(default_factory=dict)
 
 
 ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}

@@ -77,7 +77,7 @@ _MIXTRAL_ON_DISK = {
     "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
     "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
 }
-_CORRECTED_MIXTURE = {
+CORRECTED_MIXTURE = {
     "num_experts": count("n_routed_experts"),
     "experts_per_token": count("num_experts_per_tok"),
     "intermediate_size": count("moe_intermediate_size"),
@@ -93,7 +93,7 @@ _CORRECTED_MIXTURE = {
     "weights_factor": number("routed_scaling_factor"),
     "wide_router": True,
 }
-_CORRECTED_MIXTURE_DEFAULTS = {
+CORRECTED_MIXTURE_DEFAULTS = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "n_shared_experts": 1,
@@ -204,11 +204,11 @@ MIXTURES: dict[str, Family] = {
             "qk_norm": lambda fields: "head" if fields.flag("use_qk_norm") else None,
         },
         rope=a_part_turned,
-        mixture=_CORRECTED_MIXTURE,
+        mixture=CORRECTED_MIXTURE,
         has_mixture=_all_layers_but_the_first,
         on_disk=EXPERTS_ON_DISK,
         defaults={
-            **_CORRECTED_MIXTURE_DEFAULTS,
+            **CORRECTED_MIXTURE_DEFAULTS,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
@@ -246,11 +246,11 @@ MIXTURES: dict[str, Family] = {
             "latent": _latent,
         },
         rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=fields.flag("rope_interleave")),
-        mixture=_CORRECTED_MIXTURE,
+        mixture=CORRECTED_MIXTURE,
         has_mixture=_all_layers_but_the_first,
         on_disk=EXPERTS_ON_DISK,
         defaults={
-            **_CORRECTED_MIXTURE_DEFAULTS,
+            **CORRECTED_MIXTURE_DEFAULTS,
             "max_position_embeddings": 4096,
             "moe_intermediate_size": 2048,
             "n_routed_experts": 256,

@@ -1,0 +1,221 @@
+"""Forward and backward of a hybrid model beside transformers' own, of the same shape and text, taking turns.
+
+    python benchmarks/against_transformers.py --rounds 2                  # Qwen3.5-0.8B's shape, 4 x 512 tokens
+    python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
+
+Weights are random, in bfloat16, and all train; a call is the mean loss of the next token and the gradients of all weights, which
+are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Checkpointed, either side
+keeps each layer's input alone. Memory is the process's peak resident size, weights and libraries included; where a kernel for
+CUDA is not installed both sides compute the state in PyTorch's operations.
+
+Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import Budget, run_measured
+from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+
+# Source: the config.json of Qwen/Qwen3.5-0.8B, its language model.
+QWEN3_5_0_8B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+}
+LABELS = {
+    "transformers": "transformers",
+    "ours": "lean_ft",
+    "transformers_checkpointed": "transformers, checkpointed",
+    "ours_checkpointed": "lean_ft, checkpointed",
+}
+
+
+def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, device_name: str, report: Path) -> None:
+    """Measures one side and writes what was found."""
+    import torch
+    from timing import measure_calls
+
+    from lean_ft.training.host_memory import return_freed_memory
+
+    return_freed_memory()
+    device = torch.device(device_name)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    ids = torch.randint(vocabulary, (batch_size, length), generator=torch.Generator().manual_seed(0)).to(device)
+    if kind.startswith("transformers"):
+        import transformers
+
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+            )
+        model.train()
+        if kind.endswith("checkpointed"):
+            model.gradient_checkpointing_enable()
+
+        def loss() -> torch.Tensor:
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+    else:
+        from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
+        from lean_ft.memory import apply_memory
+        from lean_ft.models import load_model
+        from lean_ft.settings import MemoryConfig
+
+        model = load_model(folder, device=device, dtype=torch.bfloat16, random_init=True)
+        kept = "full" if kind.endswith("checkpointed") else "none"
+        apply_memory(model, MemoryConfig(activation_checkpointing=kept), compile=False)
+        labels = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], IGNORED_LABEL)), 1)
+        num_targets = batch_size * (length - 1)
+
+        def loss() -> torch.Tensor:
+            hidden = model(ids, return_hidden=True)
+            total = linear_cross_entropy(hidden, model.output_weight, labels, num_targets=num_targets, chunk_tokens=256)
+            return total / num_targets
+
+    found = []
+
+    def step() -> None:
+        value = loss()
+        value.backward()
+        found.append(value.item())
+        model.zero_grad(set_to_none=True)
+
+    timing = measure_calls(step, device, repeats=repeats, warmup=1)
+    row = {**timing._asdict(), "loss": found[-1], "tokens_per_second": batch_size * length / timing.seconds}
+    report.write_text(json.dumps(row))
+
+
+def compare(config: dict[str, Any], *, rounds: int, arguments: list[str], budget: Budget) -> list[dict[str, Any]]:
+    """Measures each side in a fresh process, round after round; medians, and the largest peak."""
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LABELS}
+    with tempfile.TemporaryDirectory(prefix="lean_ft_against_") as temporary:
+        folder, report = Path(temporary), Path(temporary) / "report.json"
+        (folder / "config.json").write_text(json.dumps(config))
+        for _ in range(rounds):
+            for kind, label in LABELS.items():
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--worker",
+                    kind,
+                    "--folder",
+                    folder,
+                    "--report",
+                    report,
+                    *arguments,
+                ]
+                measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
+                row: dict[str, Any] = {"status": measured.status, "reason": measured.reason}
+                if measured.status == "ok":
+                    row |= json.loads(report.read_text())
+                    row["peak_memory_bytes"] = measured.peak_rss_bytes
+                found[kind].append(row)
+                console.print(
+                    f"{label:<30} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False
+                )
+    rows = []
+    for kind, runs in found.items():
+        done = [run for run in runs if run["status"] == "ok"]
+        row = {"name": kind, "label": LABELS[kind], **(runs[-1] if len(done) < len(runs) else done[-1]), "runs": runs}
+        if len(done) == len(runs):
+            row["seconds"] = statistics.median(run["seconds"] for run in done)
+            row["tokens_per_second"] = statistics.median(run["tokens_per_second"] for run in done)
+            row["peak_memory_bytes"] = max(run["peak_memory_bytes"] for run in done)
+        rows.append(row)
+    return rows
+
+
+COLUMNS = ["forward and backward", "time", "tokens/s", "peak memory", "of transformers'", "beside the weights"]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What the table is of."""
+    settings = result["settings"]
+    return (
+        f"forward and backward of Qwen3.5-0.8B's shape with {settings['layers']} layers and {settings['vocabulary']:,} tokens of "
+        f"vocabulary, {settings['batch_size']} x {settings['length']} tokens, bfloat16, medians over {settings['rounds']} rounds"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table's text."""
+    peaks = {row["name"]: row.get("peak_memory_bytes") for row in result["rows"] if row["status"] == "ok"}
+    cells = []
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            cells.append([row["label"], row["status"], "-", "-", "-", "-"])
+            continue
+        theirs = peaks.get(row["name"].replace("ours", "transformers"))
+        share = "-" if theirs is None else f"{row['peak_memory_bytes'] / theirs:.2f}"
+        time, speed = f"{row['seconds']:.2f} s", tokens_per_second(row["tokens_per_second"])
+        memory = gibibytes(row["peak_memory_bytes"]), share, gibibytes(row["extra_bytes"])
+        cells.append([row["label"], time, speed, *memory])
+    return cells
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="Layers of the shape's 24; every fourth is attention.")] = 24,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 248_320,
+    batch_size: Annotated[int, typer.Option(help="Rows.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each side is run.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed calls of a run, of which the median is told.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 1800,
+    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    worker: Annotated[str, typer.Option(hidden=True)] = "",
+    folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    report: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Compares a hybrid's forward and backward with transformers' own, on time and memory."""
+    if worker and folder is not None and report is not None:
+        work(worker, folder, batch_size, length, repeats, device, report)
+        return
+    hardware = require_hardware(device)
+    config = {**QWEN3_5_0_8B, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    arguments = [
+        *("--batch-size", str(batch_size), "--length", str(length), "--repeats", str(repeats)),
+        *("--device", hardware["device"]),
+    ]
+    rows = compare(config, rounds=rounds, arguments=arguments, budget=Budget(timeout_seconds, None))
+    path = write_result(
+        f"against_transformers_{layers}x{batch_size}x{length}",
+        benchmark="against_transformers",
+        hardware=hardware,
+        settings={
+            "layers": layers,
+            "vocabulary": vocabulary,
+            "batch_size": batch_size,
+            "length": length,
+            "dtype": "bfloat16",
+            "rounds": rounds,
+            "repeats": repeats,
+        },
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)
