@@ -46,7 +46,7 @@ class Config(RecipeConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune

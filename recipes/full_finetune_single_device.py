@@ -36,7 +36,7 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_model(cfg.model, device)
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune

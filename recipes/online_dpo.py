@@ -38,7 +38,7 @@ class Config(OnlineConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read

@@ -40,7 +40,7 @@ class Config(OnlineConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
     score = Rewards(cfg.rewards, tokenizer, device.type)
     model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read

@@ -41,6 +41,8 @@ class Config(Settings):
 
 
 def main(cfg: Config) -> None:
+    if cfg.model.new_tokens:
+        raise ValueError("model.new_tokens are for a run that trains them; what it saved has them. Leave them out.")
     source = find_finished(cfg.model.path)
     check_destination(cfg.output, source, force=False)
     model, tokenizer, _ = read_source(source, is_adapter(source), dtype=getattr(torch, cfg.model.dtype))

@@ -53,7 +53,7 @@ class Config(RecipeConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     if cfg.pad_token is not None:
         tokenizer.pad_with(cfg.pad_token)
     share_prompts = not cfg.loss.per_token and shares_prompts(cfg)

@@ -49,7 +49,7 @@ def stats(
     from lean_ft.data import statistics
     from lean_ft.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     found = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
     console.print(Text(f"{found.report}\n"))
@@ -117,9 +117,7 @@ def preview(
     from lean_ft.data.preview import preview_page
     from lean_ft.tokenizers import load_tokenizer
 
-    found = look(
-        cfg.data, load_tokenizer(cfg.model.path, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size
-    )
+    found = look(cfg.data, load_tokenizer(cfg.model, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size)
     console = stdout()
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

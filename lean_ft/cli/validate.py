@@ -90,7 +90,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 fake_quantize(decoder, cfg)
                 freeze_parameters(decoder, cfg.freeze, cfg.train)
         with _gathered(problems):
-            tokenizer = load_tokenizer(model.path, getattr(data, "chat_template", None)) if data is not None else None
+            tokenizer = load_tokenizer(model, getattr(data, "chat_template", None)) if data is not None else None
     distill = group(DistillConfig)
     if distill is not None and (sampling := group(SamplingConfig)) is not None and data is not None:
         with _gathered(problems):
@@ -114,7 +114,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
                 notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
     if (prompts := group(PromptDataConfig)) is not None and model and name is None:
         with _gathered(problems, "data.source: "):
-            found, _ = prompt_rows(prompts, load_tokenizer(model.path, prompts.chat_template), seed=0)
+            found, _ = prompt_rows(prompts, load_tokenizer(model, prompts.chat_template), seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]

@@ -125,7 +125,7 @@ def prepare_batches(
     if config.chat_template is not None and tokenizer.own_template is None:
         raise ValueError(
             "data.chat_template is set, and this recipe loads its tokenizer without it. In the recipe: "
-            "load_tokenizer(cfg.model.path, cfg.data.chat_template)."
+            "load_tokenizer(cfg.model, cfg.data.chat_template)."
         )
     folder = cache_folder(config.cache_dir)
     whole = load_documents(config, tokenizer, config.source, folder)

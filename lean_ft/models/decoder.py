@@ -204,6 +204,7 @@ class Decoder(nn.Module):
         self.source_folder: Path | None = None
         self.hf_config: dict[str, Any] = {}
         self.part_of = ""
+        self.new_ids: list[int] = []  # of tokens that its folder does not have
         self.quantization: dict[str, Any] = {}  # how the weights of its folder are, where they were read into others
         self.generation_config: bytes | None = None
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone

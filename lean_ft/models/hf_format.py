@@ -7,7 +7,7 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +26,7 @@ from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
 from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.tokenizers import load_tokenizer
 from lean_ft.whole_files import write_whole
 
 _WEIGHTS = "model.safetensors"
@@ -34,6 +35,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_DTYPES = (*_DTYPES, torch.float64)
 
 _FINGERPRINT_PAGES = 8192
+# What has a row a token, and the field that says how many.
+_OF_TOKENS = {
+    "model.embed_tokens.weight": "vocab_size",
+    "lm_head.weight": "vocab_size",
+    "model.embed_tokens_per_layer.weight": "vocab_size_per_layer_input",
+}
 
 AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
@@ -59,6 +66,7 @@ def load_model(
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
     scores: bool | None = False,
+    new_ids: Sequence[int] = (),
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, of a repository of the hub (`org/name`), or `tiny`, the embedded one;
     every parameter in `dtype`. Settings in place of the path say all of that but the device; their float16 is mixed
@@ -70,19 +78,23 @@ def load_model(
     module has its weights; it may put a smaller one in its place, before the next takes memory. On the device `meta` the
     model is of shapes alone until `read_weights`, so that it can be cut before it takes memory. With `scores` it is a
     reward model: that of the folder, or what a language model becomes with an output layer of zeros in place of its own;
-    None takes either kind as it is.
+    None takes either kind as it is. `new_ids` are tokens' that it gets rows for, each the mean of those before the first of them.
     Raises ValueError where the folder, its config.json or its weights are not what is expected, which without `scores` a
     reward model is not; nothing is allocated before that is known.
     """
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
-        random_init, router_aux_loss_coef, path = path.random_init, path.router_aux_loss_coef, path.path
+        random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
+        if path.new_tokens:
+            tokenizer = load_tokenizer(path)
+            new_ids = list(range(tokenizer.vocab_size))[-len(path.new_tokens) :]
+        path = path.path
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     watcher = stage()
     random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
-    model = _described(folder, dtype, router_aux_loss_coef, scores)
+    model = _described(folder, dtype, router_aux_loss_coef, scores, new_ids)
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
         model.unread = Unread(fill)
@@ -144,7 +156,13 @@ def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: floa
     return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef, None)
 
 
-def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | None, scores: bool | None) -> Decoder:
+def _described(
+    folder: Path,
+    dtype: torch.dtype,
+    router_aux_loss_coef: float | None,
+    scores: bool | None,
+    new_ids: Sequence[int] = (),
+) -> Decoder:
     """The model of a folder's config.json, of shapes alone; where that reads images too, its language model. None for
     `scores` takes either kind as it is."""
     file = folder / "config.json"
@@ -159,6 +177,9 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
     if scores:
         hf_config = score_config(own, where=str(file))
     score_is_new = hf_config is not own
+    num_rows = max(new_ids, default=-1) + 1
+    sizes = {size: hf_config[size] for size in set(_OF_TOKENS.values()) if size in hf_config}
+    hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     quantization = hf_config.get("quantization_config") or {}
     hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
@@ -168,7 +189,7 @@ def _described(folder: Path, dtype: torch.dtype, router_aux_loss_coef: float | N
             "recipe reward take it."
         )
     model.source_folder, model.hf_config, model.part_of = folder, hf_config, part_of
-    model.score_is_new, model.quantization = score_is_new, quantization
+    model.score_is_new, model.quantization, model.new_ids = score_is_new, quantization, list(new_ids)
     if router_aux_loss_coef and model.mixture is None:
         raise ValueError(
             f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
@@ -375,9 +396,26 @@ def _read_from(folder: Path, model: Decoder) -> Fill:
             part_of(parameter).values.zero_()
             return
         for place, part in _parts_of_parameter(model.hf_config, name, parameter):
-            stored[place].read_part(part)
+            if model.new_ids and place in _OF_TOKENS:
+                _read_and_grow(stored[place], part, model.new_ids)
+            else:
+                stored[place].read_part(part)
 
     return read
+
+
+def _read_and_grow(stored: Readable, part: Part, new_ids: Sequence[int]) -> None:
+    """Fills a matrix (V, D) with a row a token, of which the folder may have fewer rows; of a part of one it takes the whole's
+    memory meanwhile."""
+    is_whole = part.values.shape == part.shape
+    whole = part.values if is_whole else torch.empty(part.shape, dtype=part.dtype, device=part.values.device)
+    num_stored = stored.shape[0]
+    stored.read_part(part_of(whole[:num_stored]))
+    mean = whole[: min(num_stored, new_ids[0])].mean(0, dtype=torch.float32).to(whole.dtype)
+    whole[num_stored:] = mean
+    whole[new_ids[0] : new_ids[-1] + 1] = mean
+    if not is_whole:
+        part.values.copy_(part.within(whole))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -448,6 +486,8 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
             "model, or config.json leaves out a field."
         )
     for name, tensor in stored.items():
+        if model.new_ids and name in _OF_TOKENS and 0 < tensor.shape[0] <= expected[name][0]:
+            expected[name] = (tensor.shape[0], *expected[name][1:])  # the others are to come
         if tensor.shape != expected[name]:
             raise ValueError(
                 f"{tensor.file}: {name} has the shape {list(tensor.shape)}; config.json makes it "

@@ -42,6 +42,11 @@ def load_with_adapter(
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
+    if model_cfg.new_tokens:
+        raise ValueError(
+            "model.new_tokens have rows that train with all of the model, and lora freezes it. Leave lora out; a run without it "
+            "saves a model that has the tokens, on which an adapter can be trained."
+        )
     model = load_model(
         model_cfg.path,
         device if ranks.size == 1 else "meta",

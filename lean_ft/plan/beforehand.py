@@ -120,7 +120,7 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
         return cfg
     resolve_device(cfg.device)
     check_output_dir(cfg)
-    tokenizer, are_pairs = load_tokenizer(model.path, data.chat_template), isinstance(data, PreferenceDataConfig)
+    tokenizer, are_pairs = load_tokenizer(model, data.chat_template), isinstance(data, PreferenceDataConfig)
     batches, _ = prepare_batches(data, tokenizer, cfg.batch_size, cfg.seed, share_prompts=are_pairs)
     longest = batches.longest if data.longest is None else min(data.longest, batches.longest)
     update: dict[str, Any] = {"max_length": longest}

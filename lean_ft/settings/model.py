@@ -23,6 +23,11 @@ class ModelConfig(Settings):
         False,
         description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
     )
+    new_tokens: list[str] = Field(
+        [],
+        description="Tokens to add to the model's: their rows of the embedding and of the output layer start at the mean of the "
+        "others, and train with all. What is saved has them in its tokenizer.json.",
+    )
     router_aux_loss_coef: NonNegativeFloat | None = Field(
         None,
         description="Mixtures of experts: weight of the router's load-balancing loss, added to the mean loss; 0 leaves "

@@ -10,7 +10,9 @@ from tokenizers import AddedToken
 
 from lean_ft.context import context_length
 from lean_ft.paths import resolve_model_path
+from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import stage
+from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
 from lean_ft.tokenizers.tokenizer import Tokenizer
@@ -48,17 +50,34 @@ class _WhenAsked:
         return getattr(self._loaded, name)
 
 
-def load_tokenizer(path: str | Path, chat_template: Path | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = None) -> Tokenizer:
     """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
 
     Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
     as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
     beside it; what they do not say comes from `generation_config.json` and `config.json`. `chat_template` is a file of
-    one to take in place of the folder's. Raises ValueError where the folder has no tokenizer or its files contradict
-    each other.
+    one to take in place of the folder's. Settings in place of the path may have `new_tokens`. Raises ValueError where the folder
+    has no tokenizer or its files contradict each other, and for a new token that is there already.
     """
+    if isinstance(path, ModelConfig):
+        if path.new_tokens:
+            path = _with_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
+        else:
+            path = path.path
     found = _WhenAsked(path, chat_template) if stage() is not None else _load_tokenizer(path, chat_template)
     return cast(Tokenizer, found)
+
+
+def _with_new_tokens(folder: Path, new: list[str]) -> Path:
+    own = _load_tokenizer(folder, None)
+    for i, token in enumerate(new):
+        if not token or token in new[:i] or own.token_id(token) is not None:
+            known = f"has the id {own.token_id(token)} in the tokenizer of {folder}" if token else "is empty"
+            said = "is given twice" if token in new[:i] else known
+            raise ValueError(
+                f"model.new_tokens: {token!r} {said}; expected tokens that are not there yet. Leave it out."
+            )
+    return copy_with_new_tokens(folder, own.files, new, own.vocab_size, own.added_tokens, own.control_tokens)
 
 
 def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:

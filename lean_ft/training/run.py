@@ -31,7 +31,7 @@ from lean_ft.log import say
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
-from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.shapes_only import StepTaken, stage
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
@@ -108,6 +108,11 @@ class Run:
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
         check_applied(model, cfg)
+        settings = cfg.group(ModelConfig)
+        if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
+            raise ValueError(
+                "the tokenizer lacks model.new_tokens: in the recipe it is load_tokenizer(cfg.model, ...)."
+            )
         if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
             raise ValueError(
                 f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."

@@ -52,6 +52,10 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     """
     if cfg.destination.exists():
         raise ValueError(f"{cfg.destination} is there already; choose another place, or delete it.")
+    if cfg.model.new_tokens:
+        raise ValueError(
+            "model.new_tokens are for a run that trains them; a teacher says nothing of them. Leave them out."
+        )
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lean_ft.distributed import join, parallelize
-from lean_ft.models.config import DeltaRuleConfig, MixtureConfig
+from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixtureConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from tests.distributed.processes import on_ranks
@@ -27,6 +27,7 @@ MIXTURE = MixtureConfig(
     num_experts=8, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True, router_aux_loss_coef=0.1
 )
 SHARED = replace(MIXTURE, shared_intermediate_size=40, shared_gate=True)
+LATENT = {"latent": LatentConfig(rank=12, query_rank=None, plain_dim=8, value_dim=16), "num_kv_heads": 4}
 STATE = {"rope": None, "mixer": DeltaRuleConfig(2, 4, 8, 6, num_taps=3, fused_projections=True)}
 BIASED = MixtureConfig(
     num_experts=4,
@@ -75,6 +76,7 @@ TWO: dict[str, Case] = {
     "context, selective, tiled, clipped": Case(
         CONTEXT, memory={"activation_checkpointing": "selective", "tile_mlp": 2}, clip=0.5
     ),
+    "context, latent": Case(CONTEXT, model=LATENT),
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
     "tensor, biases, head norms, sinks": Case(
@@ -201,6 +203,8 @@ REFUSED = [
     ),
     ("layers of this model keep a state over each row", Case(TENSOR, model={"layer": STATE})),
     ("layers of this model keep a state over each row", Case(CONTEXT, model={"layer": STATE})),
+    ("makes those of keys and values from one latent", Case(TENSOR, model=LATENT)),
+    ("layers of this model attend to the keys of another's", Case(TENSOR, model={"layer": {"keys_of": 0}})),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
     ("parallel.tensor=2 cuts projections by heads and features", Case(TENSOR, model={"fused_qkv": True})),
     ("this model norms the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),

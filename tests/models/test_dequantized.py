@@ -49,9 +49,8 @@ def edit(folder, replace, quantization) -> dict[str, torch.Tensor]:
     return expected
 
 
-@pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "one scale"])
-def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_checkpoint, tmp_path, strips):
-    folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+def in_8_bits(block):
+    """For `edit`: the projections in fp8, with a scale a block, or one."""
 
     def replace(name, weight):
         if not name.endswith("proj.weight"):
@@ -64,8 +63,14 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
         own = {name: numbers, f"{name}_scale_inv": scales}
         return {**own, name.replace("weight", "activation_scale"): torch.ones(())}, meant
 
+    return replace
+
+
+@pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "one scale"])
+def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_checkpoint, tmp_path, strips):
+    folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block, "activation_scheme": "dynamic"}
-    expected = edit(folder, replace, quantization)
+    expected = edit(folder, in_8_bits(block), quantization)
     model = load_model(folder, dtype=torch.bfloat16)
     assert "its folder has them in fp8, what is saved is in bfloat16" in describe_model(model)
     save_model(model, tmp_path)
