@@ -7,8 +7,8 @@
 Each setting is rehearsed as `leanft plan` does, then run as a fresh process. On a GPU the measured number is the
 allocator's peak. On a CPU it is the process's peak resident size less its base: what the same settings take for a model
 of next to no size, less what the planner says of that. The base is the interpreter, the libraries and, with `compile`,
-the compiler. There both runs go on until their peaks stand still, and what is compared are those, beside which the table
-tells the first; `--settle-steps 0` measures two steps.
+the compiler. There both runs of the first shape go on until their peaks stand still, and what is compared are those,
+beside which the table tells the first; the other shapes, whose steps take long, and `--settle-steps 0` measure two steps.
 
 Writes `results/planner_accuracy_<hardware>.json`, with `objectives_` before the hardware for those.
 """
@@ -89,16 +89,16 @@ def main(
     path, rows = results_dir, []
     on_cpu = hardware["device"] == "cpu"
     settle_steps = settle_steps if on_cpu else 0
-    common = (settle_steps, hardware["device"], budget)
-    bases: dict[str, Any] = {}
+    bases: dict[tuple[bool, str], Any] = {}
     wanted = shapes.split(",")[:1] if objectives else shapes.split(",")
     for number, shape in enumerate(wanted):
+        common = (0 if number else settle_steps, hardware["device"], budget)
         for label, settings in (OBJECTIVES if objectives else CHOSEN if number else SETTINGS).items():
-            if on_cpu and label not in bases:
+            if on_cpu and (number > 0, label) not in bases:
                 # One row each; kto compares two.
                 predicted, measured = _both(NO_SIZE, 0, settings, 2 if objectives else 1, 64, *common)
                 if measured["status"] == "ok":
-                    bases[label] = {
+                    bases[number > 0, label] = {
                         peak: measured[peak] - predicted["peak_bytes"] for peak in PEAKS if peak in measured
                     }
             predicted, measured = _both(shape, layers, settings, batch_size, length, *common)
@@ -106,7 +106,7 @@ def main(
             if measured["status"] == "ok":
                 for peak, name in PEAKS.items():
                     if peak in measured:
-                        row[name] = measured[peak] - bases.get(label, {}).get(peak, 0)
+                        row[name] = measured[peak] - bases.get((number > 0, label), {}).get(peak, 0)
                 row["error"] = predicted["peak_bytes"] / row["measured_bytes"] - 1
             rows.append(row)
             console.print(" | ".join(_cells(row)), markup=False)
@@ -197,7 +197,7 @@ def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, less the process's base,"
     what = "recipes that learn from pairs, labels and a teacher," if settings.get("objectives") else "full finetuning"
-    until = ", when it stands still" if settings.get("settle_steps") else ""
+    until = ", when it stands still and else after two steps" if settings.get("settle_steps") else ""
     return (
         f"predicted and measured peak memory ({kind} of fresh processes{until}) of {what} in bfloat16, batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, random weights"

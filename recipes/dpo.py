@@ -20,32 +20,15 @@ from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import (
-    LoRAConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PreferenceDataConfig,
-    PreferenceLossConfig,
-    RecipeConfig,
-    ReferenceConfig,
-    ScheduleConfig,
-)
+from lean_ft.settings import AnswersConfig, ParallelConfig, PreferenceDataConfig, PreferenceLossConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import Run, apply_regularization, load_reference, shares_prompts, start
 
 
-class Config(RecipeConfig):
-    model: ModelConfig
+class Config(AnswersConfig):
     data: PreferenceDataConfig
-    lora: LoRAConfig | None = None  # null: all parameters train
-    reference: ReferenceConfig = ReferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    schedule: ScheduleConfig = ScheduleConfig()
     loss: PreferenceLossConfig = PreferenceLossConfig()
-    memory: MemoryConfig = MemoryConfig()
 
 
 def main(cfg: Config) -> None:

@@ -16,36 +16,19 @@ from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
 from lean_ft.distributed import cut, join, parallelize
-from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, unpaired_loss
+from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, answer_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import (
-    LoRAConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RecipeConfig,
-    ReferenceConfig,
-    ScheduleConfig,
-    UnpairedDataConfig,
-    UnpairedLossConfig,
-)
+from lean_ft.settings import AnswersConfig, ParallelConfig, UnpairedDataConfig, UnpairedLossConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import Run, apply_regularization, load_reference, start
 
 
-class Config(RecipeConfig):
-    model: ModelConfig
+class Config(AnswersConfig):
     data: UnpairedDataConfig
-    lora: LoRAConfig | None = None  # null: all parameters train
     parallel: ParallelConfig = ParallelConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    schedule: ScheduleConfig = ScheduleConfig()
     loss: UnpairedLossConfig = UnpairedLossConfig()
-    memory: MemoryConfig = MemoryConfig()
 
     @model_validator(mode="after")
     def _has_others_to_compare_with(self) -> "Config":
@@ -90,12 +73,7 @@ def main(cfg: Config) -> None:
         compared_with = baseline(model, batch)  # first, as the reference: nothing waits for a backward pass yet
         frozen = reference(batch)
         answers = log_probs(model, batch, tokens)
-        gained = (answers.log_probs - frozen)[:, 0]
-        losses = unpaired_loss(
-            gained=gained, is_desirable=batch.is_desirable, baseline=compared_with, **cfg.loss.model_dump()
-        )
-        statistics.add_answers(gained, answers.log_probs[:, 0], batch.is_desirable, cfg.loss.beta)
-        statistics.add(baseline=compared_with * batch.num_pairs)
+        losses = answer_losses(cfg.loss, answers, frozen, compared_with, batch.is_desirable, statistics)
         return losses, answers
 
     @torch.no_grad()

@@ -12,7 +12,14 @@ from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
-from lean_ft.losses.unpaired import UNPAIRED_LOSSES, Baseline, RunningMean, UnpairedStatistics, unpaired_loss
+from lean_ft.losses.unpaired import (
+    UNPAIRED_LOSSES,
+    Baseline,
+    RunningMean,
+    UnpairedStatistics,
+    answer_losses,
+    unpaired_loss,
+)
 from lean_ft.losses.values import generalized_advantages, value_loss, whitened
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "UnpairedStatistics",
     "add_scores",
     "advantages",
+    "answer_losses",
     "batch_loss",
     "correction",
     "generalized_advantages",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import UnpairedLossConfig
 from lean_ft.shards import ALONE, Ranks
@@ -174,3 +175,22 @@ class UnpairedStatistics(TokenStatistics):
             chosen, rejected = (means[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
             means[f"{prefix}rewards/margins"] = chosen - rejected
         return means
+
+
+def answer_losses(
+    loss: UnpairedLossConfig,
+    answers: Answers,
+    reference: Tensor,
+    baseline: Tensor,
+    is_desirable: Tensor,
+    statistics: UnpairedStatistics,
+) -> Tensor:
+    """The loss of each of P answers, (P,), by what the settings say and what `AnswerLogProbs` made of the answers.
+
+    reference (P, 1): log-probabilities under it; baseline: a scalar; is_desirable (P,). What the metrics tell is added to
+    the statistics.
+    """
+    gained = (answers.log_probs - reference)[:, 0]
+    statistics.add_answers(gained, answers.log_probs[:, 0], is_desirable, loss.beta)
+    statistics.add(baseline=baseline * len(gained))
+    return unpaired_loss(gained=gained, is_desirable=is_desirable, baseline=baseline, **loss.model_dump())

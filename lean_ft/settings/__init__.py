@@ -37,6 +37,7 @@ from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeC
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import (
     LOGGER_PACKAGES,
+    AnswersConfig,
     KeepTeacherConfig,
     LogConfig,
     OnlineConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "MUON_MOMENTUM",
     "POLICY_LOSS_READS",
     "AnswerDataConfig",
+    "AnswersConfig",
     "AskConfig",
     "AskedModelConfig",
     "DataConfig",

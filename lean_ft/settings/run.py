@@ -219,6 +219,17 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
     return abs(long / short - round(long / short)) < 1e-9
 
 
+class AnswersConfig(RecipeConfig):
+    """What recipes have that learn from given answers, measured against a frozen reference; data and loss are left to them."""
+
+    model: ModelConfig
+    lora: LoRAConfig | None = None  # null: all parameters train
+    reference: ReferenceConfig = ReferenceConfig.model_validate({})
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({"lr": 1e-6})
+    schedule: ScheduleConfig = ScheduleConfig.model_validate({})
+    memory: MemoryConfig = MemoryConfig.model_validate({})
+
+
 class OnlineConfig(RecipeConfig):
     """What every recipe has that learns from answers of its own; its loss is left to it."""
 

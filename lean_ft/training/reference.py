@@ -53,6 +53,7 @@ Reference = Callable[[PairBatch], Tensor]
 SECOND_MODELS = ("model", "streamed", "nf4")  # the kinds that are
 FORMAT = 1  # of the cache's values; part of their key
 SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
+SLICE_VALUES = 2**22  # summed at a time: 32 MiB as int64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
@@ -262,7 +263,8 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
             step = max(1, size // SAMPLED_VALUES)
             sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
             if local(tensor) is not tensor or ranks.shard == 0:  # of a tensor that is not cut each rank has all
-                sampled[-1] = bits.sum(dtype=torch.int64)
+                # In slices: a sum in another type begins with a copy in it, four times a bfloat16 tensor.
+                sampled[-1] = sum(s.sum(dtype=torch.int64) for s in bits.split(SLICE_VALUES))
                 # Of the values sampled those that are here, in runs of which each begins a stride behind the one before.
                 place = torch.arange(0, size, step, device=bits.device) - part.first
                 run, stride = part.run or bits.numel(), part.stride or size

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from lean_ft.catalog import find_recipe, load_recipe, recipes
 from lean_ft.data import PairBatch, preference_batches
+from lean_ft.models import load_model
 from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
+from lean_ft.shards import ALONE
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.reference import _weights_digest
 from tests.data.pair_texts import texts_of
 from tests.training.toy_runs import TIMES
 
@@ -221,6 +225,17 @@ def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pyt
     assert computed("loss.ld_alpha=0.5") == 24
     assert computed("data.max_prompt_length=6") == 24
     assert computed("model.dtype=bfloat16") == 24
+
+
+def test_a_caches_key_is_made_of_a_slice_of_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lean_ft.training.reference.SAMPLED_VALUES", 8)
+    model = load_model("tiny", dtype=torch.bfloat16)
+    whole = _weights_digest(model, ALONE)
+    monkeypatch.setattr("lean_ft.training.reference.SLICE_VALUES", 2**12)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        assert _weights_digest(model, ALONE) == whole
+    largest = max(event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]")  # type: ignore[union-attr]
+    assert 8 * 2**12 <= largest < model.output_weight.nbytes
 
 
 def test_filling_the_cache_draws_no_random_number(train: Train) -> None:
