@@ -7,6 +7,7 @@
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
     python benchmarks/compare_trl.py --objective distill                # from a teacher of the shape, TRL's GKDTrainer
     python benchmarks/compare_trl.py --objective dpo                   # its DPOTrainer: compare_dpo.py tells of that
+    python benchmarks/compare_trl.py --objective grpo                  # its GRPOTrainer: compare_grpo.py
 
 Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
 checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing, distillation as full finetuning with a
@@ -53,6 +54,7 @@ class Objective(StrEnum):
 
     sft = "sft"
     dpo = "dpo"
+    grpo = "grpo"
     distill = "distill"
 
 
@@ -312,10 +314,10 @@ def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
     recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, or LoRA.")] = Recipe.full,
     objective: Annotated[
-        Objective, typer.Option("--objective", help="TRL's SFTTrainer, its DPOTrainer or its GKDTrainer.")
+        Objective, typer.Option("--objective", help="TRL's SFTTrainer, its DPOTrainer, GRPOTrainer or GKDTrainer.")
     ] = Objective.sft,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a step: 8; pairs for dpo: 4.")] = None,
-    lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas.")] = "512",
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step, answers for grpo: 8; pairs for dpo: 4.")] = None,
+    lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas; half of one is grpo's prompt.")] = "",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
     warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
@@ -330,7 +332,25 @@ def main(
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
 ) -> None:
-    """Compares lean_ft with TRL's SFTTrainer or DPOTrainer on speed and peak memory."""
+    """Compares lean_ft with one of TRL's trainers on speed and peak memory."""
+    lengths = lengths or ("256" if objective is Objective.grpo else "512")
+    if objective is Objective.grpo:
+        import compare_grpo
+
+        compare_grpo.compare(
+            shape=shape,
+            answers=batch_size or 8,
+            tokens=(int(lengths) // 2, int(lengths) // 2),
+            rounds=rounds,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            settle_steps=settle_steps,
+            only=only,
+            device=device,
+            budget=Budget(timeout_seconds, budget_seconds),
+            results_dir=results_dir,
+        )
+        return
     if objective is Objective.dpo:
         from compare_dpo import compare
 

@@ -32,6 +32,7 @@ BENCHMARKS = (
     "host_pool",
     "compare_trl",
     "compare_dpo",
+    "compare_grpo",
     "compare_fsdp",
     "linear_cross_entropy",
     "attention",

@@ -370,7 +370,9 @@ def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int) -> Row:
         }
     seconds = [line["step_seconds"] for line in counted]
     median = statistics.median(seconds)
+    sampling = [line["sampling_seconds"] for line in counted if "sampling_seconds" in line]
     return {
+        **({"sampling_seconds": statistics.median(sampling)} if sampling else {}),
         "tokens_per_second": tokens_per_step / median,
         "target_tokens_per_step": statistics.median(line["target_tokens"] for line in counted),
         "step_seconds": median,

@@ -40,7 +40,7 @@ CONFIG = {
 }
 NUM_ROWS = 13  # seven batches of two, so that an epoch ends in half a step
 STEPS = 16
-TIMES = {"tokens_per_second", "target_tokens_per_second", "step_seconds", "peak_memory_bytes"}
+TIMES = {"tokens_per_second", "target_tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes"}
 TIMES |= {"rss_bytes", "rss_growth_bytes"}
 
 torch.set_num_threads(1)

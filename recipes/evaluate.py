@@ -7,7 +7,6 @@ leanft run evaluate adapter=runs/tiny_lora tasks=[my_task.yaml]       # a task f
 What comes out goes into evaluation.json in the run, beside what is there of other steps, or into `output`.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.generation import open_model
+from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.log import say
 from lean_ft.models import Decoder
 from lean_ft.settings import AskedModelConfig, Settings, SFTDataConfig
@@ -55,16 +55,17 @@ class Config(Settings):
 def main(cfg: Config) -> None:
     if not cfg.tasks and cfg.data is None:
         raise ValueError("expected tasks=[...], data.source=FILE, or both; came neither.")
-    if cfg.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            "tasks are lm-evaluation-harness's: pip install 'lean-ft[eval]', or ask a file by data.source."
-        )
+    if cfg.tasks:
+        find_tasks(cfg.tasks)  # before the model is loaded
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
     results: dict[str, Any] = {}
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)
     if cfg.tasks:
-        results["tasks"] = run_tasks(cfg, model, tokenizer)
+        asked = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
+        results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **asked)
+        for task, told in results["tasks"].items():
+            say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
     write(cfg, results)
 
 
@@ -74,38 +75,6 @@ def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokeni
     report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)
     say("answers", f"{report.num_right} of {len(report.answers)} right ({report.exact_match:.1%})")
     return {"exact_match": report.exact_match, "num_right": report.num_right, "num_questions": len(report.answers)}
-
-
-def run_tasks(cfg: Config, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from lean_ft.generation.harness import HarnessModel
-
-    files = [Path(task).expanduser() for task in cfg.tasks if task.endswith((".yaml", ".yml"))]
-    if missing := [str(file) for file in files if not file.is_file()]:
-        raise ValueError(f"tasks: there is no file {', '.join(missing)}.")
-    manager = TaskManager(include_defaults=len(files) < len(cfg.tasks))
-    tasks = [str(Path(task).expanduser().resolve()) if task.endswith((".yaml", ".yml")) else task for task in cfg.tasks]
-    if unknown := [task for task in tasks if not Path(task).is_file() and not manager.match_tasks([task])]:
-        raise ValueError(f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists what it knows.")
-    found = simple_evaluate(
-        HarnessModel(model, tokenizer, cfg.seed),
-        tasks=tasks,
-        num_fewshot=cfg.num_fewshot,
-        limit=cfg.limit,
-        apply_chat_template=cfg.chat,
-        task_manager=manager,
-        bootstrap_iters=0,
-    )
-    assert found is not None
-    results = {
-        task: {name.partition(",")[0]: value for name, value in told.items() if isinstance(value, int | float)}
-        for task, told in found["results"].items()
-    }
-    for task, told in results.items():
-        say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
-    return results
 
 
 def write(cfg: Config, results: dict[str, Any]) -> None:

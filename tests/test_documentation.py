@@ -29,7 +29,13 @@ from lean_ft.settings_text import describe, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LONG = ("index.md", "preferences.md", "distillation.md", "online.md")  # whose commands train for a while
+LONG = (
+    "index.md",
+    "coming_from_trl.md",
+    "preferences.md",
+    "distillation.md",
+    "online.md",
+)  # whose commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # by a command before
 NO_SETTING = {"shell=True"}  # of Python
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}

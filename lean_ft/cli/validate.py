@@ -50,6 +50,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     import torch
 
     from lean_ft.data import prompt_rows
+    from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
     from lean_ft.peft import apply_lora, quantize_as_loaded
     from lean_ft.quantization import fake_quantize
@@ -73,6 +74,9 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     with _gathered(problems):
         if isinstance(cfg, RecipeConfig):
             check_output_dir(cfg)
+    if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
+        with _gathered(problems):
+            find_tasks(cfg.eval_tasks)
     if group(ReferenceConfig) is not None:
         with _gathered(problems):
             kind, why = choose_kind(cfg)

@@ -136,31 +136,27 @@ class PolicyBatch(Batch):
         """The batch of answers that are numbered from `first` on, each list of one token or more."""
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         width, longest = int(rounded_up(np.array([len(row) for row in rows])).max()), max(map(len, answers))
-        input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-        labels = torch.full_like(input_ids, IGNORED)
-        is_token = torch.zeros(input_ids.shape, dtype=torch.bool)
-        index, label, place = list[int](), list[int](), list[int]()
+        targets, index, label, place = list[list[int]](), list[int](), list[int](), list[int]()
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            row = torch.tensor(rows[i])
-            input_ids[i, : len(row)], is_token[i, : len(row)] = row, True
             # The last token of the prompt predicts the answer's first.
-            labels[i, len(prompt) - 1 : len(row) - 1] = row[len(prompt) :]
-            index += range(i * width + len(prompt) - 1, i * width + len(row) - 1)
+            targets.append([*[IGNORED] * (len(prompt) - 1), *answer])
+            index += range(i * width + len(prompt) - 1, i * width + len(rows[i]) - 1)
             label += answer
             place += range(i * longest, i * longest + len(answer))
 
-        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-            return torch.tensor([[*row, *[0] * (longest - len(row))] for row in values], dtype=dtype)
+        # A tensor of all rows at once: operations row by row are what a rehearsal on shapes would wait for.
+        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype, size: int = longest, rest: int = 0) -> Tensor:
+            return torch.tensor([[*row, *[rest] * (size - len(row))] for row in values], dtype=dtype)
 
-        counted = grid(counts, torch.bool)
+        counted, input_ids = grid(counts, torch.bool), grid(rows, torch.int64, width, pad_id)
         return cls(
             input_ids=input_ids,
-            labels=labels,
+            labels=grid(targets, torch.int64, width, IGNORED),
             positions=torch.arange(width).expand(len(rows), -1).contiguous(),
             cu_seqlens=None,
             num_targets=int(counted.sum()),
             num_tokens=input_ids.numel(),
-            is_token=is_token,
+            is_token=grid([[True] * len(row) for row in rows], torch.bool, width),
             index=torch.tensor(index),
             label=torch.tensor(label),
             place=torch.tensor(place),

@@ -92,13 +92,12 @@ def choose(logits: Tensor, keys: Tensor | None, sampling: Sampling) -> tuple[Ten
 
 def _choose(logits: Tensor, keys: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
     values = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
-    values = values - values.amax(1, keepdim=True)
+    highest, chosen = values.max(1, keepdim=True)  # on a CPU several times faster than argmax
+    values = values - highest
     weights = values.exp()  # over the likeliest token's
-    if keys is None:
-        chosen = logits.argmax(1, keepdim=True)
-    else:
+    if keys is not None:
         _leave_out(weights, sampling)
-        chosen = weights.div(waiting_times(keys, weights.shape[1])).argmax(1, keepdim=True)
+        chosen = weights.div(waiting_times(keys, weights.shape[1])).max(1, keepdim=True).indices
     log_probs = values.gather(1, chosen) - weights.sum(1, keepdim=True).log()
     return chosen[:, 0], log_probs[:, 0]
 

@@ -29,8 +29,11 @@ _SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
 class HarnessModel(TemplateLM):
     """A model for `lm_eval.simple_evaluate`. Raises ValueError for generation settings of a task that are not known here."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, seed: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, seed: int = 0, tokens_at_a_time: int = TOKENS_AT_A_TIME
+    ) -> None:
         super().__init__()
+        self._tokens_at_a_time = tokens_at_a_time
         self.model, self.tokenizer, self._seed = model, tokenizer, seed  # pyright: ignore[reportAttributeAccessIssue]
         self._tokens = tokenizer
         self.max_length = context_length(model.hf_config) or _DEFAULT_CONTEXT
@@ -63,12 +66,13 @@ class HarnessModel(TemplateLM):
         """The log-probability of each continuation behind its context, and whether it is the likeliest at every token."""
         found = dict[int, tuple[float, bool]]()
         asked = [((list(context) + list(told))[-self.max_length - 1 :], len(told)) for _, context, told in requests]
-        for rows in _batches([len(ids) for ids, _ in asked]):
+        for rows in _batches([len(ids) for ids, _ in asked], self._tokens_at_a_time):
             width = len(asked[rows[0]][0]) - 1
             input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
             for row, i in enumerate(rows):
                 input_ids[row, : len(asked[i][0]) - 1] = torch.tensor(asked[i][0][:-1])
-            with torch.inference_mode():
+            # A model in training may be compiled for rows of one shape, and what it keeps has to serve its backward pass too.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 hidden = self.model(input_ids.to(self.model.output_weight.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
                     ids, count = asked[i]
@@ -125,11 +129,11 @@ class HarnessModel(TemplateLM):
         return [answers[i] for i in range(len(requests))]
 
 
-def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices, the longest first, as many at a time as TOKENS_AT_A_TIME allows."""
+def _batches(lengths: list[int], tokens_at_a_time: int) -> Iterator[list[int]]:
+    """Indices, the longest first, as many at a time as have so many tokens, padding included."""
     waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while waiting:
-        count = max(1, TOKENS_AT_A_TIME // lengths[waiting[0]])
+        count = max(1, tokens_at_a_time // lengths[waiting[0]])
         yield waiting[:count]
         waiting = waiting[count:]
 

@@ -2,7 +2,7 @@
 
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 from lean_ft.peft.lora import adapted_layers, adapter_off, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
-from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter
+from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter, plain_tensors
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
     adapter_bytes,
@@ -31,6 +31,7 @@ __all__ = [
     "load_with_adapter",
     "lr_ratios",
     "merge_adapter",
+    "plain_tensors",
     "quantize_as_loaded",
     "restore_adapter",
     "save_adapter",

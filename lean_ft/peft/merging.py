@@ -7,6 +7,7 @@ the errors of 4 bits are not made a part of it, and the result is the model that
 exactly the one that was trained.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.hf_format import own_tensors
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import SCORE, adapted_layers, take_adapters_off
@@ -54,6 +56,22 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
         merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = weight
         squares.append(of_layer)
     return merged, _report(squares, model.output_weight.dtype)
+
+
+@torch.no_grad()
+def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the plain model by its name there, layer by layer; those with an adapter merged, new ones, as they are asked
+    for. Raises ValueError as `merge_adapter` does for quantised weights."""
+    frozen = (
+        {id(layer.frozen_weight): layer for layer in _mergeable_layers(model).values()} if adapted_layers(model) else {}
+    )
+    for place, module in model.named_modules():
+        if isinstance(module, AdaptedLayer):
+            continue  # the adapter's own
+        for name, tensor in own_tensors(module):
+            layer = frozen.get(id(tensor))
+            whole = f"{place}.{name}".replace(".base_layer", "")
+            yield whole, tensor if layer is None else layer.merged_weight().to(tensor.dtype)
 
 
 @torch.no_grad()

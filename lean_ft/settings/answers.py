@@ -56,6 +56,12 @@ class GenerationConfig(Settings):
         "the `whole` model once for a round, which is faster and has to fit.",
     )
 
+    engine: Literal["own", "vllm"] = Field(
+        "own",
+        description="Who samples: the model that is trained, or a server of vLLM's beside it, see docs/online.md.",
+    )
+    engine_url: str = Field("http://127.0.0.1:8000", description="engine=vllm: where the server is.")
+
     @property
     def drawn(self) -> dict[str, Any]:
         """How long answers may be and which tokens can be in them, as `Sampling` is told."""

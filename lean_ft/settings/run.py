@@ -99,6 +99,13 @@ class RecipeConfig(Settings):
         description="What of an answer eval_answers compares: the first group of this regular expression's last match, in "
         "the model's answer and in the held-out one. GSM8K: `#### (.*)`.",
     )
+    eval_tasks: list[str] = Field(
+        default_factory=list,
+        description="Tasks of lm-evaluation-harness (the extra eval), by name or as YAML files, that the model does after "
+        "training, and as often before as eval_tasks_every says.",
+    )
+    eval_tasks_every: Every = Field(0, description="How often, as eval_every; 0 only at the end. They take their time.")
+    eval_tasks_limit: PositiveInt | None = Field(None, description="Questions of each of them; null asks all.")
     save_every: Every | Literal["auto"] = Field(
         "auto",
         description="How often to save a checkpoint, as eval_every; 0 saves only at the end. `auto` saves after each "

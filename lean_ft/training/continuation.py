@@ -35,7 +35,7 @@ FREE = {
 }
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not what comes of it
 FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
-FREE |= {"profile", "profile_steps"}
+FREE |= {"profile", "profile_steps", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
 FREE_GROUPS = ("log.",)
 # Allowed, with a word:
 SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}

@@ -1,6 +1,7 @@
 """Where else a run's lines go, beside metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
 
-Each gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the settings of the run. A run
+Each gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the settings of the run;
+all but CSV also the samples that online runs write. A run
 that is gone on with goes on in the same record: the services' own name for it is kept in `loggers.json` of the run directory.
 A logger that fails while the run goes on (a network that is gone) is left out from then on, which is said once: what it
 missed is in metrics.jsonl. Packages come with the extras `tensorboard`, `wandb` and `mlflow`.
@@ -30,6 +31,8 @@ class Logger(Protocol):
 
     def write(self, rows: Sequence[Row]) -> None: ...
 
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None: ...
+
     def close(self, *, done: bool) -> None: ...
 
 
@@ -54,6 +57,11 @@ class Loggers:
     def write(self, rows: Sequence[Row]) -> None:
         for name, logger in list(self._open.items()):
             self._guard(name, lambda logger=logger: logger.write(rows))
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """A few answers of the model after `step` steps, as tables of the same columns where there are such."""
+        for name, logger in list(self._open.items()):
+            self._guard(name, lambda logger=logger: logger.write_samples(step, rows))
 
     def close(self, *, done: bool) -> None:
         """`done`: all steps were made, or early stopping ended them."""
@@ -84,6 +92,9 @@ class _Csv:
         with self._file.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
 
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        pass  # they are in samples.jsonl
+
     def close(self, *, done: bool) -> None:
         pass
 
@@ -113,6 +124,11 @@ class _TensorBoard:
                 self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(_flat(row).values()) for row in rows)]
+        cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
     def close(self, *, done: bool) -> None:
         self._writer.close()
 
@@ -141,6 +157,12 @@ class _WeightsAndBiases:
         for row in rows:
             self._run.log({"step": row["step"], **_numbers(row)})
 
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        import wandb
+
+        data: Any = [list(_flat(row).values()) for row in rows]
+        self._run.log({"step": step, "samples": wandb.Table(columns=list(rows[0]), data=data)})
+
     def close(self, *, done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)
 
@@ -160,7 +182,10 @@ class _MLflow:
             self._id = known
             return
         experiment = self._client.get_experiment_by_name(cfg.project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project)
+        place = (
+            (directory / "mlflow").absolute().as_uri() if local else None
+        )  # else it would be below the working folder
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project, place)
         self._id = self._client.create_run(experiment_id, run_name=cfg.name or directory.name).info.run_id
         # Its longest value, and most in one call.
         params = [Param(name, value[:500]) for name, value in settings.items()]
@@ -175,6 +200,10 @@ class _MLflow:
         metrics = [Metric(name, value, now, row["step"]) for row in rows for name, value in _numbers(row).items()]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self._id, metrics=metrics[start : start + 500])
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        table = {"columns": list(rows[0]), "data": [list(_flat(row).values()) for row in rows]}
+        self._client.log_dict(self._id, table, f"samples/step_{step:08d}.json")
 
     def close(self, *, done: bool) -> None:
         self._client.set_terminated(self._id, status="FINISHED" if done else "KILLED")

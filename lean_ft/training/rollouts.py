@@ -12,6 +12,7 @@ Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sam
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -95,6 +96,7 @@ class Rounds(Generic[BatchT]):
         self._place = self._round = 0
         self._step = self._steps  # of the round, done; no round has begun
         self._answers: list[Answer] = []
+        self._sampling_seconds: float | None = None  # of the round, until it was told
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
 
@@ -118,6 +120,7 @@ class Rounds(Generic[BatchT]):
 
         Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
         """
+        started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
         self._answers, even = [], list[Answer]()
         while len(self._answers) < self.num_answers and attempts:
@@ -128,6 +131,7 @@ class Rounds(Generic[BatchT]):
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [self._counts(one)] * len(one.ids)
+        self._sampling_seconds = time.perf_counter() - started
 
     def _ask(self) -> list[Prompt]:
         """The prompts to be answered next, each once for each of its answers."""
@@ -213,6 +217,8 @@ class Rounds(Generic[BatchT]):
         }
         if divergences := [answer.divergence for answer in answers if answer.divergence is not None]:
             told["kl"] = sum(divergences) / sum(len(answer.ids) for answer in answers)
+        if self._sampling_seconds is not None:
+            told["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
         return {name: value for name, value in told.items() if not math.isnan(value)}
 
     def shown(self, count: int) -> list[dict[str, Any]]:
@@ -286,6 +292,11 @@ class Rollouts(Rounds[PolicyBatch]):
             raise ValueError(
                 "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from, so the "
                 "loss would be of other answers. Leave them out, or set loss.correction=token_truncate."
+            )
+        if cfg.generation.engine != "own" and cfg.loss.correction == "none":
+            raise ValueError(
+                f"generation.engine={cfg.generation.engine} draws by other numbers than those that are learned from. Set "
+                "loss.correction=token_truncate."
             )
 
     # What is known before the first update ------------------------------------------------------------------------
@@ -406,10 +417,10 @@ class ValuedRollouts(Rollouts):
     _has_values = True
 
     def _check(self, cfg: RoundsConfig) -> None:
-        if cfg.generation.narrows:
+        if cfg.generation.narrows or cfg.generation.engine != "own":
             raise ValueError(
-                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from. Leave them "
-                "out."
+                "generation.top_k, top_p, min_p and engine draw from other probabilities than those that are learned from. "
+                "Leave them out."
             )
         if cfg.generation.most_attempts > 1:
             raise ValueError(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.data import Batch, Batches
+from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.interrupts import StopSignals
 from lean_ft.log import say
 from lean_ft.models import Decoder
@@ -58,7 +59,7 @@ from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
-from lean_ft.training.random_state import RandomState, restore_random_state
+from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
 from lean_ft.training.regularization import check_applied
 from lean_ft.training.run_directory import (
     LOCK_FILE,
@@ -151,6 +152,8 @@ class Run:
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
+        if cfg.eval_tasks:
+            self._check_tasks()
         if cfg.stop_after_evals and held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
@@ -298,6 +301,7 @@ class Run:
             self._say_answers(f"at step {self.total_steps}")
             return
         self._say_answers(f"at step {self.start_step}")
+        cfg = self.cfg
         started = time.perf_counter()
         self._saving.begin_steps()
         try:
@@ -334,6 +338,9 @@ class Run:
                         self._stop(128 + received)
                     if self._evals_say_stop:
                         break
+                    if step + 1 < self.total_steps and is_due(cfg.eval_tasks_every, step + 1, self.steps_per_epoch):
+                        self._do_tasks()
+                self._do_tasks()
         finally:
             self._progress = None
             with contextlib.suppress(Exception):  # an error of the loop's own matters more; else it was raised before
@@ -403,6 +410,11 @@ class Run:
         if (right := row.get("eval_rewards/accuracies")) is not None:
             loss += f", {right:.1%} of pairs right"
         say("evaluation", f"after step {row['step']}: {loss}")
+
+    def log_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Shows a few answers of the model to the loggers; rows: with the same fields each."""
+        if self._metrics.loggers is not None:
+            self._metrics.loggers.write_samples(self._step, rows)
 
     def held_out(self) -> Iterator[Batch]:
         """This rank's of the held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
@@ -514,6 +526,27 @@ class Run:
         if self.cfg.eval_answers:
             model, cfg = cast(Decoder, self.model), self.cfg
             say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
+
+    def _check_tasks(self) -> None:
+        """Whether `eval_tasks` can be done: better now than after an hour."""
+        if self.ranks.size > 1 or not isinstance(self.model, Decoder) or self.model.config.scores:
+            what = f"and there are {self.ranks.size}" if self.ranks.size > 1 else "of a model that gives answers"
+            raise ValueError(f"eval_tasks is for one process, {what}: leanft run evaluate does them afterwards.")
+        find_tasks(self.cfg.eval_tasks)
+
+    def _do_tasks(self) -> None:
+        """Does the tasks of `eval_tasks`; the run goes on as if it had not."""
+        cfg = self.cfg
+        if not cfg.eval_tasks:
+            return
+        model, random_state = cast(Decoder, self.model), capture_random_state(self.device)
+        asked = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
+        found = run_tasks(model, self.tokenizer, cfg.eval_tasks, **asked)
+        restore_random_state(random_state, self.device)
+        self._flush()
+        told = {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+        self._metrics.write_line(self._done_steps, told)
+        say("tasks", f"after step {self._done_steps}: {', '.join(f'{k[5:]} {number(v)}' for k, v in told.items())}")
 
     # Ending -------------------------------------------------------------------------------------------------------
 

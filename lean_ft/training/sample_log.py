@@ -1,4 +1,4 @@
-"""samples.jsonl: what the model answered, as it learned; a few lines every so many steps, and some of them on the console."""
+"""samples.jsonl: what the model answered, as it learned; a few lines every so many steps, to the loggers too and some on the console."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ class SampleLog:
     """The samples.jsonl of a run that was opened; what came behind the step that it goes on from is cut off."""
 
     def __init__(self, run: Run, every: int) -> None:
-        self._every, self._writes = every, stage() is None and run.ranks.rank == 0
+        self._run, self._every, self._writes = run, every, stage() is None and run.ranks.rank == 0
         if self._writes:
             self._path = run.directory / FILE
             trim_metrics(self._path, run.start_step)
@@ -35,10 +35,14 @@ class SampleLog:
         rows = rollouts.shown(WRITTEN)
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n" for row in rows))
+        self._run.log_samples([{**row, "prompt": _asked(row)} for row in rows])
         for row in rows[:: max(1, len(rows) // SHOWN)][:SHOWN]:
-            asked = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             worth = "none" if row["reward"] is None else number(row["reward"])
-            say("sample", f"{_one_line(asked)}  ->  {_one_line(row['answer'])}  (reward {worth})")
+            say("sample", f"{_one_line(_asked(row))}  ->  {_one_line(row['answer'])}  (reward {worth})")
+
+
+def _asked(row: dict[str, Any]) -> str:
+    return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
 
 
 def _one_line(text: str) -> str:

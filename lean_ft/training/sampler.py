@@ -13,9 +13,11 @@ from lean_ft.host_link import open_link
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
 from lean_ft.settings import OnlineConfig
+from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.rewards import Rewards
+from lean_ft.training.vllm_server import VLLMServer
 
 
 class Sampler:
@@ -40,6 +42,12 @@ class Sampler:
             setting = "generation.offload_training_state"
             link = open_link(model.output_weight.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
+        self._server: VLLMServer | None = None
+        if cfg.generation.engine == "vllm":
+            if ranks.size > 1:
+                raise ValueError("generation.engine=vllm is asked by one process, and here are several. Leave it out.")
+            if stage() is None:
+                self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
         """temperature: null is that of training. Raises as `lean_ft.generation.sample` does."""
@@ -52,6 +60,8 @@ class Sampler:
             **generation.drawn,
         )
         asked, seen, numbers = [prompt.ids for prompt in prompts], Counter[tuple[int, ...]](), list[int]()
+        if self._generation.engine == "vllm":
+            return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
         for ids in asked:
             numbers.append(seen[tuple(ids)])
             seen[tuple(ids)] += 1

@@ -123,6 +123,43 @@ def test_results_of_a_run_go_into_it_step_by_step(recipe: ModuleType, tasks: lis
     assert 0 <= kept["step_00000001"]["tasks"]["our_generate"]["exact_match"] <= 1
 
 
+@pytest.mark.long
+def test_a_run_that_does_tasks_is_the_run_that_does_none(tasks: list[str], tmp_path: Path) -> None:
+    """Bit for bit, with dropout and noise that are drawn; and its numbers are evaluate's of the same checkpoint."""
+    finetune = load_recipe(find_recipe("finetune"))
+    given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=3"]
+    given += [
+        "device=cpu",
+        "plan=false",
+        "data.max_length=64",
+        "lora={dropout: 0.2}",
+        "neftune_alpha=5",
+        "save_every=0",
+    ]
+    asked = [f"eval_tasks=[{tasks[0]},{tasks[1]}]", "eval_tasks_every=2", "eval_tasks_limit=2", "log.to=[csv]"]
+    for name, more in (("without", []), ("with", asked)):
+        finetune.main(load_config(finetune.Config, None, [*given, *more, f"output_dir={tmp_path / name}"]))
+    lines, told = [], []
+    for name in ("without", "with"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row])
+        told = [row for row in rows if "loss" not in row]
+    assert lines[0] == lines[1]
+    states = [
+        (tmp_path / name / "step_00000003" / "adapter_model.safetensors").read_bytes() for name in ("without", "with")
+    ]
+    assert states[0] == states[1]
+    assert [row["step"] for row in told] == [2, 3]
+    assert "eval_our_generate/exact_match" in (tmp_path / "with" / "metrics.csv").read_text().splitlines()[0]
+    evaluated = load_recipe(find_recipe("evaluate"))
+    evaluate(evaluated, f"adapter={tmp_path / 'with'}", f"tasks=[{tasks[0]}]", "limit=2")
+    kept = json.loads((tmp_path / "with" / "evaluation.json").read_text())["step_00000003"]["tasks"]["our_choice"]
+    assert kept == {name.removeprefix("eval_our_choice/"): v for name, v in told[-1].items() if "choice" in name}
+    for wrong in ("eval_tasks=[no_such.yaml]", "eval_tasks=[no_such_task]"):
+        with pytest.raises(ValueError, match="no_such"):
+            finetune.main(load_config(finetune.Config, None, [*given, wrong, f"output_dir={tmp_path / 'wrong'}"]))
+
+
 def test_an_answer_is_right_to_the_letter_or_by_a_pattern(recipe: ModuleType, tmp_path: Path) -> None:
     from lean_ft.generation import generate
 

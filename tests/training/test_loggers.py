@@ -121,3 +121,24 @@ def quiet_services(monkeypatch):
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # seconds, on a busy machine
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     logging.getLogger("mlflow").setLevel(logging.ERROR)
+
+
+def test_answers_come_as_tables(tmp_path):
+    rows = [{"prompt": "2 + 2 =", "answer": "4 | four\nfive", "reward": 1.0, "rewards": {"exact_answer": 1.0}}] * 2
+    loggers = Loggers(LogConfig(to=["tensorboard", "wandb", "mlflow", "csv"], offline=True), tmp_path, {}, start_step=0)
+    loggers.write_samples(7, rows)
+    loggers.close(done=True)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 7 and text.splitlines()[0] == "| prompt | answer | reward | rewards |"
+    assert text.splitlines()[2:] == ['| 2 + 2 = | 4 \\| four<br>five | 1.0 | {"exact_answer": 1.0} |'] * 2
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.json")
+    (other,) = tmp_path.glob("mlflow/*/artifacts/samples/step_00000007.json")
+    for table in (json.loads(file.read_text()), json.loads(other.read_text())):
+        assert table["columns"] == list(rows[0])
+        assert table["data"] == [["2 + 2 =", "4 | four\nfive", 1.0, '{"exact_answer": 1.0}']] * 2

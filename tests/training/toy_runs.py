@@ -32,6 +32,7 @@ TIMES = {
     "tokens_per_second",
     "target_tokens_per_second",
     "step_seconds",
+    "sampling_seconds",
     "peak_memory_bytes",
     "rss_bytes",
     "rss_growth_bytes",

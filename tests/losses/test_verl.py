@@ -1,0 +1,60 @@
+"""Losses, their gradients and advantages against what verl's own functions gave, which make_verl_values.py wrote down."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from lean_ft.losses import advantages, generalized_advantages, policy_loss, value_loss, whitened
+
+VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_values.json").read_text())
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}  # verl adds 1e-8 to what it divides by
+
+
+def grid(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(VERL["shape"])
+
+
+@pytest.fixture
+def given() -> dict[str, Tensor]:
+    return {name: grid(values) for name, values in VERL["given"].items()}
+
+
+@pytest.mark.parametrize("name", VERL["losses"])
+def test_policy_losses(name: str, given: dict[str, Tensor]) -> None:
+    logps = given["logps"].requires_grad_()
+    settings = {"dr_grpo": {"max_length": VERL["longest"]}, "ppo": {"epsilon": 0.2, "epsilon_high": 0.2}}.get(name, {})
+    advantages = given["rewards" if name == "ppo" else "advantages"]
+    loss = policy_loss(
+        "dapo" if name == "ppo" else name, logps, given["old_logps"], advantages, given["mask"], **settings
+    )
+    expected, gradient = VERL["losses"][name]
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert_close(torch.autograd.grad(loss, logps)[0], grid(gradient), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", VERL["advantages"])
+def test_advantages_of_groups(kind: str, given: dict[str, Tensor]) -> None:
+    found = advantages(given["rewards"][:, 0].view(2, 3), kind)  # pyright: ignore[reportArgumentType]
+    assert_close(found.flatten().tolist(), VERL["advantages"][kind], **CLOSE)
+
+
+def test_a_value_model(given: dict[str, Tensor]) -> None:
+    mask, returns, above = given["mask"] > 0, torch.zeros(VERL["shape"], dtype=torch.float64), []
+    for row, length in enumerate(mask.sum(1).tolist()):
+        own = [given[name][row : row + 1, :length] for name in ("rewards", "old_values")]
+        if length:
+            found, returns[row : row + 1, :length] = generalized_advantages(*own, gamma=0.97, gae_lambda=0.9)
+            above.append(found[0])
+    assert_close(returns, grid(VERL["returns"]), **CLOSE)
+    assert_close(whitened(torch.cat(above)), grid(VERL["whitened"])[mask], **CLOSE)
+    values = given["values"].requires_grad_()
+    loss = value_loss(values, given["old_values"], returns, mask, 0.3, int(mask.sum()))
+    expected, gradient = VERL["value_loss"]
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert_close(torch.autograd.grad(loss, values)[0], grid(gradient), **CLOSE)
+    assert whitened(torch.ones(3)).tolist() == [0, 0, 0] == whitened(torch.ones(1)).tolist() * 3
