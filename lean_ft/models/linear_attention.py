@@ -85,10 +85,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> 
 def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
     """Products among a chunk's tokens, 2 C (K + V) a token, and two with the state, 4 K V, in every head; corrections take
     another C (2 K + V) and 2 K V."""
+    return _products(key_shape, value_shape, corrects=False not in (*rest, *named.values()))
+
+
+def _products(key_shape: Any, value_shape: Any, *, corrects: bool) -> int:
     num_rows, num_tokens, num_heads, size = value_shape
     width = key_shape[-1]
     a_token = 2 * CHUNK * (width + size) + 4 * width * size
-    if False not in (*rest, *named.values()):
+    if corrects:
         a_token += CHUNK * (2 * width + size) + 2 * width * size
     return num_rows * num_tokens * num_heads * a_token
 
@@ -138,9 +142,11 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention_backward)
-def _num_flops_backward(grad_shape: Any, *shapes: Any, **named: Any) -> int:
+def _num_flops_backward(
+    grad_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any
+) -> int:
     """Forward's once more, and two products for each of its."""
-    return 3 * _num_flops(*shapes, **named)
+    return 3 * _products(key_shape, value_shape, corrects=False not in (*rest, *named.values()))
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

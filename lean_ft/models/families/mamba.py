@@ -107,6 +107,8 @@ def _layers_of_nemotron(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if kinds is None and isinstance(pattern, str):
         kinds = [letters.get(letter, letter) for letter in pattern]
+    if kinds is None and pattern is None:  # what transformers takes then, however many layers are named
+        kinds = ["linear_attention", "moe", "full_attention", "mlp"]
     return config if not isinstance(kinds, list) else {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
