@@ -306,6 +306,7 @@ def measure_training(
     tokens_per_step: int,
     timeout_seconds: float,
     settle_steps: int = 0,
+    token_slack: float = 0.0,
     environment: dict[str, str] | None = None,
 ) -> Row:
     """Measures a training command and sums it up in a row of plain values.
@@ -315,6 +316,7 @@ def measure_training(
             afterwards. It must go on for at least `warmup_steps + steps` steps.
         steps: how many steps count, after `warmup_steps` that do not.
         tokens_per_step: what every step must compute, so that no padding or short batch flatters the number.
+        token_slack: the share of these that a step may lack.
         settle_steps: goes on until the peak stands still, for at most so many steps in all, which the command must have.
         timeout_seconds, environment: as for `run_measured`.
 
@@ -344,7 +346,7 @@ def measure_training(
     row = asdict(measured)
     lines, output = row.pop("steps"), row.pop("output")
     if measured.status == "ok":
-        row |= summarize(lines[:wanted], warmup_steps, tokens_per_step)
+        row |= summarize(lines[:wanted], warmup_steps, tokens_per_step, token_slack)
         if row["status"] == "ok" and settle_steps:
             settled = {"peak_memory_bytes": lines[-1]["peak_memory_bytes"], "stands_still": stands_still(lines)}
             row |= {"first_peak_memory_bytes": row["peak_memory_bytes"], "num_steps": len(lines), **settled}
@@ -359,10 +361,11 @@ def stands_still(lines: list[Row]) -> bool:
     return len(peaks) >= LEAST_STEPS and peaks[-1] < 1.01 * peaks[-1 - STILL_STEPS]
 
 
-def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int) -> Row:
+def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int, token_slack: float = 0.0) -> Row:
     """Speed and memory of the steps after the warm-up."""
     counted = lines[warmup_steps:]
-    wrong = next((line for line in lines if line["tokens"] != tokens_per_step), None)
+    least = (1 - token_slack) * tokens_per_step
+    wrong = next((line for line in lines if not least <= line["tokens"] <= tokens_per_step), None)
     if wrong is not None:
         return {
             "status": "failed",

@@ -99,7 +99,7 @@ def main(
         beside["lmbda"], teacher["teacher_model"] = 0.0, str(model_folder)
     args = config_class(
         output_dir=str(run_directory),
-        max_length=length + distill,  # the collator for conversations keeps one token less
+        max_length=length,
         per_device_train_batch_size=batch_size,
         max_steps=steps,
         report_to="none",
