@@ -69,7 +69,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """The same norm without a weight."""
-    return F.rms_norm(x, x.shape[-1:], None, eps) if x.is_cuda else _RMSNorm.apply(x, x.new_ones(()), eps, 0.0)
+    if x.is_cuda:  # under autocast it comes in float32
+        return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+    return _RMSNorm.apply(x, x.new_ones(()), eps, 0.0)
 
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
