@@ -42,6 +42,11 @@ def check_on_policy(distill: DistillConfig, sampling: SamplingConfig, data: SFTD
             + (f"packing={data.packing}" if data.batch_tokens is None else f"batch_tokens={data.batch_tokens}")
             + " fills rows with as many documents as fit. Set data.packing=none or padding_free, and batch_size."
         )
+    if distill.on_policy and data.train_on == "all":
+        raise ValueError(
+            f"distill.on_policy={distill.on_policy:g}: with data.train_on=all a document is trained from its start, so the "
+            "student has no prompt to answer. Set data.train_on=assistant, or distill.on_policy=0."
+        )
 
 
 class OnPolicy:

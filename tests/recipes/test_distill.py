@@ -257,7 +257,10 @@ def test_how_prompts_are_shared_out_to_micro_batches_changes_no_answer(train: Tr
         (("generation.temperature=0.5",), "generation.temperature=0.5 is of the student's own answers"),
         (("distill.on_policy=0.5", "data.packing=bfd"), "packing=bfd fills rows with as many documents as fit"),
         (("distill.on_policy=0.5", "data.batch_tokens=512"), "batch_tokens=512 fills rows"),
-        (("distill.on_policy=1", "data.train_on=all"), "the student has no prompt to answer"),
+        (
+            ("distill.on_policy=0.01", "data.train_on=all"),
+            "the student has no prompt to answer",
+        ),  # before any such step
         (("distill.on_policy=1.5",), "<= 1"),
     ],
     ids=str,
