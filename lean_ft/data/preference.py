@@ -121,6 +121,10 @@ class PairReader:
 
     def _passages(self, fields: dict[str, Any]) -> list[Passage]:
         prompt, chosen, rejected = (parse_if_json(fields.get(name), name) for name in ("prompt", "chosen", "rejected"))
+        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+            if answer is None and isinstance(fields[name], str):
+                name = "completion" if "completion" in fields else name
+                raise ValueError(f"`{name}` is empty; expected an answer. Leave the row out, or give it one.")
         if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
             chosen, rejected = check_text(chosen, "`chosen`"), check_text(rejected, "`rejected`")
             if prompt is None:

@@ -220,7 +220,7 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
 
 
 class AnswersConfig(RecipeConfig):
-    """What recipes have that learn from given answers, measured against a frozen reference; data and loss are left to them."""
+    """What recipes have that learn from answers measured against a frozen reference; data and loss are left to them."""
 
     model: ModelConfig
     lora: LoRAConfig | None = None  # null: all parameters train
@@ -230,21 +230,16 @@ class AnswersConfig(RecipeConfig):
     memory: MemoryConfig = MemoryConfig.model_validate({})
 
 
-class OnlineConfig(RecipeConfig):
+class OnlineConfig(AnswersConfig):
     """What every recipe has that learns from answers of its own; its loss is left to it."""
 
-    model: ModelConfig
     data: PromptDataConfig
     rewards: list[Reward | str] = Field(
         description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
         "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
     )
     generation: GenerationConfig = GenerationConfig.model_validate({})
-    lora: LoRAConfig | None = None  # null: all parameters train
-    reference: ReferenceConfig = ReferenceConfig.model_validate({})
-    optimizer: OptimizerConfig = OptimizerConfig.model_validate({"lr": 1e-6})
     schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
-    memory: MemoryConfig = MemoryConfig.model_validate({})
     sample_every: NonNegativeInt = Field(
         10,
         description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",

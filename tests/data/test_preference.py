@@ -161,6 +161,7 @@ def test_what_is_dropped_is_counted(plain_tokenizer):
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "line 1: `chosen` and `rejected` do not begin with the same"),
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("r"), assistant("b")]}, "do not begin with the same"),
         ({"prompt": "q", "chosen": 3, "rejected": "b"}, "line 1: the field `chosen` is a number"),
+        ({"prompt": "q", "chosen": " ", "rejected": "b"}, "line 1: `chosen` is empty; expected an answer"),
         ({"prompt": "q", "chosen": [user("q")], "rejected": "b"}, "do not begin with the same"),
         ({"prompt": "q", "completion": "a"}, "the rows are prompt_completion, and this recipe learns from pairs"),
     ],
