@@ -3,6 +3,7 @@
     python benchmarks/generation.py                                   # Qwen2.5-0.5B's shape, some minutes
     python benchmarks/generation.py --shape tiny --rounds 1           # small, to see that it runs
     python benchmarks/generation.py --device cuda --rows 32
+    python benchmarks/generation.py --compile                         # as in a recipe with compile=true
 
 One process, one set of random weights in bfloat16, no token that ends an answer. Three comparisons, whose sides take turns:
 
@@ -49,6 +50,7 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"{s['shape']}, bfloat16, random weights: {s['rows']} x {s['prompt_tokens']} + {s['new_tokens']} tokens, shared "
         f"prompt {s['shared_tokens']} + {s['new_tokens']}; new tokens a second, {s['rounds']} rounds"
+        + ("; lean_ft compiled" if s.get("compile") else "")
     )
 
 
@@ -67,7 +69,9 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def contestants(folder: Path, device: torch.device, rows: int, tokens: dict[str, int]) -> dict[str, list[Callable]]:
+def contestants(
+    folder: Path, device: torch.device, rows: int, tokens: dict[str, int], compile: bool
+) -> dict[str, list[Callable]]:
     """What each side of each comparison runs; it returns the new tokens that it made."""
     import transformers
 
@@ -81,7 +85,7 @@ def contestants(folder: Path, device: torch.device, rows: int, tokens: dict[str,
 
     def with_ours(ids: torch.Tensor, temperature: float) -> Callable[[], int]:
         listed = ids.tolist()
-        return lambda: sum(len(one.ids) for one in sample(ours, listed, Sampling(new, temperature)))
+        return lambda: sum(len(one.ids) for one in sample(ours, listed, Sampling(new, temperature), compile=compile))
 
     def with_theirs(**how: Any) -> Callable[[], int]:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -127,6 +131,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens that follow each.")] = 128,
     shared_tokens: Annotated[int, typer.Option(help="Tokens of the prompt that several answers share.")] = 512,
     rounds: Annotated[int, typer.Option(help="Rounds that are timed.")] = 3,
+    compile: Annotated[bool, typer.Option(help="Whether lean_ft's layers are compiled.")] = False,
     only: Annotated[str, typer.Option(help="greedy, drawn or shared; several with commas.")] = "greedy,drawn,shared",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
     results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
@@ -139,7 +144,7 @@ def main(
         raise typer.BadParameter(f"expected some of {', '.join(LABELS)}, came {unknown[0]!r}", param_hint="--only")
     tokens = {"prompt": prompt_tokens, "new": new_tokens, "shared": shared_tokens}
     with tempfile.TemporaryDirectory(prefix="lean_ft_generation_") as place:
-        sides = contestants(write_model_folder(shape, Path(place)), where, rows, tokens)
+        sides = contestants(write_model_folder(shape, Path(place)), where, rows, tokens, compile)
         measured = [
             {"label": LABELS[name], "sides": SIDES[name], "status": "ok", **measure(sides[name], rounds, where)}
             for name in wanted
@@ -152,9 +157,10 @@ def main(
         "new_tokens": new_tokens,
         "shared_tokens": shared_tokens,
         "rounds": rounds,
+        "compile": compile,
         "threads": torch.get_num_threads(),
     }
-    name = f"generation_{shape}_{rows}x{prompt_tokens}+{new_tokens}"
+    name = f"generation_{shape}_{rows}x{prompt_tokens}+{new_tokens}{'_compiled' if compile else ''}"
     path = write_result(
         name, benchmark="generation", hardware=hardware, settings=settings, rows=measured, folder=results_dir
     )

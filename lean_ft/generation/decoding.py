@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from lean_ft.context import context_length
 from lean_ft.environment import memory_bytes
 from lean_ft.generation.choosing import RowKey, Sampling, choose
+from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.log import say
 from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.shapes_only import counted_as, stage
@@ -73,6 +75,7 @@ def sample(
     numbers: Sequence[int] | None = None,
     decode: Decode | None = None,
     cache_gib: float | None = None,
+    compile: bool = False,
 ) -> list[Sample]:
     """Returns an answer to each of `prompts`, in their order.
 
@@ -85,6 +88,7 @@ def sample(
         decode: of ids their text, for `sampling.stop_texts`.
         cache_gib: the most memory that keys and values take, in GiB; what does not fit is generated after the others. None
             is a quarter of what the weights leave on the device.
+        compile: the layers for the tokens behind the prompts (`CompiledLayers`), which rounds otherwise.
 
     Raises:
         ValueError: for an empty prompt, stop texts without `decode`, and where not even one row fits.
@@ -93,7 +97,7 @@ def sample(
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
         for wave in _waves(model, rows, sampling, cache_gib):
-            for _ in _decode_rows(model, wave, sampling, decode):
+            for _ in _decode_rows(model, wave, sampling, decode, compile):
                 pass
     return [row.sample for row in rows]
 
@@ -154,7 +158,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
 
 @torch.no_grad()
 def _decode_rows(
-    model: Decoder, rows: list[_Row], sampling: Sampling, decode: Decode | None
+    model: Decoder, rows: list[_Row], sampling: Sampling, decode: Decode | None, compile: bool = False
 ) -> Iterator[dict[int, int]]:
     """Fills the rows' samples; yields after each step its tokens, by the rows' places."""
     if sampling.stop_texts and decode is None:
@@ -165,7 +169,7 @@ def _decode_rows(
         _rehearse(model, running, capacity)
         return
     caches, hidden = _read(model, running, capacity)
-    few_rows = FewRows(model)
+    few_rows, compiled = FewRows(model), CompiledLayers(model) if compile else None
     for position in range(sampling.max_new_tokens):
         if context is not None and max(len(row.prompt) for row in running) + position > context:
             _say_too_long(context)
@@ -189,8 +193,8 @@ def _decode_rows(
             chosen = chosen[order]
         length = [len(row.prompt) + position + 1 for row in running]
         if all(rope.same_frequencies(n - 1, n) for rope in model.rotary for n in length):
-            with few_rows:  # and between two steps the model is as it was
-                hidden = _forward(model, chosen[:, None], caches)[:, 0]
+            with few_rows, compiled or _as_written():  # and between two steps the model is as it was
+                hidden = model(chosen[:, None], cache=caches, return_hidden=True)[:, 0]
         else:
             caches, hidden = _read(model, running, capacity)
 
@@ -243,10 +247,14 @@ def _read(model: Decoder, rows: list[_Row], capacity: int) -> tuple[KVCache, Ten
     return caches, torch.cat(lasts).repeat_interleave(torch.tensor(counts, device=device), 0, output_size=len(rows))
 
 
-# The cache grows with every token, so compiled layers would be compiled anew for each: they run as written here.
-@torch.compiler.set_stance("force_eager")
+def _as_written() -> Any:
+    """Inside, what is compiled for training is not: it would be compiled anew for prompts of every length."""
+    return torch.compiler.set_stance("force_eager")
+
+
 def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | None = None) -> Tensor:
-    return model(ids, cache=caches, return_hidden=True, lengths=lengths)
+    with _as_written():
+        return model(ids, cache=caches, return_hidden=True, lengths=lengths)
 
 
 @counted_as("generation", "generation")

@@ -30,7 +30,7 @@ class LayerCache:
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
         filled, rows = self.owner.filled, len(key)
-        if self.owner.shortest == filled:  # all rows have come as far
+        if self.owner.is_even:
             new = slice(filled - key.shape[1], filled)
             self.keys[:rows, new], self.values[:rows, new] = key, value
         else:
@@ -104,6 +104,7 @@ class KVCache:
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
         self.shortest = 0
+        self.is_even = True  # whether all rows have come as far; decided once, as compiled code takes both for unknown numbers
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
@@ -131,6 +132,7 @@ class KVCache:
             )
         self.filled += num_tokens
         self.shortest += num_tokens if lengths is None else 0
+        self.is_even = self.shortest == self.filled
         new = torch.arange(num_tokens, device=self.lengths.device)
         self.positions = self.lengths[:, None] + new
         self.rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
@@ -149,7 +151,7 @@ class KVCache:
         return self._visible[window]
 
     def _mask(self, window: int | None) -> Tensor | None:
-        if self.shortest == self.filled and self.positions.shape[1] == 1 and (window is None or self.filled <= window):
+        if self.is_even and self.positions.shape[1] == 1 and (window is None or self.filled <= window):
             return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]

@@ -8,7 +8,7 @@ computed is the same, summed in another order.
 Shapes: N rows, I inputs, O outputs of a layer.
 """
 
-from functools import partial
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class FewRows:
 
     def __enter__(self) -> None:
         for module in self._modules:
-            module.forward = partial(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.forward = MethodType(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __exit__(self, *_: object) -> None:
         for module in self._modules:

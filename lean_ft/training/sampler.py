@@ -31,6 +31,7 @@ class Sampler:
         host already."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
         self._ranks = ranks
+        self._compiles = cfg.compile and ranks.size == 1
         self._stop_ids = stop_ids(model, tokenizer)
         self._makes_room: Callable[[], AbstractContextManager[None]] = nullcontext
         if cfg.generation.offload_training_state:
@@ -79,6 +80,7 @@ class Sampler:
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
                     cache_gib=generation.cache_gib,
+                    compile=self._compiles,
                 )
 
         return [one for answers in self._ranks.everywhere(answer) for one in answers]
