@@ -195,6 +195,109 @@ def _olmo2(hidden: int, intermediate: int, layers: int, *, heads: int) -> Shape:
     }
 
 
+def _qwen3_5(
+    hidden: int, intermediate: int, layers: int, *, heads: tuple[int, int], value_heads: int, tied: bool
+) -> Shape:
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 248_320,
+        "max_position_embeddings": 262_144,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": tied,
+    }
+
+
+def _gemma4(
+    model_type: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    *,
+    heads: tuple[int, int],
+    every: int,
+    window: int,
+    **facts: Any,
+) -> Shape:
+    """`every` layers one sees the whole text, with keys and values of their own size; the others see a window."""
+    return {
+        "architectures": ["Gemma4UnifiedForCausalLM" if "unified" in model_type else "Gemma4ForCausalLM"],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)],
+        "sliding_window": window,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        },
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        **facts,
+    }
+
+
+def _ministral3(hidden: int, intermediate: int, layers: int, *, tied: bool) -> Shape:
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131_072,
+        "max_position_embeddings": 262_144,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "tie_word_embeddings": tied,
+    }
+
+
 SHAPES: dict[str, Shape] = {
     "llama3_2_1b": _llama(
         rope_factor=32.0,
@@ -316,6 +419,110 @@ SHAPES: dict[str, Shape] = {
     },
     "olmo2_1b": _olmo2(2048, 8192, 16, heads=16),
     "olmo2_7b": _olmo2(4096, 11_008, 32, heads=32),
+    "olmo3_7b": {
+        **_olmo2(4096, 11_008, 32, heads=32),
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "vocab_size": 100_278,
+        "max_position_embeddings": 65_536,
+        "sliding_window": 4096,
+        "layer_types": ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(32)],
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+        },
+    },
+    "qwen3_5_0_8b": _qwen3_5(1024, 3584, 24, heads=(8, 2), value_heads=16, tied=True),
+    "qwen3_5_2b": _qwen3_5(2048, 6144, 24, heads=(8, 2), value_heads=16, tied=True),
+    "qwen3_5_4b": _qwen3_5(2560, 9216, 32, heads=(16, 4), value_heads=32, tied=True),
+    "qwen3_5_9b": _qwen3_5(4096, 12_288, 32, heads=(16, 4), value_heads=32, tied=False),
+    "gemma4_e2b": _gemma4(
+        "gemma4_text",
+        1536,
+        6144,
+        35,
+        heads=(8, 1),
+        every=5,
+        window=512,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262_144,
+    ),
+    "gemma4_e4b": _gemma4(
+        "gemma4_text",
+        2560,
+        10_240,
+        42,
+        heads=(8, 2),
+        every=6,
+        window=512,
+        num_kv_shared_layers=18,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262_144,
+    ),
+    "gemma4_12b": _gemma4(
+        "gemma4_unified_text",
+        3840,
+        15_360,
+        48,
+        heads=(16, 8),
+        every=6,
+        window=1024,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "ministral3_3b": _ministral3(3072, 9216, 26, tied=True),
+    "ministral3_8b": _ministral3(4096, 14_336, 34, tied=False),
+    "gpt_oss_20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 128,
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(24)],
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_30b_a3b": {
+        **_qwen3(2048, 6144, 48, heads=32, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     # Of no published model: it tries the scripts themselves, in seconds.
     "tiny": _qwen2_5(
         max_positions=4096,
@@ -345,20 +552,12 @@ def shape_of(name: str) -> Shape:
 
 def num_parameters(name: str) -> int:
     """Parameters of the named shape; a tied embedding counts once."""
-    shape = shape_of(name)
-    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
-    head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
-    query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    # Biases and norms, beside the two norms that every layer has.
-    small = {
-        "qwen2": query + 2 * key,
-        "qwen3": 2 * head_dim,
-        "gemma3_text": 2 * hidden + 2 * head_dim,
-        "olmo2": query + key,
-    }
-    layer = 2 * hidden * (query + key) + 3 * hidden * intermediate + 2 * hidden + small.get(shape["model_type"], 0)
-    embeddings = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return shape["num_hidden_layers"] * layer + hidden + embeddings
+    import torch
+
+    from lean_ft.models import Decoder, decoder_config
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(decoder_config(shape_of(name))).parameters())
 
 
 def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:
