@@ -21,28 +21,8 @@ from typing import Annotated, Any
 import typer
 from measure import Budget, run_measured
 from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from shapes import shape_of
 
-# Source: the config.json of Qwen/Qwen3.5-0.8B, its language model.
-QWEN3_5_0_8B: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248_320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": True,
-}
 LABELS = {
     "transformers": "transformers",
     "ours": "lean_ft",
@@ -192,7 +172,7 @@ def main(
         work(worker, folder, batch_size, length, repeats, device, report)
         return
     hardware = require_hardware(device)
-    config = {**QWEN3_5_0_8B, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = {**shape_of("qwen3_5_0_8b"), "num_hidden_layers": layers, "vocab_size": vocabulary}
     arguments = [
         *("--batch-size", str(batch_size), "--length", str(length), "--repeats", str(repeats)),
         *("--device", hardware["device"]),
