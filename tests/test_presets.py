@@ -101,6 +101,7 @@ def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     assert cfg.output_dir.name == name.removesuffix("/full").replace("/", "_")
 
 
+@pytest.mark.long
 def test_an_adapters_peak_is_the_planners(tmp_path):
     """Of a Llama; the others stand beside each other in docs/memory.md."""
     name = "llama3_1_8b/qlora"

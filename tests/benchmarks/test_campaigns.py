@@ -19,7 +19,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
             "crashes", ["--kills", "12", "--budget-seconds", "200", "--only", "online"], 9, marks=pytest.mark.long
         ),
         pytest.param("rank_crashes", ["--kills", "5", "--budget-seconds", "120"], 5, marks=pytest.mark.long),
-        ("disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4),
+        pytest.param(
+            "disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4, marks=pytest.mark.long
+        ),
         ("fuzzing", ["--cases", "600", "--budget-seconds", "30"], 300),
     ],
 )
