@@ -4,8 +4,7 @@
     python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
 
 Weights are random, in bfloat16, and all train; a call is the mean loss of the next token and the gradients of all weights, which
-are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Checkpointed, either side
-keeps each layer's input alone. Memory is the process's peak resident size, weights and libraries included; where a kernel for
+are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Memory is the process's peak resident size, weights and libraries included; where a kernel for
 CUDA is not installed both sides compute the state in PyTorch's operations.
 
 Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
@@ -26,8 +25,6 @@ from shapes import shape_of
 LABELS = {
     "transformers": "transformers",
     "ours": "lean_ft",
-    "transformers_checkpointed": "transformers, checkpointed",
-    "ours_checkpointed": "lean_ft, checkpointed",
 }
 
 
@@ -42,7 +39,7 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
     device = torch.device(device_name)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     ids = torch.randint(vocabulary, (batch_size, length), generator=torch.Generator().manual_seed(0)).to(device)
-    if kind.startswith("transformers"):
+    if kind == "transformers":
         import transformers
 
         with torch.device(device):
@@ -50,20 +47,14 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
                 transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
             )
         model.train()
-        if kind.endswith("checkpointed"):
-            model.gradient_checkpointing_enable()
 
         def loss() -> torch.Tensor:
             return model(input_ids=ids, labels=ids, use_cache=False).loss
     else:
         from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
-        from lean_ft.memory import apply_memory
         from lean_ft.models import load_model
-        from lean_ft.settings import MemoryConfig
 
         model = load_model(folder, device=device, dtype=torch.bfloat16, random_init=True)
-        kept = "full" if kind.endswith("checkpointed") else "none"
-        apply_memory(model, MemoryConfig(activation_checkpointing=kept), compile=False)
         labels = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], IGNORED_LABEL)), 1)
         num_targets = batch_size * (length - 1)
 
@@ -145,7 +136,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         if row["status"] != "ok":
             cells.append([row["label"], row["status"], "-", "-", "-", "-"])
             continue
-        theirs = peaks.get(row["name"].replace("ours", "transformers"))
+        theirs = peaks.get("transformers")
         share = "-" if theirs is None else f"{row['peak_memory_bytes'] / theirs:.2f}"
         time, speed = f"{row['seconds']:.2f} s", tokens_per_second(row["tokens_per_second"])
         memory = gibibytes(row["peak_memory_bytes"]), share, gibibytes(row["extra_bytes"])
