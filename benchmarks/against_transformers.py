@@ -4,8 +4,9 @@
     python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
 
 Weights are random, in bfloat16, and all train; a call is the mean loss of the next token and the gradients of all weights, which
-are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Memory is the process's peak resident size, weights and libraries included; where a kernel for
-CUDA is not installed both sides compute the state in PyTorch's operations.
+are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Memory is the process's
+peak resident size, weights and libraries included; where a kernel for CUDA is not installed both sides compute the state in
+PyTorch's operations.
 
 Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
 """
