@@ -7,7 +7,14 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
+_OF_IMAGES = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "vision_embedder.",
+)
 _OF_IMAGES += ("audio_tower.", "embed_audio.")
 
 
