@@ -22,11 +22,12 @@ def counted(function, *args) -> dict:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "lfm2", "nemotron_h", "llama4_text"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "lfm2", "nemotron_h", "gemma4_text_experts"]
+)
 def test_linear_layers_and_experts_are_counted_as_in_transformers(case, make_checkpoint):
-    """Of latent attention, shared experts and every mixer; of experts, all of which a token meets."""
-    every = {name: 6 for name in ("n_routed_experts", "num_local_experts", "num_experts")}
-    folder, reference = make_checkpoint(case, **every, num_experts_per_tok=6, n_group=1, topk_group=1)
+    """Of latent attention, shared experts and every mixer."""
+    folder, reference = make_checkpoint(case)
     ids = torch.arange(3, 83).view(2, 40)
     ours, theirs = counted(load_model(folder), ids), counted(reference, ids)
     total, expected = (sum(counts.get(op, 0) for op in OF_LINEAR_LAYERS) for counts in (ours, theirs))
@@ -58,4 +59,6 @@ def test_a_states_products_are_counted_as_they_are_made(corrects):
     backward = (value, query, key, value, log_decay, beta, None, linear_attention(*forward)[1], corrects)
     made = counted(linear_attention_backward._init_fn, *backward)
     told = counted(linear_attention_backward, *backward)[OPS.linear_attention_backward]
-    assert told == pytest.approx(sum(made.values()), rel=CHUNK / SEGMENT / 4)  # a segment's last state is not made again
+    assert told == pytest.approx(
+        sum(made.values()), rel=CHUNK / SEGMENT / 4
+    )  # a segment's last state is not made again
