@@ -41,7 +41,7 @@ class TrainedRows(nn.Module):
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        return self.base_layer.weight
+        return self.base_layer.weight  # pyright: ignore[reportReturnType]
 
     @property
     def weight(self) -> Tensor:
