@@ -49,15 +49,14 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
-class DeltaRuleConfig:
-    """A state that tokens correct, behind a short convolution."""
+class StateConfig:
+    """A state for each head of values, behind a short convolution of queries, keys and values."""
 
     num_key_heads: int  # of queries and keys, each for as many neighbouring heads
     num_heads: int  # of values, and so of states
     key_dim: int  # features of a head
     value_dim: int
     num_taps: int  # of the convolution
-    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
 
     @property
     def num_channels(self) -> int:
@@ -67,6 +66,13 @@ class DeltaRuleConfig:
     @property
     def state_shape(self) -> tuple[int, int, int] | None:
         return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig(StateConfig):
+    """One that tokens correct."""
+
+    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,10 @@ class ShortConvolutionConfig:
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
-    """A state that decays and that tokens add to, behind a short convolution."""
+class Mamba2Config(StateConfig):
+    """One that decays and that tokens add to."""
 
-    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
-    num_heads: int  # of values, and so of states
-    key_dim: int  # features of a head
-    value_dim: int
-    num_taps: int  # of the convolution
-    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind it
+    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind the convolution
     convolution_bias: bool
     in_bias: bool
     out_bias: bool
@@ -97,15 +98,6 @@ class Mamba2Config:
     in_multiplier: float = 1.0
     multipliers: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries and steps, as they are projected
     out_multiplier: float = 1.0
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution: values, keys and queries."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def state_shape(self) -> tuple[int, int, int] | None:
-        return self.num_heads, self.key_dim, self.value_dim
 
 
 MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
