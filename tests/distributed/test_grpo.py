@@ -181,7 +181,9 @@ def test_what_does_not_go_with_a_cut_is_refused_by_name(two: tuple[Path, list[li
 def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
     recipe = load_recipe(find_recipe("grpo"))
     cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", "parallel.context=3"])
-    with pytest.raises(ValueError, match=r"rows of answers are padded to a multiple of 8. Set them so that they multiply"):
+    with pytest.raises(
+        ValueError, match=r"rows of answers are padded to a multiple of 8. Set them so that they multiply"
+    ):
         refuse_cuts(cfg)
 
 
