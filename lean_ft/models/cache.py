@@ -118,7 +118,7 @@ class KVCache:
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
-        self._visible: dict[int | None, Tensor | None] = {}
+        self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
@@ -149,21 +149,25 @@ class KVCache:
         self._visible.clear()
         return self.positions
 
-    def visible(self, window: int | None) -> Tensor | None:
-        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, or `window` of them.
+    def visible(self, window: int | None, chunk: int | None = None) -> Tensor | None:
+        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, `window` of them, or those in
+        its own `chunk`.
 
         None where each row has one new token, and that sees all.
         """
-        if window not in self._visible:
-            self._visible[window] = self._mask(window)
-        return self._visible[window]
+        if (window, chunk) not in self._visible:
+            self._visible[window, chunk] = self._mask(window, chunk)
+        return self._visible[window, chunk]
 
-    def _mask(self, window: int | None) -> Tensor | None:
-        if self.shortest == self.filled and self.positions.shape[1] == 1 and (window is None or self.filled <= window):
+    def _mask(self, window: int | None, chunk: int | None) -> Tensor | None:
+        sees_all = all(most is None or self.filled <= most for most in (window, chunk))
+        if self.shortest == self.filled and self.positions.shape[1] == 1 and sees_all:
             return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]
         seen = indices <= positions
+        if chunk is not None:
+            seen &= indices >= positions - positions % chunk
         return seen if window is None else seen & (indices > positions - window)
 
     def advance(self) -> None:

@@ -36,6 +36,9 @@ _NORMS = {
     "once": (_INTO_ATTENTION, None, None, None),
 }
 
+# Where a mixture of experts lies beside a feed-forward layer: out of the latter, into the former and out of it.
+_BESIDE = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+
 # What mixes a layer's tokens in the place of attention or beside it, by its config, and Hugging Face's name of it.
 _ATTENTION = "self_attn"
 _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
@@ -65,10 +68,15 @@ class Block(nn.Module):
             name, mixer = _MIXERS[type(layer.mixer)]
             self.add_module(name, mixer(config, layer_index))
             self.mixer_names.append(name)
-        self.mlp = None
-        if layer.mixture is not None:
-            self.mlp = MixtureOfExperts(config.hidden_size, layer.mixture)
-        elif layer.feeds:
+        self.mlp = self.mixture = None
+        mixture = None if layer.mixture is None else MixtureOfExperts(config.hidden_size, layer.mixture)
+        if mixture is not None and mixture.config.beside:
+            self.mixture = mixture
+            for name in _BESIDE:
+                self.add_module(name, _norm(config))
+        elif mixture is not None:
+            self.mlp = mixture
+        if self.mlp is None and layer.feeds:
             inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
             self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
@@ -110,6 +118,10 @@ class Block(nn.Module):
             added = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden))
             if isinstance(added, tuple):
                 added, router_logits = added
+            if self.mixture is not None:
+                out_of_plain, into_experts, out_of_experts = _BESIDE
+                of_experts, router_logits = self.mixture(self._normed(into_experts, hidden), hidden)
+                added = self._normed(out_of_plain, added) + self._normed(out_of_experts, of_experts)
             hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         if self.has_input:
             assert layer_input is not None
@@ -218,7 +230,7 @@ class Decoder(nn.Module):
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
         self.tokens: TokenCut | None = None
-        self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
+        self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
     @property

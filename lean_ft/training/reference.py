@@ -40,7 +40,7 @@ from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
-from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
+from lean_ft.peft import AdaptedLayer, TrainedRows, adapted_layers, adapter_off
 from lean_ft.settings import GenerationConfig, ParallelConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
@@ -255,7 +255,7 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     digest = hashlib.blake2b(json.dumps(model.hf_config, sort_keys=True, default=str).encode(), digest_size=16)
     found: list[Tensor] = []  # int64
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedLayer):
+        if isinstance(module, AdaptedLayer | TrainedRows):
             continue  # its own tensors are the adapter's
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             part = part_of(tensor)

@@ -43,6 +43,8 @@ def _why_not(model: Decoder, max_length: int) -> str:
     """What in the model keeps a prompt from being computed once for all its answers; nothing where nothing does."""
     if model.config.has_states:
         return "layers of the model keep a state over each document, which does not branch"
+    if model.config.has_chunks:
+        return "layers of the model attend within chunks of positions"
     for rope in model.rotary:
         if not rope.same_frequencies(1, max_length):
             return (

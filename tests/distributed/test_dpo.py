@@ -97,6 +97,7 @@ def references(folder: Path) -> dict[str, bytes]:
     return {path.name: (path / "values").read_bytes() for path in caches}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     run(tmp_path / "one", *SAME_BITS[name])
@@ -110,6 +111,7 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     assert len(references(on_two / name)) == (name == "cached")
 
 
+@pytest.mark.long
 def test_what_does_not_go_round_is_as_on_one(on_two, tmp_path):
     run(tmp_path / "one", *CLOSE, few_pairs(tmp_path))
     ours, theirs = numbers(tmp_path / "one"), numbers(on_two / "close")
@@ -120,6 +122,7 @@ def test_what_does_not_go_round_is_as_on_one(on_two, tmp_path):
     assert "eval_rewards/accuracies" in ours[-1]
 
 
+@pytest.mark.long
 def test_it_goes_on_with_the_others_cache(on_two, tmp_path, capsys):
     """A cache that two ranks filled is found by one: its key does not depend on how the model was cut."""
     shared = f"data.cache_dir={(on_two / 'cached').with_suffix('.cache')}"

@@ -177,7 +177,7 @@ def join_pieces(text: str, ids: dict[str, int], scores: list[float]) -> list[int
     return [token_id for part in found for token_id in part]
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("kind", [pytest.param("tokenizer.model", marks=pytest.mark.long), "tokenizer.json"])
 def test_sentencepiece_scores_give_the_same_ids(kind, make_model_folder, file, texts, shared_data):
     if kind == "tokenizer.model":
         given, size = shared_data / "tokenizers" / "llama2_sentencepiece.model", 32_000
