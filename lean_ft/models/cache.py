@@ -76,12 +76,22 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_head_parts: int = 1,
     ) -> None:
+        """num_head_parts: into which heads are cut over ranks; one of them is kept here."""
         self._sources = [i if layer.keys_of is None else layer.keys_of for i, layer in enumerate(config.layers)]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
         keys: dict[int, tuple[Tensor, ...]] = {
-            i: tuple(torch.zeros(batch_size, capacity, *shape, dtype=dtype, device=device) for shape in shapes)
+            i: tuple(
+                torch.zeros(batch_size, capacity, heads // num_head_parts, features, dtype=dtype, device=device)
+                for heads, features in shapes
+            )
             for i in range(config.num_layers)
             if (shapes := config.cached_shapes(i))
         }
@@ -219,11 +229,12 @@ def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.
     return inputs, torch.zeros(num_rows, *mixer.state_shape, dtype=torch.float32, device=device)
 
 
-def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int) -> int:
+def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int, num_head_parts: int = 1) -> int:
     """What a cache takes."""
     total = 0
     for i, layer in enumerate(config.layers):
-        total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes(i))
+        shapes = config.cached_shapes(i)
+        total += capacity * itemsize * sum(heads // num_head_parts * features for heads, features in shapes)
         if layer.mixer is not None:
             total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
             total += 4 * math.prod(layer.mixer.state_shape or (0,))

@@ -181,6 +181,14 @@ class Trunk(nn.Module):
 class TokenCut(Protocol):
     """Of a row's T tokens the ones that are here, where several ranks share a row (`lean_ft.distributed`)."""
 
+    rows_are_whole: bool
+    """Whether the pass under way has all tokens of its rows here, as every pass with a cache; set as it begins."""
+
+    @property
+    def num_head_parts(self) -> int:
+        """Over how many ranks heads are cut, of which a cache here has one rank's."""
+        ...
+
     def of_attention(self, values: Tensor) -> Tensor:
         """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
         ...
@@ -272,14 +280,18 @@ class Decoder(nn.Module):
         or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
         Where ranks share a row, input_ids and is_token are of the tokens that are here, as is the result; positions, which
-        cannot be left out then, and cu_seqlens are of all.
+        cannot be left out then, cu_seqlens and prefixes are of all. With a cache rows are whole on each rank, and where heads
+        are cut the same ones on those that have each other's.
 
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
         prefixes without cu_seqlens, and where the cache is full.
         """
-        if self.tokens is not None and (positions is None or cache is not None):
-            raise ValueError("of a row that ranks share, all positions have to be given, and there is no cache.")
-        num_rows, num_tokens = (input_ids if self.tokens is None or positions is None else positions).shape
+        tokens = self.tokens if cache is None else None  # the cut of this pass
+        if self.tokens is not None:
+            self.tokens.rows_are_whole = tokens is None
+        if tokens is not None and positions is None:
+            raise ValueError("of a row that ranks share, all positions have to be given.")
+        num_rows, num_tokens = (input_ids if tokens is None or positions is None else positions).shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
@@ -308,15 +320,15 @@ class Decoder(nn.Module):
                     "prefixes are seen by attention alone, and layers of this model keep a state over each document: give "
                     "each document what it goes on from as a copy of its own."
                 )
-            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, input_ids.numel())
+            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
 
         hidden = self._embed(input_ids)
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        if self.tokens is not None:
-            positions = self.tokens.of_attention(positions)
-            text_lengths = None if text_lengths is None else self.tokens.of_attention(text_lengths)
+        if tokens is not None:
+            positions = tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else tokens.of_attention(text_lengths)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         inputs, given = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
@@ -342,7 +354,7 @@ class Decoder(nn.Module):
         if not all_router_logits:
             return result, None
         assert self.mixture is not None
-        over_row = (lambda values: values) if self.tokens is None else self.tokens.sum
+        over_row = (lambda values: values) if tokens is None else tokens.sum
         balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
         return result, self.router_aux_loss_coef * balance
 
@@ -390,11 +402,16 @@ class Decoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
         weight = self.output_weight
-        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device)
+        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device, self._num_head_parts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """What such a cache takes."""
-        return cache_bytes(self.config, batch_size, capacity, self.output_weight.element_size())
+        itemsize = self.output_weight.element_size()
+        return cache_bytes(self.config, batch_size, capacity, itemsize, self._num_head_parts)
+
+    @property
+    def _num_head_parts(self) -> int:
+        return 1 if self.tokens is None else self.tokens.num_head_parts
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

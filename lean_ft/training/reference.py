@@ -46,6 +46,7 @@ from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
+from lean_ft.training.run_directory import told_of_run
 
 Reference = Callable[[PairBatch], Tensor]
 """Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
@@ -200,6 +201,7 @@ def _filled(
 ) -> Tensor:
     """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
     single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
+    ranks.check_same(told_of_run(cfg, batches))  # before they compute together
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
