@@ -23,310 +23,106 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Shape = dict[str, Any]
 
 
-def _llama(rope_factor: float, **sizes: Any) -> Shape:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **sizes,
-        "vocab_size": 128_256,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": rope_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }
-
-
-def _qwen2_5(max_positions: int, **sizes: Any) -> Shape:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        **sizes,
-        "max_position_embeddings": max_positions,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1_000_000.0,
-        "use_sliding_window": False,
-    }
-
-
-def _qwen3(hidden: int, intermediate: int, layers: int, *, heads: int, tied: bool) -> Shape:
-    return {
+# What the config.json of a family says beside the sizes, and which class it is for.
+_FAMILIES: dict[str, Shape] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-05},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "rms_norm_eps": 1e-05},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "rope_theta": 1_000_000.0},
+    "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-        "hidden_act": "silu",
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1_000_000.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _gemma3(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    *,
-    heads: tuple[int, int],
-    vocab_size: int,
-    max_positions: int,
-    window: int,
-) -> Shape:
-    return {
+        "rope_theta": 1_000_000.0,
+    },
+    "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
         "head_dim": 256,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": max_positions,
-        "sliding_window": window,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "tie_word_embeddings": True,
-    }
-
-
-def _phi3(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    *,
-    heads: tuple[int, int],
-    vocab_size: int,
-    tied: bool,
-    rope_theta: float,
-) -> Shape:
-    return {
+    },
+    "phi3": {
         "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 16_384,
         "original_max_position_embeddings": 16_384,
         "sliding_window": None,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
         "rms_norm_eps": 1e-05,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _smollm2(hidden: int, intermediate: int, layers: int, *, heads: tuple[int, int], rope_theta: float) -> Shape:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": 49_152,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": True,
-    }
+        "rope_theta": 5_000_000.0,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "rope_theta": 500_000.0},
+}
 
 
-def _olmo2(hidden: int, intermediate: int, layers: int, *, heads: int) -> Shape:
+def _shape(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int],
+    vocab_size: int,
+    max_positions: int,
+    *,
+    tied: bool,
+    **others: Any,
+) -> Shape:
+    """sizes: hidden and intermediate, layers, heads of queries and of keys."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    of_all = {"attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-06}
+    if model_type != "gemma3_text":
+        of_all["hidden_act"] = "silu"
     return {
-        "architectures": ["Olmo2ForCausalLM"],
-        "model_type": "olmo2",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": 100_352,
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": False,
+        "model_type": model_type,
+        **dict(zip(names, sizes, strict=True)),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        **of_all,
+        **_FAMILIES[model_type],
+        **others,
     }
+
+
+def _llama3(*sizes: int, head_dim: int, rope_factor: float, tied: bool) -> Shape:
+    scaling = {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    others = {"head_dim": head_dim, "pretraining_tp": 1, "rope_theta": 500_000.0, "rope_scaling": scaling}
+    return _shape("llama", (*sizes, 8), 128_256, 131_072, tied=tied, **others)
 
 
 SHAPES: dict[str, Shape] = {
-    "llama3_2_1b": _llama(
-        rope_factor=32.0,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        head_dim=64,
-        tie_word_embeddings=True,
+    "llama3_2_1b": _llama3(2048, 8192, 16, 32, head_dim=64, rope_factor=32.0, tied=True),
+    "llama3_2_3b": _llama3(3072, 8192, 28, 24, head_dim=128, rope_factor=32.0, tied=True),
+    "llama3_1_8b": _llama3(4096, 14_336, 32, 32, head_dim=128, rope_factor=8.0, tied=False),
+    "llama3_1_70b": _llama3(8192, 28_672, 80, 64, head_dim=128, rope_factor=8.0, tied=False),
+    "qwen2_5_0_5b": _shape("qwen2", (896, 4864, 24, 14, 2), 151_936, 32_768, tied=True),
+    "qwen2_5_1_5b": _shape("qwen2", (1536, 8960, 28, 12, 2), 151_936, 131_072, tied=True),
+    "qwen2_5_7b": _shape("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 131_072, tied=False),
+    "qwen3_0_6b": _shape("qwen3", (1024, 3072, 28, 16, 8), 151_936, 40_960, tied=True),
+    "qwen3_4b": _shape("qwen3", (2560, 9728, 36, 32, 8), 151_936, 40_960, tied=True),
+    "qwen3_8b": _shape("qwen3", (4096, 12_288, 36, 32, 8), 151_936, 40_960, tied=False),
+    "gemma3_1b": _shape("gemma3_text", (1152, 6912, 26, 4, 1), 262_144, 32_768, tied=True, sliding_window=512),
+    "gemma3_4b": _shape("gemma3_text", (2560, 10_240, 34, 8, 4), 262_208, 131_072, tied=True, sliding_window=1024),
+    "phi4_14b": _shape("phi3", (5120, 17_920, 40, 40, 10), 100_352, 16_384, tied=False, rope_theta=250_000.0),
+    # Its scaling for long texts, a list of 48 factors, is left out.
+    "phi4_mini": _shape(
+        "phi3", (3072, 8192, 32, 24, 8), 200_064, 16_384, tied=True, rope_theta=10_000.0, partial_rotary_factor=0.75
     ),
-    "llama3_2_3b": _llama(
-        rope_factor=32.0,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    "llama3_1_8b": _llama(
-        rope_factor=8.0,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
-    "llama3_1_70b": _llama(
-        rope_factor=8.0,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
-    "qwen2_5_0_5b": _qwen2_5(
-        max_positions=32_768,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    ),
-    "qwen2_5_1_5b": _qwen2_5(
-        max_positions=131_072,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    ),
-    "qwen2_5_7b": _qwen2_5(
-        max_positions=131_072,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152_064,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_0_6b": _qwen3(1024, 3072, 28, heads=16, tied=True),
-    "qwen3_4b": _qwen3(2560, 9728, 36, heads=32, tied=True),
-    "qwen3_8b": _qwen3(4096, 12_288, 36, heads=32, tied=False),
-    "gemma3_1b": _gemma3(1152, 6912, 26, heads=(4, 1), vocab_size=262_144, max_positions=32_768, window=512),
-    "gemma3_4b": _gemma3(2560, 10_240, 34, heads=(8, 4), vocab_size=262_208, max_positions=131_072, window=1024),
-    "phi4_14b": _phi3(5120, 17_920, 40, heads=(40, 10), vocab_size=100_352, tied=False, rope_theta=250_000.0),
-    "phi4_mini": {
-        **_phi3(3072, 8192, 32, heads=(24, 8), vocab_size=200_064, tied=True, rope_theta=10_000.0),
-        "partial_rotary_factor": 0.75,  # its scaling for long texts, a list of 48 factors, is left out
-    },
-    "mistral_7b": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32_768,
-        "max_position_embeddings": 32_768,
-        "sliding_window": None,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-    },
-    "smollm2_135m": _smollm2(576, 1536, 30, heads=(9, 3), rope_theta=100_000),
-    "smollm2_360m": _smollm2(960, 2560, 32, heads=(15, 5), rope_theta=100_000),
-    "smollm2_1_7b": _smollm2(2048, 8192, 24, heads=(32, 32), rope_theta=130_000),
-    "smollm3_3b": {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "model_type": "smollm3",
-        "hidden_size": 2048,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 65_536,
-        "no_rope_layer_interval": 4,
-        "use_sliding_window": False,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 5_000_000.0,
-        "tie_word_embeddings": True,
-    },
-    "olmo2_1b": _olmo2(2048, 8192, 16, heads=16),
-    "olmo2_7b": _olmo2(4096, 11_008, 32, heads=32),
+    "mistral_7b": _shape("mistral", (4096, 14_336, 32, 32, 8), 32_768, 32_768, tied=False, rope_theta=1_000_000.0),
+    "smollm2_135m": _shape("llama", (576, 1536, 30, 9, 3), 49_152, 8192, tied=True, rope_theta=100_000),
+    "smollm2_360m": _shape("llama", (960, 2560, 32, 15, 5), 49_152, 8192, tied=True, rope_theta=100_000),
+    "smollm2_1_7b": _shape("llama", (2048, 8192, 24, 32, 32), 49_152, 8192, tied=True, rope_theta=130_000),
+    "smollm3_3b": _shape("smollm3", (2048, 11_008, 36, 16, 4), 128_256, 65_536, tied=True),
+    "olmo2_1b": _shape("olmo2", (2048, 8192, 16, 16, 16), 100_352, 4096, tied=False),
+    "olmo2_7b": _shape("olmo2", (4096, 11_008, 32, 32, 32), 100_352, 4096, tied=False),
     # Of no published model: it tries the scripts themselves, in seconds.
-    "tiny": _qwen2_5(
-        max_positions=4096,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=8192,
-        tie_word_embeddings=True,
-    ),
+    "tiny": _shape("qwen2", (64, 128, 2, 4, 2), 8192, 4096, tied=True),
 }
 
 

@@ -30,6 +30,9 @@ def export(
         str | None,
         typer.Option("--gguf", metavar="f32|f16|bf16|q8_0", help="Write one GGUF file for llama.cpp instead."),
     ] = None,
+    dcp: Annotated[
+        bool, typer.Option("--dcp", help="Write a folder of torch.distributed.checkpoint (DCP) instead.")
+    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="SOURCE is an adapter: export the model with the adapter in its weights.")
     ] = False,
@@ -51,14 +54,14 @@ def export(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a model, or an adapter with its model (--merge) or alone (--adapter): a plain Hugging Face folder, or a GGUF file.
+    """Export a model, or an adapter with its model (--merge) or alone (--adapter): a Hugging Face folder, a GGUF file, or a DCP one.
 
     What was written is read back and compared with the source before DEST appears.
     """
-    from lean_ft.export import export_adapter, export_folder, export_gguf
+    from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 
     if adapter:
-        if merge or keep_vision or any(option is not None for option in (dtype, max_shard_size, gguf, base)):
+        if merge or keep_vision or dcp or any(option is not None for option in (dtype, max_shard_size, gguf, base)):
             raise ValueError("--adapter copies the adapter as it is: leave out the options of whole models.")
         typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
         return
@@ -66,12 +69,16 @@ def export(
         raise ValueError("--base is the model that was trained: it goes with --merge or --keep-vision.")
     if keep_vision and (gguf is not None or max_shard_size is not None):
         raise ValueError("--keep-vision writes the files of the original: leave out --gguf and --max-shard-size.")
+    if dcp and (gguf is not None or max_shard_size is not None or keep_vision):
+        raise ValueError("--dcp writes PyTorch's own files: leave out --gguf, --max-shard-size and --keep-vision.")
     if gguf is not None:
         if dtype is not None or max_shard_size is not None:
             raise ValueError(
                 "--gguf says how numbers are stored and writes one file: leave out --dtype and --max-shard-size."
             )
         typer.echo(str(export_gguf(source, destination, gguf, force=force, merge=merge, base=base)))
+    elif dcp:
+        typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:
         size = max_shard_size or "5GB"
         exported = export_folder(source, destination, dtype, size, force, merge, base, keep_vision)

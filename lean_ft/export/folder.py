@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import check_destination, files_of_model, read_source, room_for
+from lean_ft.export.places import DTYPES, check_destination, check_dtype, files_of_model, read_source, room_for
 from lean_ft.export.whole import find_whole, save_whole
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.peft import MergeReport, is_adapter
 from lean_ft.peft.peft_format import read_adapter
-from lean_ft.spelling import did_you_mean
 from lean_ft.training.checkpoint import checkpoint_bytes
 from lean_ft.training.finished_models import find_finished
 from lean_ft.units import parse_bytes
@@ -28,7 +27,6 @@ from lean_ft.whole_files import write_whole
 _NUM_POSITIONS = 32  # of the input whose logits are compared
 # Weights and arithmetic are the same on both sides; only the order of a sum may differ, by where tensors lie.
 _TOLERANCE_ROUNDINGS = 4
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,10 @@ def export_folder(
     was written does not compute what the source does. In every case nothing is left behind.
     """
     max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES)}.{did_you_mean(dtype, list(_DTYPES))}")
+    check_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    model, tokenizer, merged = read_source(folder, merge, base, _DTYPES[dtype] if dtype else None)
+    model, tokenizer, merged = read_source(folder, merge, base, DTYPES[dtype] if dtype else None)
     whole = find_whole(model, folder, base) if keep_vision else None
     wanted = model.output_weight.dtype
     expected = _logits(model)

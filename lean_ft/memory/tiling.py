@@ -37,6 +37,9 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
     for mlp in found:
         mlp.num_tiles = num_tiles
         mlp.forward = MethodType(_tiled, mlp)
+        for layer in mlp.modules():
+            if hasattr(layer, "stays_whole"):  # one quantised, whose weight all tiles need
+                layer.stays_whole = True
     return len(found)
 
 

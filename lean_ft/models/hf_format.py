@@ -260,6 +260,11 @@ def _write_what_is_beside(
     for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
+    write_configs(model, folder)
+
+
+def write_configs(model: Decoder, folder: Path) -> None:
+    """Writes config.json, with the dtype of the model, and generation_config.json as it was."""
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
     dtype = str(model.output_weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})

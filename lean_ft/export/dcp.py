@@ -1,0 +1,93 @@
+"""A model as a folder of PyTorch's own distributed checkpoints (DCP), for programs that begin from one.
+
+    .metadata, __0_0.distcp; and config.json, generation_config.json, tokenizer files, which DCP does not look at
+
+Tensors stand at the top level under the names of the Hugging Face folder, a tied output layer's too, so that
+`torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` fills a model of transformers, cut over any number
+of ranks. PyTorch writes it, and `.metadata` is a pickle: who opens such a folder has to trust who wrote it. So a run's own
+checkpoints are not of this kind.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lean_ft.export.places import DTYPES, check_destination, check_dtype, read_source, room_for
+from lean_ft.models.hf_format import tensors_on_disk, write_configs
+from lean_ft.peft import MergeReport
+from lean_ft.training.finished_models import find_finished
+from lean_ft.whole_files import write_whole
+
+
+@dataclass(frozen=True)
+class ExportedDCP:
+    """What was written."""
+
+    source: Path
+    folder: Path
+    dtype: torch.dtype
+    num_tensors: int
+    num_bytes: int
+    merged: MergeReport | None = None
+    """What merging did, where the source is an adapter."""
+
+    def __str__(self) -> str:
+        merged = f"{self.merged}.\n" if self.merged else ""
+        return (
+            f"{merged}exported {self.source} to {self.folder}: {self.num_tensors} tensors in "
+            f"{str(self.dtype).removeprefix('torch.')}, {self.num_bytes / 1e9:.3g} GB, under the names of the Hugging Face folder.\n"
+            "Read back: every tensor is the model's. Its .metadata is a pickle: open it where you trust who wrote it."
+        )
+
+
+def export_dcp(
+    source: str | Path,
+    destination: str | Path,
+    dtype: str | None = None,
+    force: bool = False,
+    merge: bool = False,
+    base: str | Path | None = None,
+) -> ExportedDCP:
+    """Writes the model of a checkpoint, run directory or model folder to the new DCP folder `destination`.
+
+    The arguments, and what is raised, are as in `export_folder`. Takes the memory of one model in `dtype` and of one
+    of its layers.
+    """
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    check_dtype(dtype)
+    folder, destination = find_finished(source), Path(destination).expanduser()
+    check_destination(destination, folder, force)
+    model, tokenizer, merged = read_source(folder, merge, base, DTYPES[dtype] if dtype else None)
+    tensors = tensors_on_disk(model)
+    if model.head is None:
+        tensors["lm_head.weight"] = model.output_weight.detach()
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(destination) as temporary:
+        with room_for(num_bytes, destination):
+            _alone(save, dict(tensors), temporary)
+            write_configs(model, temporary)
+            if tokenizer is not None:
+                tokenizer.save(temporary)
+        for _, names in groupby(sorted(tensors), lambda name: name.split(".")[:3]):  # a layer at a time
+            found = {name: torch.empty_like(tensors[name]) for name in names}
+            _alone(load, found, temporary)
+            if different := [name for name in found if not torch.equal(found[name], tensors[name])]:
+                raise RuntimeError(
+                    f"{different[0]} does not read back as it was written. The disk or the memory may be failing; nothing was "
+                    "kept."
+                )
+    return ExportedDCP(folder, destination, model.output_weight.dtype, len(tensors), num_bytes, merged)
+
+
+def _alone(work: Callable[..., Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    with warnings.catch_warnings():  # of doing it in one process, which is what is asked for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        work(tensors, checkpoint_id=folder, no_dist=True)
