@@ -1,5 +1,6 @@
 """What an installed lean_ft is: a wheel with recipes, presets and assets inside, which finds them."""
 
+import json
 import os
 import re
 import shutil
@@ -42,15 +43,30 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def leanft(installed: Path, workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from lean_ft.cli.main import run_command_line; run_command_line()", *arguments],
+# Runs commands in one process, and prints the exit code and the output of each.
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from lean_ft.cli.main import app
+answers = [CliRunner().invoke(app, command) for command in json.load(sys.stdin)]
+print(json.dumps([(answer.exit_code, answer.stdout) for answer in answers]))
+"""
+
+
+def leanft(installed: Path, workplace: Path, commands: list[list[str]]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input=json.dumps(commands),
         cwd=workplace,
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         timeout=120,
     )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert [code for code, _ in answers] == [0] * len(commands), answers
+    return [printed for _, printed in answers]
 
 
 def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel):
@@ -68,18 +84,24 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel):
 
 
 def test_an_installed_copy_finds_its_recipes_and_presets(installed, tmp_path):
-    listed = leanft(installed, tmp_path, "ls")
-    assert listed.returncode == 0, listed.stderr
-    for file in (CHECKOUT / "recipes").glob("[!_]*.py"):
-        assert file.stem in listed.stdout
-        copied = leanft(installed, tmp_path, "cp", file.stem, f"my_{file.stem}")
-        assert copied.returncode == 0, copied.stderr
-        assert str(installed) in copied.stdout
+    recipes = list((CHECKOUT / "recipes").glob("[!_]*.py"))
+    presets = {
+        file.relative_to(CHECKOUT / "configs").with_suffix("").as_posix(): file
+        for file in (CHECKOUT / "configs").rglob("*.yaml")
+    }
+    commands = [
+        ["ls"],
+        *(["cp", file.stem, f"my_{file.stem}"] for file in recipes),
+        *(["cat", name] for name in presets),
+    ]
+    listed, *printed = leanft(installed, tmp_path, commands)
+    for file, copied in zip(recipes, printed, strict=False):
+        assert file.stem in listed
+        assert str(installed) in copied.replace("\n", "")
         assert (tmp_path / f"my_{file.stem}.py").read_bytes() == file.read_bytes()
-    for file in (CHECKOUT / "configs").rglob("*.yaml"):
-        name = file.relative_to(CHECKOUT / "configs").with_suffix("").as_posix()
-        assert name in listed.stdout
-        assert leanft(installed, tmp_path, "cat", name).stdout == file.read_text()
+    for (name, file), shown in zip(presets.items(), printed[len(recipes) :], strict=True):
+        assert name in listed
+        assert shown == file.read_text()
 
 
 def new_environment(python: str, folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:

@@ -402,7 +402,7 @@ class Run:
         """Write an evaluation's line: `eval_loss`, None where nothing held out has a label, and whatever else is given, as
         plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._step, eval_loss, more)
+        row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
         self._totals.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
         loss = "no token held out has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
         if (reward := row.get("eval_reward")) is not None:

@@ -1,6 +1,5 @@
 """The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.distributed import generating
-from lean_ft.generation import Sample, Sampling, sample, stop_ids
+from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.host_link import open_link
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
@@ -59,12 +58,10 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        asked, seen, numbers = [prompt.ids for prompt in prompts], Counter[tuple[int, ...]](), list[int]()
+        asked = [prompt.ids for prompt in prompts]
         if self._generation.engine == "vllm":
             return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
-        for ids in asked:
-            numbers.append(seen[tuple(ids)])
-            seen[tuple(ids)] += 1
+        numbers = sample_numbers(asked)
         # Neighbours, and the answers to one prompt on one rank, which reads it once.
         groups = -(-len(asked) // generation.num_answers)
         share = -(-groups // self._ranks.size) * generation.num_answers
