@@ -128,6 +128,7 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
 
 def _figure(curves: list[Curves]) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     metrics = _metrics(curves)
     num_rows = -(-len(metrics) // _COLUMNS)
@@ -149,7 +150,9 @@ def _figure(curves: list[Curves]) -> Any:
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         if place > len(metrics) - _COLUMNS:
             axes.set_xlabel("optimizer step")
-    figure.axes[0].xaxis.get_major_locator().set_params(integer=True)  # of steps there are no halves
+    figure.axes[0].xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10])
+    )  # of steps there are no halves
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False)
     return figure
