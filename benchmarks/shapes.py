@@ -60,6 +60,98 @@ _FAMILIES: dict[str, Shape] = {
         "rope_theta": 5_000_000.0,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "rope_theta": 500_000.0},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+        },
+    },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 128,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 128,
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1_000_000.0,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+_GEMMA4: Shape = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+    "final_logit_softcapping": 30.0,
+}
+_FAMILIES["gemma4_text"] = {
+    **_GEMMA4,
+    "architectures": ["Gemma4ForCausalLM"],
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+}
+_FAMILIES["gemma4_unified_text"] = {
+    **_GEMMA4,
+    "architectures": ["Gemma4UnifiedForCausalLM"],
+    "sliding_window": 1024,
+    "attention_k_eq_v": True,
 }
 
 
@@ -75,7 +167,7 @@ def _shape(
     """sizes: hidden and intermediate, layers, heads of queries and of keys."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     of_all = {"attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-06}
-    if model_type != "gemma3_text":
+    if "hidden_activation" not in _FAMILIES[model_type]:
         of_all["hidden_act"] = "silu"
     return {
         "model_type": model_type,
@@ -94,6 +186,11 @@ def _llama3(*sizes: int, head_dim: int, rope_factor: float, tied: bool) -> Shape
     scaling["original_max_position_embeddings"] = 8192
     others = {"head_dim": head_dim, "pretraining_tp": 1, "rope_theta": 500_000.0, "rope_scaling": scaling}
     return _shape("llama", (*sizes, 8), 128_256, 131_072, tied=tied, **others)
+
+
+def _windows(layers: int, every: int) -> list[str]:
+    """Layers that see a window, and `every` so many one that sees the whole text."""
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
 SHAPES: dict[str, Shape] = {
@@ -121,6 +218,69 @@ SHAPES: dict[str, Shape] = {
     "smollm3_3b": _shape("smollm3", (2048, 11_008, 36, 16, 4), 128_256, 65_536, tied=True),
     "olmo2_1b": _shape("olmo2", (2048, 8192, 16, 16, 16), 100_352, 4096, tied=False),
     "olmo2_7b": _shape("olmo2", (4096, 11_008, 32, 32, 32), 100_352, 4096, tied=False),
+    "olmo3_7b": _shape("olmo3", (4096, 11_008, 32, 32, 32), 100_278, 65_536, tied=False, layer_types=_windows(32, 4)),
+    "ministral3_3b": _shape("ministral3", (3072, 9216, 26, 32, 8), 131_072, 262_144, tied=True),
+    "ministral3_8b": _shape("ministral3", (4096, 14_336, 34, 32, 8), 131_072, 262_144, tied=False),
+    "qwen3_5_0_8b": _shape(
+        "qwen3_5_text", (1024, 3584, 24, 8, 2), 248_320, 262_144, tied=True, linear_num_value_heads=16
+    ),
+    "qwen3_5_2b": _shape(
+        "qwen3_5_text", (2048, 6144, 24, 8, 2), 248_320, 262_144, tied=True, linear_num_value_heads=16
+    ),
+    "qwen3_5_4b": _shape(
+        "qwen3_5_text", (2560, 9216, 32, 16, 4), 248_320, 262_144, tied=True, linear_num_value_heads=32
+    ),
+    "qwen3_5_9b": _shape(
+        "qwen3_5_text", (4096, 12_288, 32, 16, 4), 248_320, 262_144, tied=False, linear_num_value_heads=32
+    ),
+    "gemma4_e2b": _shape(
+        "gemma4_text",
+        (1536, 6144, 35, 8, 1),
+        262_144,
+        131_072,
+        tied=True,
+        layer_types=_windows(35, 5),
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4_e4b": _shape(
+        "gemma4_text",
+        (2560, 10_240, 42, 8, 2),
+        262_144,
+        131_072,
+        tied=True,
+        layer_types=_windows(42, 6),
+        num_kv_shared_layers=18,
+    ),
+    "gemma4_12b": _shape(
+        "gemma4_unified_text",
+        (3840, 15_360, 48, 16, 8),
+        262_144,
+        262_144,
+        tied=True,
+        layer_types=_windows(48, 6),
+        num_global_key_value_heads=1,
+    ),
+    "qwen3_30b_a3b": _shape(
+        "qwen3_moe",
+        (2048, 6144, 48, 32, 4),
+        151_936,
+        262_144,
+        tied=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "gpt_oss_20b": _shape(
+        "gpt_oss",
+        (2880, 2880, 24, 64, 8),
+        201_088,
+        131_072,
+        tied=False,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)],
+    ),
     # Of no published model: it tries the scripts themselves, in seconds.
     "tiny": _shape("qwen2", (64, 128, 2, 4, 2), 8192, 4096, tied=True),
 }
@@ -141,20 +301,12 @@ def shape_of(name: str) -> Shape:
 
 def num_parameters(name: str) -> int:
     """Parameters of the named shape; a tied embedding counts once."""
-    shape = shape_of(name)
-    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
-    head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
-    query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    # Biases and norms, beside the two norms that every layer has.
-    small = {
-        "qwen2": query + 2 * key,
-        "qwen3": 2 * head_dim,
-        "gemma3_text": 2 * hidden + 2 * head_dim,
-        "olmo2": query + key,
-    }
-    layer = 2 * hidden * (query + key) + 3 * hidden * intermediate + 2 * hidden + small.get(shape["model_type"], 0)
-    embeddings = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return shape["num_hidden_layers"] * layer + hidden + embeddings
+    import torch
+
+    from lean_ft.models import Decoder, decoder_config
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(decoder_config(shape_of(name))).parameters())
 
 
 def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:

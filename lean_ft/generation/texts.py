@@ -15,7 +15,7 @@ from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
-from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
@@ -50,7 +50,7 @@ def open_model(
         folder = find_finished(find_base(folder), QUICK_BYTES)
     where = resolve_device(device)
     check_dtype(dtype, where)
-    model = load_model(folder, where, getattr(torch, dtype), random_init)
+    model = load_model(folder, where, getattr(torch, dtype), random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
     return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)

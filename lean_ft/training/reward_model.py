@@ -11,7 +11,7 @@ from lean_ft.data.preference import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype
-from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
@@ -36,7 +36,7 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    model = load_model(folder, where, kept, scores=True)
+    model = load_model(folder, where, kept, scores=True, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)
     if model.score_is_new:

@@ -62,10 +62,12 @@ class Sampler:
         if self._generation.engine == "vllm":
             return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
         numbers = sample_numbers(asked)
-        # Neighbours, and the answers to one prompt on one rank, which reads it once.
-        groups = -(-len(asked) // generation.num_answers)
-        share = -(-groups // self._ranks.size) * generation.num_answers
-        mine = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
+        # Neighbours, and the answers to one prompt on one rank, which reads it once. Ranks that have each other's heads answer
+        # the same prompts.
+        groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
+        share = -(-groups * alike // self._ranks.size) * generation.num_answers
+        place = self._ranks.rank // alike
+        mine = slice(place * share, (place + 1) * share)
 
         def answer() -> list[Sample]:
             with self._makes_room(), generating(self._model, self._ranks, generation.gather):
@@ -78,7 +80,7 @@ class Sampler:
                     cache_gib=generation.cache_gib,
                 )
 
-        return [one for answers in self._ranks.everywhere(answer) for one in answers]
+        return [one for answers in self._ranks.everywhere(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each
