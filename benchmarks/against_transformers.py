@@ -4,9 +4,9 @@
     python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
 
 Weights are random, in bfloat16, and all train; a call is the mean loss of the next token and the gradients of all weights, which
-are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Checkpointed, either side
-keeps each layer's input alone. Memory is the process's peak resident size, weights and libraries included; where a kernel for
-CUDA is not installed both sides compute the state in PyTorch's operations.
+are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Memory is the process's
+peak resident size, weights and libraries included; where a kernel for CUDA is not installed both sides compute the state in
+PyTorch's operations.
 
 Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
 """
@@ -21,33 +21,11 @@ from typing import Annotated, Any
 import typer
 from measure import Budget, run_measured
 from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from shapes import shape_of
 
-# Source: the config.json of Qwen/Qwen3.5-0.8B, its language model.
-QWEN3_5_0_8B: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248_320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": True,
-}
 LABELS = {
     "transformers": "transformers",
     "ours": "lean_ft",
-    "transformers_checkpointed": "transformers, checkpointed",
-    "ours_checkpointed": "lean_ft, checkpointed",
 }
 
 
@@ -62,7 +40,7 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
     device = torch.device(device_name)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     ids = torch.randint(vocabulary, (batch_size, length), generator=torch.Generator().manual_seed(0)).to(device)
-    if kind.startswith("transformers"):
+    if kind == "transformers":
         import transformers
 
         with torch.device(device):
@@ -70,20 +48,14 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
                 transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
             )
         model.train()
-        if kind.endswith("checkpointed"):
-            model.gradient_checkpointing_enable()
 
         def loss() -> torch.Tensor:
             return model(input_ids=ids, labels=ids, use_cache=False).loss
     else:
         from lean_ft.losses import IGNORED_LABEL, linear_cross_entropy
-        from lean_ft.memory import apply_memory
         from lean_ft.models import load_model
-        from lean_ft.settings import MemoryConfig
 
         model = load_model(folder, device=device, dtype=torch.bfloat16, random_init=True)
-        kept = "full" if kind.endswith("checkpointed") else "none"
-        apply_memory(model, MemoryConfig(activation_checkpointing=kept), compile=False)
         labels = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], IGNORED_LABEL)), 1)
         num_targets = batch_size * (length - 1)
 
@@ -165,7 +137,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         if row["status"] != "ok":
             cells.append([row["label"], row["status"], "-", "-", "-", "-"])
             continue
-        theirs = peaks.get(row["name"].replace("ours", "transformers"))
+        theirs = peaks.get("transformers")
         share = "-" if theirs is None else f"{row['peak_memory_bytes'] / theirs:.2f}"
         time, speed = f"{row['seconds']:.2f} s", tokens_per_second(row["tokens_per_second"])
         memory = gibibytes(row["peak_memory_bytes"]), share, gibibytes(row["extra_bytes"])
@@ -192,7 +164,7 @@ def main(
         work(worker, folder, batch_size, length, repeats, device, report)
         return
     hardware = require_hardware(device)
-    config = {**QWEN3_5_0_8B, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = {**shape_of("qwen3_5_0_8b"), "num_hidden_layers": layers, "vocab_size": vocabulary}
     arguments = [
         *("--batch-size", str(batch_size), "--length", str(length), "--repeats", str(repeats)),
         *("--device", hardware["device"]),

@@ -13,14 +13,12 @@ Writes `results/attention_<shape>_<batch>x<length>_<hardware>.json`.
 import json
 import math
 import random
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import Budget, run_measured
-from results import RESULTS, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from measure import Budget, measure_contestants
+from results import RESULTS, gibibytes, print_result, require_hardware, tokens_per_second, write_result
 from shapes import shape_of
 
 LABELS = {
@@ -89,28 +87,6 @@ def work(kind: str, shape: str, batch_size: int, length: int, repeats: int, devi
     report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
 
 
-def compare(
-    *, shape: str, batch_size: int, length: int, repeats: int, device: str, budget: Budget
-) -> list[dict[str, Any]]:
-    """Measures each way in a fresh process."""
-    rows = []
-    for kind, label in LABELS.items():
-        with tempfile.TemporaryDirectory(prefix="lean_ft_attention_") as folder:
-            report = Path(folder) / "report.json"
-            command = [
-                *(sys.executable, __file__, "--worker", kind, "--report", report, "--shape", shape),
-                *("--batch-size", str(batch_size), "--length", str(length), "--repeats", str(repeats)),
-                *("--device", device),
-            ]
-            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
-            row = {"status": measured.status, "reason": measured.reason}
-            if measured.status == "ok":
-                row = json.loads(report.read_text())
-        rows.append({"name": kind, "label": label, **row})
-        console.print(f"{label:<30} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False)
-    return rows
-
-
 COLUMNS = ["attention", "time", "tokens/s", "memory, inputs included", "positions computed"]
 
 
@@ -164,14 +140,11 @@ def main(
     hardware = require_hardware(device)
     shape_of(shape)
     num_documents = sum(map(len, document_lengths(batch_size, length)))
-    rows = compare(
-        shape=shape,
-        batch_size=batch_size,
-        length=length,
-        repeats=repeats,
-        device=hardware["device"],
-        budget=Budget(timeout_seconds, budget_seconds),
-    )
+    arguments = [
+        *("--shape", shape, "--batch-size", str(batch_size), "--length", str(length)),
+        *("--repeats", str(repeats), "--device", hardware["device"]),
+    ]
+    rows = measure_contestants(__file__, LABELS, arguments, Budget(timeout_seconds, budget_seconds))
     path = write_result(
         f"attention_{shape}_{batch_size}x{length}",
         benchmark="attention",

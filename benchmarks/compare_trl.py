@@ -1,24 +1,32 @@
-"""lean_ft against TRL's SFTTrainer: one model shape, one text, one length, in fresh processes that take turns.
+"""lean_ft against TRL's trainers: one model shape, the same rows, one length, in fresh processes that take turns.
 
     python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
     python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1 --settle-steps 0   # peaks of the first steps
     python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small: of long runs, too
     python benchmarks/compare_trl.py --lengths 1024 --only ours
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
-    python benchmarks/compare_trl.py --objective distill                # from a teacher of the shape, TRL's GKDTrainer
-    python benchmarks/compare_trl.py --objective dpo                   # its DPOTrainer: compare_dpo.py tells of that
-    python benchmarks/compare_trl.py --objective grpo                  # its GRPOTrainer: compare_grpo.py
+    python benchmarks/compare_trl.py --objective distill               # from a teacher of the shape, TRL's GKDTrainer
+    python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, its DPOTrainer, all four comparisons
+    python benchmarks/compare_trl.py --objective dpo --only long_prompts   # one of them
+    python benchmarks/compare_trl.py --objective grpo                  # 8 answers, 128 + 128 tokens, its GRPOTrainer
 
 Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
-checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing, distillation as full finetuning with a
-teacher in bfloat16. TRL: its defaults, which `trl_sft.py` states and the result records; in distillation
-nothing on-policy. The two differ in precision, then, each being what its users get; what that does to training is another
-measurement.
+checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing, the other objectives as these. TRL: its
+defaults, which `trl_trainer.py` states and the result records. The two differ in precision, then, each being what its users get;
+what that does to training is another measurement.
+
+dpo: prompts are an eighth of the length, and ours computes each once for its two answers. In `long_prompts`, which is the case
+that is for, they are three quarters, and the other side is ours with each answer beside its own prompt. Speeds are in the tokens
+of rows that each have their prompt, whoever computes how many of them: pairs a second times 2 x length. A cache of references is
+filled before the steps that are timed, on both sides.
+
+grpo: one prompt a step, of half the length, answered several times at a fixed length. Both learn by dapo's loss, without a
+reference; what of a step's time sampling and rewards take is told beside the whole.
 
 In every round the other side goes first, so that neither always meets the warmer machine. A ratio is formed within
 a round and the median over the rounds is told. TRL is the `compare` extra: pip install 'lean-ft[compare]'.
 
-Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_` before the shape for LoRA.
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
 """
 
 import importlib.util
@@ -36,17 +44,17 @@ import typer
 from measure import Budget, measure_training, recipe_command
 from memory_ladder import outcome, rung_settings
 from results import RESULTS, console, peaks, print_result, require_hardware, tokens_per_second, write_result
-from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_text_rows
+from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_pair_rows, write_text_rows
 
-SIDES = ("ours", "trl")
+OURS, TRL, SEPARATE = "ours", "trl", "ours, each its prompt"
+LORA_RANK = 16
 
 
 class Recipe(StrEnum):
-    """What is compared."""
+    """Of sft, what trains."""
 
     full = "full"
     lora = "lora"
-    distill = "distill"
 
 
 class Objective(StrEnum):
@@ -58,83 +66,143 @@ class Objective(StrEnum):
     distill = "distill"
 
 
-class Sides(NamedTuple):
-    """How each side runs a recipe, and how the table calls it."""
+class Comparison(NamedTuple):
+    """What is run in turns, and how each side runs it."""
 
+    objective: Objective
     title: str
     recipe: str
     settings: dict[str, Any]
-    label: str
+    label: str  # what is particular to ours, in words
     trl_arguments: tuple[str, ...] = ()
+    prompt_share: float = 0.0  # of the length
+    other: str = TRL  # what ours is compared with
 
 
-LORA_RANK = 16
 # What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
 _LEAN = rung_settings("adamw_8bit") | {
     "memory.activation_checkpointing": "selective",
     "memory.loss_accumulation_dtype": "weight",
 }
-RECIPES = {
-    Recipe.full: Sides(
-        "full finetuning",
-        "full_finetune_single_device",
-        _LEAN,
-        "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward",
-    ),
-    # Frozen weights have neither gradients nor states.
-    Recipe.lora: Sides(
+_LEAN_LABEL = "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward"
+# Frozen weights have neither gradients nor states.
+_LORA = {
+    "lora.rank": LORA_RANK,
+    "compile": True,
+    "memory.activation_checkpointing": "selective",
+    "memory.selective_keeps": "products",
+    "memory.loss_chunk_tokens": 512,
+}
+_LORA_ARGUMENTS = ("--lora-rank", str(LORA_RANK))
+_DPO_LABEL = "the settings of the comparison of finetuning, prompts shared"
+_CACHED = {"reference.kind": "cached"}
+COMPARISONS = {
+    "full": Comparison(Objective.sft, "full finetuning", "full_finetune_single_device", _LEAN, _LEAN_LABEL),
+    "lora": Comparison(
+        Objective.sft,
         f"LoRA of rank {LORA_RANK} on all linear layers",
         "lora_finetune_single_device",
-        {
-            "lora.rank": LORA_RANK,
-            "compile": True,
-            "memory.activation_checkpointing": "selective",
-            "memory.selective_keeps": "products",
-            "memory.loss_chunk_tokens": 512,
-        },
+        _LORA,
         "checkpointing that keeps matrix products, compile and chunked cross-entropy",
-        ("--lora-rank", str(LORA_RANK)),
+        _LORA_ARGUMENTS,
     ),
-    Recipe.distill: Sides(
-        "distillation by the Jensen-Shannon divergence from a frozen model of its own shape",
+    "distill": Comparison(
+        Objective.distill,
+        "distillation from a frozen model of its own shape",
         "distill",
         {**_LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
-        "selective checkpointing, compile, both models' logits a chunk at a time, bfloat16 sums and 8-bit AdamW in backward",
-        ("--distill",),
+        "the Jensen-Shannon divergence, selective checkpointing, compile, both models' logits a chunk at a time, bfloat16 sums "
+        "and 8-bit AdamW in backward",
     ),
+    "dpo_cached": Comparison(
+        Objective.dpo,
+        "DPO, references cached",
+        "dpo",
+        _LEAN | _CACHED,
+        _DPO_LABEL,
+        ("--reference", "cached"),
+        1 / 8,
+    ),
+    "dpo_resident": Comparison(
+        Objective.dpo,
+        "DPO, reference resident",
+        "dpo",
+        _LEAN | {"reference.kind": "model"},
+        _DPO_LABEL,
+        (),
+        1 / 8,
+    ),
+    "dpo_lora": Comparison(
+        Objective.dpo,
+        f"DPO by LoRA of rank {LORA_RANK}",
+        "lora_dpo_single_device",
+        # Rows are twice as many.
+        _LORA | {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},
+        _DPO_LABEL,
+        _LORA_ARGUMENTS,
+        1 / 8,
+    ),
+    "dpo_long_prompts": Comparison(
+        Objective.dpo,
+        "DPO, references cached, prompts of three quarters",
+        "dpo",
+        _LEAN | _CACHED,
+        _DPO_LABEL,
+        (),
+        3 / 4,
+        SEPARATE,
+    ),
+    "grpo": Comparison(Objective.grpo, "GRPO", "grpo", _LEAN, _LEAN_LABEL, (), 1 / 2),
 }
 
 
 def ours_command(
-    sides: Sides, model: Path, text: Path, run: Path, *, length: int, batch_size: int, steps: int, device: str
-) -> list:
+    comparison: Comparison, side: str, model: Path, data: Path, run: Path, *, length: int, batch_size: int, steps: int,
+    device: str,
+) -> list:  # fmt: skip
     """The recipe with techniques that a CPU has, too."""
+    prompt_tokens = round(length * comparison.prompt_share)
+    own = {
+        Objective.sft: {"data.max_length": length},
+        Objective.distill: {"data.max_length": length, "distill.teacher": model},
+        Objective.dpo: {
+            "data.max_length": length,
+            "data.max_prompt_length": prompt_tokens,
+            "data.cache_dir": run.parent / "cache",
+            "data.shared_prompt": side == OURS,
+        },
+        Objective.grpo: {
+            "data.chat": False,
+            "data.max_prompt_length": prompt_tokens,
+            "rewards": f"[{Path(__file__).with_name('letters_reward.py')}:letters]",
+            "generation.num_answers": batch_size,
+            "generation.max_new_tokens": length - prompt_tokens,
+            "sample_every": 0,
+        },
+    }[comparison.objective]
     settings = {
         "model.path": model,
         "model.random_init": True,
-        "data.source": text,
-        "data.max_length": length,
+        "data.source": data,
         "batch_size": batch_size,
         "max_steps": steps,
         "epochs": 100,
         "device": device,
         "output_dir": run,
-        **({"distill.teacher": model} if sides.recipe == "distill" else {}),
-        **sides.settings,
     }
-    return recipe_command(sides.recipe, settings)
+    return recipe_command(comparison.recipe, settings | own | comparison.settings)
 
 
 def trl_command(
-    sides: Sides, model: Path, text: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
+    comparison: Comparison, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
 ) -> list:
     """TRL in its defaults."""
+    prompt_tokens = round(length * comparison.prompt_share)
     return [
-        sys.executable,
-        Path(__file__).with_name("trl_sft.py"),
-        *("--model-folder", model, "--data", text, "--run-directory", run, "--facts-file", facts),
-        *("--batch-size", str(batch_size), "--length", str(length), "--steps", str(steps)),
-        *sides.trl_arguments,
+        *(sys.executable, Path(__file__).with_name("trl_trainer.py"), "--objective", comparison.objective.value),
+        *("--model-folder", model, "--data", data, "--run-directory", run, "--facts-file", facts),
+        *("--batch-size", str(batch_size), "--length", str(length), "--prompt-tokens", str(prompt_tokens)),
+        *("--steps", str(steps), *comparison.trl_arguments),
     ]
 
 
@@ -164,10 +232,23 @@ def make_answers(file: Path, model: Path, length: int) -> None:
     file.write_text("".join(rows))
 
 
+def write_rows(comparison: Comparison, folder: Path, model: Path, length: int, batch_size: int, steps: int) -> Path:
+    """Writes the data of a comparison's steps and returns its path."""
+    file = folder / f"rows_{length}.jsonl"
+    if comparison.prompt_share:
+        prompt_tokens = round(length * comparison.prompt_share)
+        num_rows = steps if comparison.objective is Objective.grpo else steps * batch_size
+        return write_pair_rows(file, num_rows, prompt_tokens, length - prompt_tokens)
+    write_text_rows(file, steps * batch_size, length)
+    if comparison.objective is Objective.distill:
+        make_answers(file, model, length)
+    return file
+
+
 def measure_sides(
+    name: str,
     sides: list[str],
     *,
-    recipe: Recipe = Recipe.full,
     shape: str,
     batch_size: int,
     lengths: list[int],
@@ -179,102 +260,114 @@ def measure_sides(
     settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measures the sides in turns; returns a row for each process, and what TRL's defaults came to."""
-    rows: list[dict[str, Any]] = []
-    trl_defaults = None
+    """Measures the sides of one comparison in turns; returns a row for each process, and what TRL's defaults came to."""
+    comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
+    is_pair = comparison.objective is Objective.dpo
     num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than is waited for, so that nothing is saved
     # The text is drawn on the CPU side of a GPU as well: what is hidden there is only where it runs.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
-        if recipe is Recipe.distill:
+        if comparison.objective is Objective.distill:
             write_weights(model)
         facts = Path(folder) / "trl_defaults.json"
         for length in lengths:
-            text = write_text_rows(Path(folder) / f"text_{length}.jsonl", num_steps * batch_size, length)
-            if recipe is Recipe.distill:
-                make_answers(text, model, length)
+            data = write_rows(comparison, Path(folder), model, length, batch_size, num_steps)
             common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
+            tokens = computed = batch_size * length * (2 if is_pair else 1)
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else sides[::-1]:
 
-                    def command(run: Path, side: str = side, text: Path = text, common: dict = common) -> list:
-                        if side == "ours":
-                            return ours_command(RECIPES[recipe], model, text, run, device=device, **common)
-                        return trl_command(RECIPES[recipe], model, text, run, facts, **common)
+                    def command(run: Path, side: str = side, data: Path = data, common: dict = common) -> list:
+                        if side == TRL:
+                            return trl_command(comparison, model, data, run, facts, **common)
+                        return ours_command(comparison, side, model, data, run, device=device, **common)
 
+                    shared = batch_size * round(length * comparison.prompt_share) if is_pair and side == OURS else 0
+                    computed = tokens - shared
                     rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(
                         command,
                         steps=steps,
                         warmup_steps=warmup_steps,
-                        tokens_per_step=batch_size * length,
+                        tokens_per_step=computed,
                         timeout_seconds=budget.timeout_seconds(),
                         settle_steps=settle_steps,
                         # GKDTrainer's collator leaves off a token or two of a row.
-                        token_slack=0.01 if recipe is Recipe.distill and side == "trl" else 0.0,
+                        token_slack=0.01 if comparison.objective is Objective.distill and side == TRL else 0.0,
                         environment=environment,
                     )
-                    rows.append({"side": side, "length": length, "round": turn, "product_gflops": rate, **row})
-                    line = f"length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
+                    if row["status"] == "ok":
+                        row |= {"computed_tokens": computed, "tokens_per_second": tokens / row["step_seconds"]}
+                    what = {"comparison": name, "side": side, "length": length, "round": turn, "product_gflops": rate}
+                    rows.append(what | row)
+                    line = f"{comparison.title}, length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
                     console.print(f"{line}; products at {rate} GFLOP/s before", markup=False)
-            if facts.exists():
-                trl_defaults = json.loads(facts.read_text())
-    return rows, trl_defaults
+        return rows, json.loads(facts.read_text()) if facts.exists() else None
+
+
+# The medians that are told of a side, where its rows have them.
+MEDIANS = ("tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes", "first_peak_memory_bytes")
+RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes", "sampling_ratio": "sampling_seconds"}
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a length: the sides' medians over the rounds, and the ratios, each formed within a round."""
+    """A row a comparison and length: the sides' medians over the rounds, and the ratios, each formed within a round."""
     summary = []
-    for length in dict.fromkeys(row["length"] for row in rows):
-        line: dict[str, Any] = {"length": length}
-        rounds: dict[int, dict[str, dict[str, Any]]] = {}
-        for side in SIDES:
-            own = [row for row in rows if row["length"] == length and row["side"] == side]
-            good = [row for row in own if row["status"] == "ok"]
-            if not own:
-                continue
+    for name, length in dict.fromkeys((row["comparison"], row["length"]) for row in rows):
+        line: dict[str, Any] = {"comparison": name, "length": length}
+        sides = (OURS, COMPARISONS[name].other)
+        own = {
+            side: {
+                row["round"]: row
+                for row in rows
+                if (row["comparison"], row["length"], row["side"]) == (name, length, side)
+            }
+            for side in sides
+        }
+        for side, of_side in own.items():
             # One failure among the rounds is told as such: a number from the rest would hide it.
-            bad = next((row for row in own if row["status"] != "ok"), None)
-            line[side] = {"status": bad["status"], "reason": bad["reason"]} if bad else _median_of(good)
-            for row in good:
-                rounds.setdefault(row["round"], {})[side] = row
-        pairs = [sides for sides in rounds.values() if len(sides) == len(SIDES)]
-        if pairs and all(line.get(side, {}).get("status") == "ok" for side in SIDES):
-            line["speed_ratio"] = statistics.median(
-                pair["ours"]["tokens_per_second"] / pair["trl"]["tokens_per_second"] for pair in pairs
-            )
-            line["memory_ratio"] = statistics.median(
-                pair["ours"]["peak_memory_bytes"] / pair["trl"]["peak_memory_bytes"] for pair in pairs
-            )
+            bad = next((row for row in of_side.values() if row["status"] != "ok"), None)
+            if bad is not None:
+                line[side] = {"status": bad["status"], "reason": bad["reason"]}
+            elif of_side:
+                line[side] = {"status": "ok", "rounds": len(of_side)} | {
+                    key: statistics.median(row[key] for row in of_side.values())
+                    for key in MEDIANS
+                    if all(key in row for row in of_side.values())
+                }
+        if all(line.get(side, {}).get("status") == "ok" for side in sides):
+            pairs = [(ours, own[sides[1]][turn]) for turn, ours in own[OURS].items() if turn in own[sides[1]]]
+            for ratio, key in RATIOS.items():
+                if all(key in row for pair in pairs for row in pair):
+                    line[ratio] = statistics.median(ours[key] / theirs[key] for ours, theirs in pairs)
         summary.append(line)
     return summary
 
 
-def _median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    speeds = [row["tokens_per_second"] for row in rows]
-    return {
-        "status": "ok",
-        "rounds": len(rows),
-        "tokens_per_second": statistics.median(speeds),
-        "slowest_tokens_per_second": min(speeds),
-        "fastest_tokens_per_second": max(speeds),
-        **{
-            peak: statistics.median(row[peak] for row in rows)
-            for peak in ("peak_memory_bytes", "first_peak_memory_bytes")
-            if all(peak in row for row in rows)
-        },
-    }
-
-
-COLUMNS = ["max length", "ours: peak", "TRL: peak", "ours / TRL", "ours: tokens/s", "TRL: tokens/s", "ours / TRL"]
+COLUMNS = [
+    "what, and its tokens",
+    "compared with",
+    "ours: peak",
+    "its peak",
+    "ours / it",
+    "ours: tokens/s",
+    "its tokens/s",
+    "ours / it",
+]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings, trl = result["settings"], result["versions"]["trl"]
-    sides = RECIPES[Recipe(settings.get("recipe", Recipe.full))]
-    defaults = settings["trl_defaults"] or {}
+    names = list(dict.fromkeys(line["comparison"] for line in result["summary"]))
+    first = COMPARISONS[names[0]]
+    rows = {
+        Objective.dpo: "pairs, prompts an eighth of a row but where it is said; tokens are those of rows that each have their "
+        "prompt; TRL's fused head needs Triton and takes its fallback on a CPU",
+        Objective.grpo: "answers to one prompt of half the tokens",
+    }.get(first.objective, "rows")
+    defaults = next(filter(None, (settings["trl_defaults"].get(name) for name in names)), {})
     said = ", ".join(
         text
         for key, text in {
@@ -287,38 +380,47 @@ def describe(result: dict[str, Any]) -> str:
     )
     peer = f"; TRL {trl} in its defaults ({said})" if said else ""
     until = ", then on until the peak stands still" if settings.get("settle_steps") else ""
+    rates = [row["product_gflops"] for row in result["rows"] if "product_gflops" in row]
+    told = f"; before each, bfloat16 products ran at {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
     return (
-        f"{sides.title} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
-        f"{settings['batch_size']}; lean_ft in bfloat16 with {sides.label}{peer}; medians over {settings['rounds']} alternating rounds of fresh processes, "
-        f"{settings['steps']} steps each{until}{_told_rates(result['rows'])}"
+        f"{first.title if len(names) == 1 else first.objective.upper()} of {settings['shape']} ({settings['parameters']:,} "
+        f"parameters, random weights), a batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peer}; "
+        f"medians over {settings['rounds']} alternating rounds of fresh processes, {settings['steps']} steps each{until}{told}"
     )
-
-
-def _told_rates(rows: list[dict[str, Any]]) -> str:
-    rates = [row["product_gflops"] for row in rows if "product_gflops" in row]
-    return f"; before each, bfloat16 products ran at {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
     """The table's text; a side that gave no number shows why."""
     cells = []
     for line in result["summary"]:
-        ours, trl = ({"status": "-"} | line.get(side, {}) for side in SIDES)
-        memory = [peaks(side) if side["status"] == "ok" else side["status"] for side in (ours, trl)]
-        speeds = [tokens_per_second(side.get("tokens_per_second")) for side in (ours, trl)]
+        comparison = COMPARISONS[line["comparison"]]
+        sides = [{"status": "-"} | line.get(side, {}) for side in (OURS, comparison.other)]
+        memory = [peaks(side) if side["status"] == "ok" else side["status"] for side in sides]
+        speeds = [tokens_per_second(side.get("tokens_per_second")) for side in sides]
         memory_ratio = f"{line['memory_ratio']:.2f}" if "memory_ratio" in line else "-"
         speed_ratio = f"{line['speed_ratio']:.2f}x" if "speed_ratio" in line else "-"
-        cells.append([str(line["length"]), *memory, memory_ratio, *speeds, speed_ratio])
+        other = "TRL" if comparison.other == TRL else comparison.other
+        title = f"{comparison.title}, {line['length']}"
+        cells.append([title, other, *memory, memory_ratio, *speeds, speed_ratio])
+        if any("sampling_seconds" in side for side in sides):
+            times = [
+                f"{side['sampling_seconds']:.2f} of {side['step_seconds']:.2f}" if "sampling_seconds" in side else "-"
+                for side in sides
+            ]
+            sampling_ratio = f"{1 / line['sampling_ratio']:.2f}x" if "sampling_ratio" in line else "-"
+            cells.append(["of a step's seconds, sampling and rewards", other, "-", "-", "-", *times, sampling_ratio])
     return cells
 
 
 def main(
     shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    recipe: Annotated[Recipe, typer.Option(help="What is compared: full finetuning, or LoRA.")] = Recipe.full,
+    recipe: Annotated[Recipe, typer.Option(help="Of sft: full finetuning, or LoRA.")] = Recipe.full,
     objective: Annotated[
         Objective, typer.Option("--objective", help="TRL's SFTTrainer, its DPOTrainer, GRPOTrainer or GKDTrainer.")
     ] = Objective.sft,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a step, answers for grpo: 8; pairs for dpo: 4.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows a step, answers for grpo: 8; for distill, and pairs for dpo: 4.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas; half of one is grpo's prompt.")] = "",
     rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
@@ -335,84 +437,46 @@ def main(
     results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
 ) -> None:
     """Compares lean_ft with one of TRL's trainers on speed and peak memory."""
-    lengths = lengths or ("256" if objective is Objective.grpo else "512")
-    if objective is Objective.grpo:
-        import compare_grpo
-
-        compare_grpo.compare(
-            shape=shape,
-            answers=batch_size or 8,
-            tokens=(int(lengths) // 2, int(lengths) // 2),
-            rounds=rounds,
-            steps=steps,
-            warmup_steps=warmup_steps,
-            settle_steps=settle_steps,
-            only=only,
-            device=device,
-            budget=Budget(timeout_seconds, budget_seconds),
-            results_dir=results_dir,
-        )
-        return
-    if objective is Objective.dpo:
-        from compare_dpo import compare
-
-        compare(
-            shape=shape,
-            batch_size=batch_size or 4,
-            length=int(lengths),
-            rounds=rounds,
-            steps=steps,
-            warmup_steps=warmup_steps,
-            settle_steps=settle_steps,
-            only=only,
-            device=device,
-            budget=Budget(timeout_seconds, budget_seconds),
-            results_dir=results_dir,
-        )
-        return
-    if objective is Objective.distill:
-        recipe = Recipe.distill
-    batch_size = batch_size or (4 if recipe is Recipe.distill else 8)
-    if only not in ("", *SIDES):
-        raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
-    sides = [only] if only else list(SIDES)
-    if "trl" in sides and importlib.util.find_spec("trl") is None:
+    names = [name for name, comparison in COMPARISONS.items() if comparison.objective is objective]
+    wanted, side = names, only
+    if objective is Objective.sft:
+        wanted = [recipe.value]
+    elif f"{objective}_{only}" in names:
+        wanted, side = [f"{objective}_{only}"], ""
+    if side not in ("", OURS, TRL):
+        expected = ", ".join([OURS, TRL, *(name.removeprefix("dpo_") for name in names if objective is Objective.dpo)])
+        raise typer.BadParameter(f"expected one of {expected}, came {only!r}", param_hint="--only")
+    sides = {name: [s for s in (OURS, COMPARISONS[name].other) if side in ("", s)] for name in wanted}
+    if any(TRL in of_one for of_one in sides.values()) and importlib.util.find_spec("trl") is None:
         console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
         raise typer.Exit(2)
     hardware = require_hardware(device)
-    settle_steps = settle_steps if hardware["device"] == "cpu" else 0
-    all_lengths = [int(length) for length in lengths.split(",")]
+    batch_size = batch_size or (4 if objective in (Objective.dpo, Objective.distill) else 8)
+    all_lengths = [int(length) for length in (lengths or ("256" if objective is Objective.grpo else "512")).split(",")]
+    common: dict[str, Any] = {
+        "shape": shape,
+        "batch_size": batch_size,
+        "lengths": all_lengths,
+        "rounds": rounds,
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "settle_steps": settle_steps if hardware["device"] == "cpu" else 0,
+    }
     console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
-    rows, trl_defaults = measure_sides(
-        sides,
-        recipe=recipe,
-        shape=shape,
-        batch_size=batch_size,
-        lengths=all_lengths,
-        rounds=rounds,
-        steps=steps,
-        warmup_steps=warmup_steps,
-        device=device,
-        budget=Budget(timeout_seconds, budget_seconds),
-        settle_steps=settle_steps,
-    )
-    whose = f"_{only}" if only else ""
-    adapter = "" if recipe is Recipe.full else f"{recipe}_"
+    budget = Budget(timeout_seconds, budget_seconds)
+    rows, trl_defaults = list[dict[str, Any]](), dict[str, Any]()
+    for name in wanted:
+        found, trl_defaults[name] = measure_sides(name, sides[name], device=device, budget=budget, **common)
+        rows += found
+    which = "lora_" if wanted == ["lora"] else "" if objective is Objective.sft else f"{objective}_"
     path = write_result(
-        f"compare_trl_{adapter}{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}{whose}",
+        f"compare_trl_{which}{shape}_{batch_size}x{'-'.join(map(str, all_lengths))}" + (f"_{only}" if only else ""),
         benchmark="compare_trl",
         hardware=hardware,
         settings={
-            "recipe": recipe,
-            "shape": shape,
             "parameters": num_parameters(shape),
-            "batch_size": batch_size,
-            "lengths": all_lengths,
-            "rounds": rounds,
-            "steps": steps,
-            "warmup_steps": warmup_steps,
-            "settle_steps": settle_steps,
-            "ours": RECIPES[recipe].settings,
+            **common,
+            "ours": {name: COMPARISONS[name].settings for name in wanted},
             "trl_defaults": trl_defaults,
         },
         rows=rows,

@@ -3,6 +3,7 @@
     python benchmarks/crashes.py                       # 240 kills of tiny runs, some minutes
     python benchmarks/crashes.py --kills 12 --budget-seconds 60
     python benchmarks/crashes.py --kills 200 --only online    # while they sample, score, learn or save
+    python benchmarks/crashes.py --kills 100 --ranks 2        # runs on two processes, of which one is killed
 
 A run of the real recipe, 16 steps with a checkpoint every second one, is ended by SIGKILL after a random time, or a
 random moment after it began to write a checkpoint; then it is started again, up to three times over, and at last left to
@@ -14,7 +15,10 @@ end. After every kill it is checked that
 
 and at the end that checkpoint, metrics and samples equal the undisturbed run's, bit for bit. What fails any of these is listed.
 
-Writes `results/crashes_<hardware>.json`.
+Of several ranks one is killed, and the others are told to end by SIGTERM, as torchrun's agent does: each has to, within a minute,
+by itself.
+
+Writes `results/crashes_<hardware>.json`, with `rank_` before it for several ranks.
 """
 
 import contextlib
@@ -24,6 +28,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -31,13 +36,14 @@ from typing import Annotated, Any
 
 import typer
 from results import RESULTS, print_result, require_hardware, write_result
-from tiny_runs import STEPS, digests, finish, fork, metrics, recipe, train, write_inputs
+from tiny_runs import STEPS, digests, fork, metrics, recipe, train, write_inputs
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.training.checkpoint import check_whole, checkpoint_step, list_checkpoints
 
 SAVE_EVERY = 2
 MOST_KILLS_OF_A_RUN = 3
+PATIENCE_SECONDS = 60.0  # that a rank has to end in, once another is gone
 VARIANTS = {
     "AdamW": ["optimizer.name=adamw"],
     "8-bit AdamW in backward, packed": [
@@ -58,7 +64,19 @@ VARIANTS = {
     "online: ppo": ["optimizer.name=adamw_8bit", "save_async=true"],
     "online: online_dpo": ["lora.rank=2", "lora.dropout=0.1"],
 }
-COLUMNS = ["run", "kills", "before a checkpoint", "inside a save", "steps lost, most", "ended bitwise equal"]
+# Of `finetune`, on several ranks.
+RANK_VARIANTS = {
+    "cut (FSDP), AdamW": ["optimizer.name=adamw"],
+    "copies (DDP), 8 bits in backward": [
+        "parallel.replicate=2",
+        "optimizer.name=adamw_8bit",
+        "optimizer.in_backward=true",
+        "model.dtype=bfloat16",
+    ],
+    "cut, saved in the background": ["save_async=true", "optimizer.in_backward=true", "data.packing=bfd"],
+    "vocabulary cut": ["parallel.vocabulary=cut", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+}
+COLUMNS = ["run", "kills", "before a checkpoint", "inside a save", "steps lost, most", "hung", "ended bitwise equal"]
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -66,7 +84,9 @@ def describe(result: dict[str, Any]) -> str:
     total = sum(row["kills"] for row in result["rows"])
     wrong = sum(len(row["failures"]) for row in result["rows"])
     outcome = "none failed a check" if not wrong else f"{wrong} FAILED A CHECK"
-    return f"{total} kills by SIGKILL of runs of {STEPS} steps, saved every {SAVE_EVERY}; {outcome}"
+    ranks = result["settings"].get("ranks", 1)
+    whom = f"one of {ranks} ranks, in runs" if ranks > 1 else "runs"
+    return f"{total} kills by SIGKILL of {whom} of {STEPS} steps, saved every {SAVE_EVERY}; {outcome}"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
@@ -77,7 +97,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
             str(row["kills"]),
             str(row["kills_before_a_checkpoint"]),
             str(row["kills_inside_a_save"]),
-            str(row["most_steps_lost"]),
+            *(str(row.get(name, "-")) for name in ("most_steps_lost", "hung")),
             f"{row['equal_runs']} of {row['runs']}",
         ]
         for row in result["rows"]
@@ -87,9 +107,10 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 class Campaign:
     """All runs of one variant."""
 
-    def __init__(self, label: str, settings: list[str], inputs: Path, place: Path, chance: random.Random):
-        self.label, self.inputs, self.place, self.chance = label, inputs, place, chance
-        self.recipe = load_recipe(find_recipe(label.removeprefix("online: "))) if label.startswith("online") else recipe
+    def __init__(self, label: str, settings: list[str], inputs: Path, place: Path, chance: random.Random, ranks: int):
+        self.inputs, self.place, self.chance, self.ranks = inputs, place, chance, ranks
+        name = "finetune" if ranks > 1 else label.removeprefix("online: ") if label.startswith("online") else None
+        self.recipe = recipe if name is None else load_recipe(find_recipe(name))
         self.settings = [f"save_every={SAVE_EVERY}", *settings]
         self.most_lost = SAVE_EVERY * (2 if "save_async=true" in settings else 1)
         self.row: dict[str, Any] = {
@@ -103,12 +124,15 @@ class Campaign:
             "kills_before_a_checkpoint": 0,
             "kills_inside_a_save": 0,
             "most_steps_lost": 0,
+            "hung": 0,
             "failures": [],
         }
         whole = place / "whole"
         began = time.perf_counter()
-        if self._start(whole):
-            raise RuntimeError(f"{label}: the undisturbed run failed:\n{(place / 'log').read_text()}")
+        if any(codes := self._ends(self._start(whole))):
+            raise RuntimeError(
+                f"{label}: the undisturbed run ended with {codes}:\n{(place / 'log').read_text()[-3000:]}"
+            )
         self.seconds = time.perf_counter() - began
         self.last = whole / f"step_{STEPS:08d}"
         self.digests, self.metrics, self.samples = digests(self.last), metrics(whole), _samples(whole)
@@ -119,20 +143,21 @@ class Campaign:
         self.row["runs"] += 1
         failures = len(self.row["failures"])
         for _ in range(self.chance.randint(1, min(MOST_KILLS_OF_A_RUN, most_kills))):
-            process = fork(lambda: train(self.inputs, run, self.settings, self.recipe), self.place / "log")
-            self._wait_for_the_moment(run, process)
-            os.kill(process, signal.SIGKILL)
-            code = finish(process)
+            processes = self._start(run)
+            self._wait_for_the_moment(run, processes)
+            victim = self.chance.choice(processes)
+            os.kill(victim, signal.SIGKILL)
+            code = self._ends(processes, hurry=True)[processes.index(victim)]
             if code == 0:
                 break  # it was done before
             if code != -signal.SIGKILL:
                 self._fail(run, f"exit code {code} where it was to be killed")
                 break
             self._judge_the_dead(run)
-            self._check_next_start(run)
-        code = self._start(run)
-        if code:
-            self._fail(run, f"exit code {code} at the last start")
+            if self.ranks == 1:
+                self._check_next_start(run)
+        if any(codes := self._ends(self._start(run))):
+            self._fail(run, f"exit codes {codes} at the last start: {(self.place / 'log').read_text()[-500:]}")
         elif digests(run / self.last.name) != self.digests:
             self._fail(run, "the last checkpoint differs")
         elif metrics(run) != self.metrics:
@@ -145,10 +170,42 @@ class Campaign:
             self.row["equal_runs"] += 1
             shutil.rmtree(run)
 
-    def _start(self, run: Path) -> int:
-        return finish(fork(lambda: train(self.inputs, run, self.settings, self.recipe), self.place / "log"))
+    def _start(self, run: Path) -> list[int]:
+        """The processes of a run, one a rank."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        return [fork(lambda rank=rank: self._train(run, rank, port), self.place / "log") for rank in range(self.ranks)]
 
-    def _wait_for_the_moment(self, run: Path, process: int) -> None:
+    def _train(self, run: Path, rank: int, port: int) -> None:
+        if self.ranks > 1:
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in own.items()}
+        train(self.inputs, run, self.settings, self.recipe)
+
+    def _ends(self, processes: list[int], hurry: bool = False) -> list[int]:
+        """The exit codes of all; with `hurry` those that are left are asked to end, and killed where they do not."""
+        codes: dict[int, int] = {}
+        asked, deadline = False, time.perf_counter() + PATIENCE_SECONDS + 10 * (0 if hurry else 60)
+        while len(codes) < len(processes):
+            for process in set(processes) - codes.keys():
+                if (ended := os.waitpid(process, os.WNOHANG))[0]:
+                    codes[process] = os.waitstatus_to_exitcode(ended[1])
+            if hurry and codes and not asked:
+                asked = True
+                for process in set(processes) - codes.keys():
+                    os.kill(process, signal.SIGTERM)
+            if time.perf_counter() > deadline:
+                for process in set(processes) - codes.keys():
+                    self.row["hung"] += 1
+                    self.row["failures"].append(f"process {process} did not end by itself")
+                    os.kill(process, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(0.01)
+        return [codes[process] for process in processes]
+
+    def _wait_for_the_moment(self, run: Path, processes: list[int]) -> None:
         """Half of the times any, half of the times one inside of a save."""
         if self.chance.random() < 0.5:
             time.sleep(self.chance.uniform(0, self.seconds))
@@ -156,7 +213,7 @@ class Campaign:
         saves_to_pass = self.chance.randint(0, STEPS // SAVE_EVERY - 1)
         seen: set[str] = set()
         deadline = time.perf_counter() + 2 * self.seconds + 5
-        while time.perf_counter() < deadline and not _has_ended(process):
+        while time.perf_counter() < deadline and not any(map(_has_ended, processes)):
             with contextlib.suppress(FileNotFoundError):
                 seen |= {name for name in os.listdir(run) if name.startswith(".step_")}
             if len(seen) > saves_to_pass:
@@ -176,14 +233,14 @@ class Campaign:
         self.row["kills_inside_a_save"] += bool(run.is_dir() and list(run.glob(".step_*")))
         lost = max((row["step"] for row in metrics(run)), default=0) - self.newest
         self.row["most_steps_lost"] = max(self.row["most_steps_lost"], lost)
-        if lost > self.most_lost:
+        if lost > self.most_lost and self.ranks == 1:
             self._fail(run, f"{lost} steps lost")
 
     def _check_next_start(self, run: Path) -> None:
         """One that trains no step, so that what it found is all that it did."""
         log = self.place / "log"
         before = log.stat().st_size
-        code = finish(fork(lambda: _only_begin(self.inputs, run, self.settings, self.recipe), log))
+        (code,) = self._ends([fork(lambda: _only_begin(self.inputs, run, self.settings, self.recipe), log)])
         said = log.read_text()[before:]
         if code:
             self._fail(run, f"exit code {code} at the next start: {said[-300:]}")
@@ -214,6 +271,7 @@ def _has_ended(process: int) -> bool:
 
 def main(
     kills: Annotated[int, typer.Option(help="Kills in all.")] = 240,
+    ranks: Annotated[int, typer.Option(help="Processes of a run, of which one is killed.")] = 1,
     budget_seconds: Annotated[float, typer.Option(help="No further run is begun after this.")] = 600.0,
     only: Annotated[str, typer.Option(help="A pattern for the runs to kill.")] = "",
     seed: Annotated[int, typer.Option(help="Of the moments; the machine's own timing differs all the same.")] = 0,
@@ -226,21 +284,22 @@ def main(
     with tempfile.TemporaryDirectory(prefix="lean_ft_crashes_") as folder:
         inputs = write_inputs(Path(folder) / "inputs")
         campaigns = []
-        chosen = {label: settings for label, settings in VARIANTS.items() if re.search(only, label)}
+        variants = VARIANTS if ranks == 1 else RANK_VARIANTS
+        chosen = {label: settings for label, settings in variants.items() if re.search(only, label)}
         if not chosen:
             raise typer.BadParameter("no run has a name like that", param_hint="--only")
         for label, settings in chosen.items():
             place = Path(folder) / str(len(campaigns))
             place.mkdir()
-            campaigns.append(Campaign(label, settings, inputs, place, chance))
+            campaigns.append(Campaign(label, settings, inputs, place, chance, ranks))
         while (left := kills - sum(c.row["kills"] for c in campaigns)) > 0:
             if time.perf_counter() - started > budget_seconds:
                 break
             min(campaigns, key=lambda c: c.row["kills"]).disturb_one_run(left)
     rows = [campaign.row for campaign in campaigns]
-    settings = {"kills": kills, "seed": seed, "steps": STEPS, "save_every": SAVE_EVERY}
+    settings = {"kills": kills, "seed": seed, "steps": STEPS, "save_every": SAVE_EVERY, "ranks": ranks}
     path = write_result(
-        "crashes",
+        "crashes" if ranks == 1 else "rank_crashes",
         benchmark="crashes",
         hardware=hardware,
         settings=settings,

@@ -1,4 +1,4 @@
-"""The reward of compare_grpo.py, the same function for lean_ft and for TRL."""
+"""The reward of the comparison of grpo, the same function for lean_ft and for TRL."""
 
 from typing import Any
 

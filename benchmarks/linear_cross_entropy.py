@@ -14,14 +14,12 @@ Writes `results/linear_cross_entropy_<shape>_<tokens>_<hardware>.json`.
 
 import importlib.util
 import json
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import Budget, run_measured
+from measure import Budget, measure_contestants, names_in
 from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
 from shapes import shape_of
 
@@ -154,33 +152,6 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
     report.write_text(json.dumps({"status": "ok", "reason": None, **timing._asdict(), **error}))
 
 
-# In the process that compares ---------------------------------------------------------------------------------------
-
-
-def compare(
-    names: list[str], *, shape: str, tokens: int, chunk_tokens: int, repeats: int, device: str, budget: Budget
-) -> list[dict[str, Any]]:
-    """Measures each contestant in a fresh process."""
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="lean_ft_loss_") as folder:
-            report = Path(folder) / "report.json"
-            command = [
-                *(sys.executable, __file__, "--worker", name, "--report", report, "--shape", shape),
-                *("--tokens", str(tokens), "--chunk-tokens", str(chunk_tokens), "--repeats", str(repeats)),
-                *("--device", device),
-            ]
-            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
-            row = {"status": measured.status, "reason": measured.reason}
-            if measured.status == "ok":
-                row = json.loads(report.read_text())
-        rows.append({"name": name, "label": LABELS[name], **row})
-        console.print(
-            f"{LABELS[name]:<50} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False
-        )
-    return rows
-
-
 COLUMNS = ["loss", "time", "memory", "error: hidden", "error: weight"]
 
 
@@ -227,22 +198,15 @@ def main(
     if worker and report is not None:
         work(worker, shape, tokens, chunk_tokens, repeats, device, report)
         return
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(LABELS)
-    for name in names:
-        if name not in LABELS:
-            raise typer.BadParameter(f"no loss is called {name!r}; expected some of {', '.join(LABELS)}")
+    chosen = {name: LABELS[name] for name in names_in(only, LABELS)}
     hardware = require_hardware(device)
     sizes = shape_of(shape)
     console.print(f"{tokens} tokens, hidden {sizes['hidden_size']}, vocabulary {sizes['vocab_size']:,}")
-    rows = compare(
-        names,
-        shape=shape,
-        tokens=tokens,
-        chunk_tokens=chunk_tokens,
-        repeats=repeats,
-        device=hardware["device"],
-        budget=Budget(timeout_seconds, budget_seconds),
-    )
+    arguments = [
+        *("--shape", shape, "--tokens", str(tokens), "--chunk-tokens", str(chunk_tokens)),
+        *("--repeats", str(repeats), "--device", hardware["device"]),
+    ]
+    rows = measure_contestants(__file__, chosen, arguments, Budget(timeout_seconds, budget_seconds))
     path = write_result(
         f"linear_cross_entropy_{shape}_{tokens}",
         benchmark="linear_cross_entropy",

@@ -31,8 +31,6 @@ BENCHMARKS = (
     "memory_ladder",
     "host_pool",
     "compare_trl",
-    "compare_dpo",
-    "compare_grpo",
     "compare_fsdp",
     "linear_cross_entropy",
     "attention",

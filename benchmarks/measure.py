@@ -27,10 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import typer
+from results import console
 
 from lean_ft.environment import available_bytes
 
@@ -353,6 +356,37 @@ def measure_training(
     if row["status"] != "ok":
         row["output"] = output[-2000:]
     return row
+
+
+def measure_contestants(
+    script: str, labels: Mapping[str, str], arguments: Sequence[str | Path], budget: "Budget"
+) -> list[Row]:
+    """Has `script --worker NAME --report FILE arguments` measure each of the names in a fresh process.
+
+    Returns a row for each: its name and label, and what it wrote into the file, or why it wrote nothing.
+    """
+    rows = []
+    for name, label in labels.items():
+        with tempfile.TemporaryDirectory(prefix="lean_ft_benchmark_") as folder:
+            report = Path(folder) / "report.json"
+            command = [sys.executable, script, "--worker", name, "--report", report, *arguments]
+            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
+            row = {"status": measured.status, "reason": measured.reason}
+            if measured.status == "ok":
+                row = json.loads(report.read_text())
+        rows.append({"name": name, "label": label, **row})
+        console.print(f"{label:<50} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False)
+    return rows
+
+
+def names_in(text: str, known: Iterable[str]) -> list[str]:
+    """Names with commas between; all that are known where there is none. Raises typer.BadParameter for another."""
+    known = list(known)
+    names = [name.strip() for name in text.split(",") if name.strip()] or known
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"nothing here is called {name!r}; expected some of {', '.join(known)}")
+    return names
 
 
 def stands_still(lines: list[Row]) -> bool:

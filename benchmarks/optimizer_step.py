@@ -12,15 +12,13 @@ Writes `results/optimizer_step_<shape>_<hardware>.json`.
 
 import importlib.util
 import json
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
-from measure import Budget, run_measured
+from measure import Budget, measure_contestants, names_in
 from results import RESULTS, console, gibibytes, print_result, require_hardware, write_result
 from shapes import num_parameters, shape_of
 
@@ -132,33 +130,6 @@ def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_na
     report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
 
 
-# In the process that compares ---------------------------------------------------------------------------------------
-
-
-def compare(
-    names: list[str], *, shape: str, repeats: int, options: dict[str, Any], device: str, budget: Budget
-) -> list[dict[str, Any]]:
-    """Measures each optimizer in a fresh process."""
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="lean_ft_optimizer_") as folder:
-            report = Path(folder) / "report.json"
-            command = [
-                *(sys.executable, __file__, "--worker", name, "--report", report, "--shape", shape),
-                *("--repeats", str(repeats), "--device", device),
-                *(f"--option={key}={json.dumps(value)}" for key, value in options.items()),
-            ]
-            measured = run_measured(command, timeout_seconds=budget.timeout_seconds())
-            row: dict[str, Any] = {"status": measured.status, "reason": measured.reason}
-            if measured.status == "ok":
-                row = json.loads(report.read_text())
-        rows.append({"name": name, "label": LABELS[name], **row})
-        console.print(
-            f"{LABELS[name]:<32} {row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False
-        )
-    return rows
-
-
 COLUMNS = ["optimizer", "time", "processor time", "state", "workspace"]
 
 
@@ -200,20 +171,14 @@ def main(
     if worker and report is not None:
         work(worker, shape, repeats, options, device, report)
         return
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(LABELS)
-    for name in names:
-        if name not in LABELS:
-            raise typer.BadParameter(f"no optimizer is called {name!r}; expected some of {', '.join(LABELS)}")
+    chosen = {name: LABELS[name] for name in names_in(only, LABELS)}
     hardware = require_hardware(device)
     console.print(f"{shape}, {num_parameters(shape):,} parameters, on {hardware.short_name}")
-    rows = compare(
-        names,
-        shape=shape,
-        repeats=repeats,
-        options=options,
-        device=hardware["device"],
-        budget=Budget(timeout_seconds, budget_seconds),
-    )
+    arguments = [
+        *("--shape", shape, "--repeats", str(repeats), "--device", hardware["device"]),
+        *(f"--option={key}={json.dumps(value)}" for key, value in options.items()),
+    ]
+    rows = measure_contestants(__file__, chosen, arguments, Budget(timeout_seconds, budget_seconds))
     path = write_result(
         f"optimizer_step_{shape}",
         benchmark="optimizer_step",

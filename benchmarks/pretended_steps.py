@@ -32,6 +32,7 @@ from lean_ft.data import Batch, longest_batch  # noqa: E402
 from lean_ft.optim.optimizer import Optimizer  # noqa: E402
 from lean_ft.optim.rule import ParameterState  # noqa: E402
 from lean_ft.settings_text import load_config  # noqa: E402
+from tests.pretended_gpu.counters import counters  # noqa: E402
 
 NUM_STEPS = 3  # the first compiles, from the second on states are fetched ahead
 
@@ -47,16 +48,17 @@ class Longest:
 
 
 class Peaks:
-    """The allocator's peaks of each step, and the largest that an update took beside what was there when it began."""
+    """Of each step the allocator's peaks and its launches; the most that an update took beside what was there before it."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
         self.update_bytes = 0
-        self._allocated = self._reserved = 0
+        self._allocated = self._reserved = self._launches = 0
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
         self._allocated = self._reserved = 0
+        self._launches = counters()["kernels"]
 
     def note(self) -> None:
         """Before the allocator's peak is set back."""
@@ -65,7 +67,8 @@ class Peaks:
 
     def end(self) -> None:
         self.note()
-        self.steps.append({"allocated_bytes": self._allocated, "reserved_bytes": self._reserved})
+        launches = counters()["kernels"] - self._launches
+        self.steps.append({"allocated_bytes": self._allocated, "reserved_bytes": self._reserved, "launches": launches})
 
     def watch(self, update: Callable[..., None]) -> Callable[..., None]:
         def watched(optimizer: Optimizer, states: Sequence[ParameterState]) -> None:

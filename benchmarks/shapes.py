@@ -23,310 +23,266 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Shape = dict[str, Any]
 
 
-def _llama(rope_factor: float, **sizes: Any) -> Shape:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **sizes,
-        "vocab_size": 128_256,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": rope_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }
-
-
-def _qwen2_5(max_positions: int, **sizes: Any) -> Shape:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        **sizes,
-        "max_position_embeddings": max_positions,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1_000_000.0,
-        "use_sliding_window": False,
-    }
-
-
-def _qwen3(hidden: int, intermediate: int, layers: int, *, heads: int, tied: bool) -> Shape:
-    return {
+# What the config.json of a family says beside the sizes, and which class it is for.
+_FAMILIES: dict[str, Shape] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-05},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "rms_norm_eps": 1e-05},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "rope_theta": 1_000_000.0},
+    "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-        "hidden_act": "silu",
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1_000_000.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _gemma3(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    *,
-    heads: tuple[int, int],
-    vocab_size: int,
-    max_positions: int,
-    window: int,
-) -> Shape:
-    return {
+        "rope_theta": 1_000_000.0,
+    },
+    "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
         "head_dim": 256,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": max_positions,
-        "sliding_window": window,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "tie_word_embeddings": True,
-    }
-
-
-def _phi3(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    *,
-    heads: tuple[int, int],
-    vocab_size: int,
-    tied: bool,
-    rope_theta: float,
-) -> Shape:
-    return {
+    },
+    "phi3": {
         "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 16_384,
         "original_max_position_embeddings": 16_384,
         "sliding_window": None,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
         "rms_norm_eps": 1e-05,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _smollm2(hidden: int, intermediate: int, layers: int, *, heads: tuple[int, int], rope_theta: float) -> Shape:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": 49_152,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": True,
-    }
-
-
-def _olmo2(hidden: int, intermediate: int, layers: int, *, heads: int) -> Shape:
-    return {
-        "architectures": ["Olmo2ForCausalLM"],
-        "model_type": "olmo2",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": 100_352,
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
+        "rope_theta": 5_000_000.0,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "rope_theta": 500_000.0},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
+        "sliding_window": 4096,
         "rope_theta": 500_000.0,
-        "tie_word_embeddings": False,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+        },
+    },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 128,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 128,
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1_000_000.0,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+_GEMMA4: Shape = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+    "final_logit_softcapping": 30.0,
+}
+_FAMILIES["gemma4_text"] = {
+    **_GEMMA4,
+    "architectures": ["Gemma4ForCausalLM"],
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+}
+_FAMILIES["gemma4_unified_text"] = {
+    **_GEMMA4,
+    "architectures": ["Gemma4UnifiedForCausalLM"],
+    "sliding_window": 1024,
+    "attention_k_eq_v": True,
+}
+
+
+def _shape(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int],
+    vocab_size: int,
+    max_positions: int,
+    *,
+    tied: bool,
+    **others: Any,
+) -> Shape:
+    """sizes: hidden and intermediate, layers, heads of queries and of keys."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    of_all = {"attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-06}
+    if "hidden_activation" not in _FAMILIES[model_type]:
+        of_all["hidden_act"] = "silu"
+    return {
+        "model_type": model_type,
+        **dict(zip(names, sizes, strict=True)),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        **of_all,
+        **_FAMILIES[model_type],
+        **others,
     }
+
+
+def _llama3(*sizes: int, head_dim: int, rope_factor: float, tied: bool) -> Shape:
+    scaling = {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    others = {"head_dim": head_dim, "pretraining_tp": 1, "rope_theta": 500_000.0, "rope_scaling": scaling}
+    return _shape("llama", (*sizes, 8), 128_256, 131_072, tied=tied, **others)
+
+
+def _windows(layers: int, every: int) -> list[str]:
+    """Layers that see a window, and `every` so many one that sees the whole text."""
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
 SHAPES: dict[str, Shape] = {
-    "llama3_2_1b": _llama(
-        rope_factor=32.0,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        head_dim=64,
-        tie_word_embeddings=True,
+    "llama3_2_1b": _llama3(2048, 8192, 16, 32, head_dim=64, rope_factor=32.0, tied=True),
+    "llama3_2_3b": _llama3(3072, 8192, 28, 24, head_dim=128, rope_factor=32.0, tied=True),
+    "llama3_1_8b": _llama3(4096, 14_336, 32, 32, head_dim=128, rope_factor=8.0, tied=False),
+    "llama3_1_70b": _llama3(8192, 28_672, 80, 64, head_dim=128, rope_factor=8.0, tied=False),
+    "qwen2_5_0_5b": _shape("qwen2", (896, 4864, 24, 14, 2), 151_936, 32_768, tied=True),
+    "qwen2_5_1_5b": _shape("qwen2", (1536, 8960, 28, 12, 2), 151_936, 131_072, tied=True),
+    "qwen2_5_7b": _shape("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 131_072, tied=False),
+    "qwen3_0_6b": _shape("qwen3", (1024, 3072, 28, 16, 8), 151_936, 40_960, tied=True),
+    "qwen3_4b": _shape("qwen3", (2560, 9728, 36, 32, 8), 151_936, 40_960, tied=True),
+    "qwen3_8b": _shape("qwen3", (4096, 12_288, 36, 32, 8), 151_936, 40_960, tied=False),
+    "gemma3_1b": _shape("gemma3_text", (1152, 6912, 26, 4, 1), 262_144, 32_768, tied=True, sliding_window=512),
+    "gemma3_4b": _shape("gemma3_text", (2560, 10_240, 34, 8, 4), 262_208, 131_072, tied=True, sliding_window=1024),
+    "phi4_14b": _shape("phi3", (5120, 17_920, 40, 40, 10), 100_352, 16_384, tied=False, rope_theta=250_000.0),
+    # Its scaling for long texts, a list of 48 factors, is left out.
+    "phi4_mini": _shape(
+        "phi3", (3072, 8192, 32, 24, 8), 200_064, 16_384, tied=True, rope_theta=10_000.0, partial_rotary_factor=0.75
     ),
-    "llama3_2_3b": _llama(
-        rope_factor=32.0,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        head_dim=128,
-        tie_word_embeddings=True,
+    "mistral_7b": _shape("mistral", (4096, 14_336, 32, 32, 8), 32_768, 32_768, tied=False, rope_theta=1_000_000.0),
+    "smollm2_135m": _shape("llama", (576, 1536, 30, 9, 3), 49_152, 8192, tied=True, rope_theta=100_000),
+    "smollm2_360m": _shape("llama", (960, 2560, 32, 15, 5), 49_152, 8192, tied=True, rope_theta=100_000),
+    "smollm2_1_7b": _shape("llama", (2048, 8192, 24, 32, 32), 49_152, 8192, tied=True, rope_theta=130_000),
+    "smollm3_3b": _shape("smollm3", (2048, 11_008, 36, 16, 4), 128_256, 65_536, tied=True),
+    "olmo2_1b": _shape("olmo2", (2048, 8192, 16, 16, 16), 100_352, 4096, tied=False),
+    "olmo2_7b": _shape("olmo2", (4096, 11_008, 32, 32, 32), 100_352, 4096, tied=False),
+    "olmo3_7b": _shape("olmo3", (4096, 11_008, 32, 32, 32), 100_278, 65_536, tied=False, layer_types=_windows(32, 4)),
+    "ministral3_3b": _shape("ministral3", (3072, 9216, 26, 32, 8), 131_072, 262_144, tied=True),
+    "ministral3_8b": _shape("ministral3", (4096, 14_336, 34, 32, 8), 131_072, 262_144, tied=False),
+    "qwen3_5_0_8b": _shape(
+        "qwen3_5_text", (1024, 3584, 24, 8, 2), 248_320, 262_144, tied=True, linear_num_value_heads=16
     ),
-    "llama3_1_8b": _llama(
-        rope_factor=8.0,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        head_dim=128,
-        tie_word_embeddings=False,
+    "qwen3_5_2b": _shape(
+        "qwen3_5_text", (2048, 6144, 24, 8, 2), 248_320, 262_144, tied=True, linear_num_value_heads=16
     ),
-    "llama3_1_70b": _llama(
-        rope_factor=8.0,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        head_dim=128,
-        tie_word_embeddings=False,
+    "qwen3_5_4b": _shape(
+        "qwen3_5_text", (2560, 9216, 32, 16, 4), 248_320, 262_144, tied=True, linear_num_value_heads=32
     ),
-    "qwen2_5_0_5b": _qwen2_5(
-        max_positions=32_768,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
+    "qwen3_5_9b": _shape(
+        "qwen3_5_text", (4096, 12_288, 32, 16, 4), 248_320, 262_144, tied=False, linear_num_value_heads=32
     ),
-    "qwen2_5_1_5b": _qwen2_5(
-        max_positions=131_072,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
+    "gemma4_e2b": _shape(
+        "gemma4_text",
+        (1536, 6144, 35, 8, 1),
+        262_144,
+        131_072,
+        tied=True,
+        layer_types=_windows(35, 5),
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
     ),
-    "qwen2_5_7b": _qwen2_5(
-        max_positions=131_072,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152_064,
-        tie_word_embeddings=False,
+    "gemma4_e4b": _shape(
+        "gemma4_text",
+        (2560, 10_240, 42, 8, 2),
+        262_144,
+        131_072,
+        tied=True,
+        layer_types=_windows(42, 6),
+        num_kv_shared_layers=18,
     ),
-    "qwen3_0_6b": _qwen3(1024, 3072, 28, heads=16, tied=True),
-    "qwen3_4b": _qwen3(2560, 9728, 36, heads=32, tied=True),
-    "qwen3_8b": _qwen3(4096, 12_288, 36, heads=32, tied=False),
-    "gemma3_1b": _gemma3(1152, 6912, 26, heads=(4, 1), vocab_size=262_144, max_positions=32_768, window=512),
-    "gemma3_4b": _gemma3(2560, 10_240, 34, heads=(8, 4), vocab_size=262_208, max_positions=131_072, window=1024),
-    "phi4_14b": _phi3(5120, 17_920, 40, heads=(40, 10), vocab_size=100_352, tied=False, rope_theta=250_000.0),
-    "phi4_mini": {
-        **_phi3(3072, 8192, 32, heads=(24, 8), vocab_size=200_064, tied=True, rope_theta=10_000.0),
-        "partial_rotary_factor": 0.75,  # its scaling for long texts, a list of 48 factors, is left out
-    },
-    "mistral_7b": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32_768,
-        "max_position_embeddings": 32_768,
-        "sliding_window": None,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-    },
-    "smollm2_135m": _smollm2(576, 1536, 30, heads=(9, 3), rope_theta=100_000),
-    "smollm2_360m": _smollm2(960, 2560, 32, heads=(15, 5), rope_theta=100_000),
-    "smollm2_1_7b": _smollm2(2048, 8192, 24, heads=(32, 32), rope_theta=130_000),
-    "smollm3_3b": {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "model_type": "smollm3",
-        "hidden_size": 2048,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 65_536,
-        "no_rope_layer_interval": 4,
-        "use_sliding_window": False,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 5_000_000.0,
-        "tie_word_embeddings": True,
-    },
-    "olmo2_1b": _olmo2(2048, 8192, 16, heads=16),
-    "olmo2_7b": _olmo2(4096, 11_008, 32, heads=32),
+    "gemma4_12b": _shape(
+        "gemma4_unified_text",
+        (3840, 15_360, 48, 16, 8),
+        262_144,
+        262_144,
+        tied=True,
+        layer_types=_windows(48, 6),
+        num_global_key_value_heads=1,
+    ),
+    "qwen3_30b_a3b": _shape(
+        "qwen3_moe",
+        (2048, 6144, 48, 32, 4),
+        151_936,
+        262_144,
+        tied=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "gpt_oss_20b": _shape(
+        "gpt_oss",
+        (2880, 2880, 24, 64, 8),
+        201_088,
+        131_072,
+        tied=False,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)],
+    ),
     # Of no published model: it tries the scripts themselves, in seconds.
-    "tiny": _qwen2_5(
-        max_positions=4096,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=8192,
-        tie_word_embeddings=True,
-    ),
+    "tiny": _shape("qwen2", (64, 128, 2, 4, 2), 8192, 4096, tied=True),
 }
 
 
@@ -345,20 +301,12 @@ def shape_of(name: str) -> Shape:
 
 def num_parameters(name: str) -> int:
     """Parameters of the named shape; a tied embedding counts once."""
-    shape = shape_of(name)
-    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
-    head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
-    query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    # Biases and norms, beside the two norms that every layer has.
-    small = {
-        "qwen2": query + 2 * key,
-        "qwen3": 2 * head_dim,
-        "gemma3_text": 2 * hidden + 2 * head_dim,
-        "olmo2": query + key,
-    }
-    layer = 2 * hidden * (query + key) + 3 * hidden * intermediate + 2 * hidden + small.get(shape["model_type"], 0)
-    embeddings = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return shape["num_hidden_layers"] * layer + hidden + embeddings
+    import torch
+
+    from lean_ft.models import Decoder, decoder_config
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(decoder_config(shape_of(name))).parameters())
 
 
 def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:

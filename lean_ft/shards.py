@@ -25,6 +25,8 @@ class Ranks:
     shard, num_shards = 0, 1  # which of the parts that parameters are cut into is here, and of how many
     num_sharing = 1
     """How many ranks share each micro-batch, every one of which has what it tells of whole answers."""
+    num_alike = 1
+    """How many ranks generate the same tokens, as they have each other's heads."""
 
     @property
     def beside(self) -> "Ranks":

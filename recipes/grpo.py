@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import PolicyBatch, prompt_rows
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -46,6 +46,7 @@ def main(cfg: Config) -> None:
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = TokenLogProbs(model, cfg)  # of sampled tokens: logits exist a chunk of tokens at a time
@@ -85,8 +86,9 @@ def main(cfg: Config) -> None:
             sample_a_round()
 
         micro_batches = rollouts.take()
-        num_answers = max(1, sum(batch.num_answers for batch in micro_batches))
-        num_tokens = max(1, sum(batch.num_targets for batch in micro_batches))
+        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its answers
+        num_answers = copies * max(1, sum(batch.num_answers for batch in micro_batches))
+        num_tokens = copies * max(1, sum(batch.num_targets for batch in micro_batches))
         tokens = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
             # Shares of the step's loss: what it is divided by is the whole step's.

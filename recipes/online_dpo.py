@@ -10,7 +10,7 @@ learned.
 """
 
 from lean_ft.data import prompt_rows
-from lean_ft.distributed import join, parallelize
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import AnswerLogProbs, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -43,6 +43,7 @@ def main(cfg: Config) -> None:
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
@@ -65,9 +66,12 @@ def main(cfg: Config) -> None:
             rollouts.begin()
 
         micro_batches = rollouts.take()
-        num_pairs = max(1, sum(batch.num_pairs for batch in micro_batches))  # fewer where answers are worth the same
-        num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
-        num_chosen = max(1, sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches))  # tokens
+        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its pairs
+        num_pairs = copies * max(
+            1, sum(batch.num_pairs for batch in micro_batches)
+        )  # fewer where answers are worth the same
+        num_targets = copies * max(1, sum(batch.num_targets for batch in micro_batches))
+        num_chosen = copies * max(1, sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches))  # tokens
         tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
             batch = batch.to(device)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.settings import RecipeConfig
 
 # srun starts one agent a machine, which starts the machine's processes. Slurm warns the script alone (B:) in time to save;
 # the script hands that on to the agents, and puts the job back into the queue when they have saved.
@@ -48,7 +49,12 @@ def slurm(
     A turn that comes to its end saves, and the job is queued again; each turn goes on from the newest checkpoint.
     output_dir has to be on a disk that all machines see.
     """
-    load_run(recipe, config, overrides)  # what is wrong with it is said now, and not when the job's turn has come
+    # What is wrong with it is said now, and not when the job's turn has come.
+    _, cfg = load_run(recipe, config, overrides)
+    if isinstance(cfg, RecipeConfig) and (num_processes := nodes * gpus_per_node) > 1:
+        from lean_ft.training.device import refuse_on_many  # here, as it brings torch
+
+        refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
     directives = [
         "--job-name=leanft",

@@ -12,7 +12,7 @@ Legend: S tokens of all documents, P pieces that rows are made of, R rows in all
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -92,6 +92,25 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @classmethod
+    def of_texts(
+        cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, sides: int = 1, **settings: Any
+    ) -> "Layout":
+        """The layout of prompts and their answers, which are trained, as one batch: a row for each or, of several `sides`, for
+        so many of them."""
+        lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
+        return cls(
+            np.array([token for prompt, answer in texts for token in (*prompt, *answer)], dtype=np.int32),
+            np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in texts]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            order=np.arange(len(texts)),
+            offsets=np.arange(0, len(texts) + 1, sides),
+            batch_size=len(texts) // sides,
+            sides=sides,
+            **settings,
+        )
 
     @property
     def cuts(self) -> bool:
@@ -371,7 +390,8 @@ class Batches:
     """
 
     def __init__(self, layout: Layout, *, seed: int, report: DataReport, fingerprint: str):
-        self._layout = layout
+        self.layout = layout
+        """Which documents stand in which rows."""
         self._seed = seed
         self.report = report
         self.fingerprint = fingerprint
@@ -387,21 +407,21 @@ class Batches:
     @property
     def num_rows(self) -> int:
         """Of all batches of an epoch; a pair, or one of whatever a row of data became, counts once."""
-        return len(self._layout)
+        return len(self.layout)
 
     @property
     def longest(self) -> int:
         """Positions that the longest sequence takes in a batch that is padded."""
-        return int(rounded_up(self._layout.lengths[self._layout.order].max()))
+        return int(rounded_up(self.layout.lengths[self.layout.order].max()))
 
     @property
     def longest_answer(self) -> int | None:
         """Tokens of the longest answer, where prompts are shared; None where they are not."""
-        shared = self._layout.shared
+        shared = self.layout.shared
         if shared is None:
             return None
         prompts = shared[1::2].repeat(2)
-        return int((self._layout.lengths - prompts)[self._layout.order].max())
+        return int((self.layout.lengths - prompts)[self.layout.order].max())
 
     def take(self, n: int) -> list[Batch]:
         """The next `n` batches, or those that the epoch still has; after its end, the first of the next. Each is built when
@@ -417,7 +437,7 @@ class Batches:
         return [self._unbuilt(self._plan, i, self.epoch) for i in range(first, self._num_taken)]
 
     def _unbuilt(self, plan: Plan, i: int, epoch: int) -> Batch:
-        return cast(Batch, UnbuiltBatch(self._layout, plan[i], epoch))
+        return cast(Batch, UnbuiltBatch(self.layout, plan[i], epoch))
 
     def first(self, n: int) -> Iterator[Batch]:
         """The `n` batches that a run begins with; takes none."""
@@ -426,18 +446,13 @@ class Batches:
             for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
                 yield self._unbuilt(plan, i, epoch)
 
-    @property
-    def layout(self) -> Layout:
-        """Which documents stand in which rows."""
-        return self._layout
-
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, as plain JSON values."""
         return {
             "epoch": self.epoch,
             "num_taken": self._num_taken,
             "seed": self._seed,
-            "batch_size": self._layout.batch_size,
+            "batch_size": self.layout.batch_size,
             "batches_per_epoch": self.batches_per_epoch,
             "fingerprint": self.fingerprint,
         }
@@ -466,7 +481,7 @@ class Batches:
 
     def _with_own_batch_size(self, state: dict[str, Any]) -> dict[str, Any]:
         """The place after the same rows in batches of the own size, if there is one; `state` as it is otherwise."""
-        layout, theirs, num_taken = self._layout, state["batch_size"], state["num_taken"]
+        layout, theirs, num_taken = self.layout, state["batch_size"], state["num_taken"]
         own = layout.batch_size
         # Batches by tokens, and those that are one row, are not cut from one order of rows.
         if theirs == own or layout.kind == "flat" or layout.batch_tokens is not None:
@@ -482,7 +497,7 @@ class Batches:
         return state | {"batch_size": own, "num_taken": num_taken, "batches_per_epoch": self.batches_per_epoch}
 
     def _draw(self, epoch: int) -> Plan:
-        return self._layout.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
+        return self.layout.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
 
 
 class EvalBatches:
@@ -493,7 +508,7 @@ class EvalBatches:
     """
 
     def __init__(self, layout: Layout, report: DataReport):
-        self._layout = layout
+        self.layout = layout
         self._plan = layout.plan(None)
         self._built: dict[int, Batch] = {}
         self._bytes_left = KEPT_BYTES
@@ -501,11 +516,6 @@ class EvalBatches:
 
     def __len__(self) -> int:
         return len(self._plan)
-
-    @property
-    def layout(self) -> Layout:
-        """Which documents stand in which rows."""
-        return self._layout
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self.__getitem__, range(len(self)))
@@ -515,7 +525,7 @@ class EvalBatches:
             return self._built[i]
         if not 0 <= i < len(self):
             raise IndexError(i)
-        batch = self._layout.batch(self._plan[i])
+        batch = self.layout.batch(self._plan[i])
         num_bytes = batch.num_tokens * BYTES_A_POSITION
         if num_bytes <= self._bytes_left:
             self._built[i] = batch

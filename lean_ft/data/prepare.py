@@ -12,7 +12,7 @@ none: it is read anew at each start, and its documents lie on the disk for that 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -329,7 +329,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         parts = Parts(config, tokenizer, source, digest)
         for part in parts:
             writer.append({name: getattr(part, name) for name in ARRAYS})
-        writer.about["report"] = parts.report.to_dict()
+        writer.about["report"] = asdict(parts.report)
         if content is not None and source_content(config, source, folder) != content:
             raise ValueError(f"a file of {source} changed while it was read. Start again when it is complete.")
 

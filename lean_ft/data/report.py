@@ -1,8 +1,7 @@
 """What became of the rows of a source, counted: nothing is left out without being told."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
 from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Passage
@@ -53,9 +52,6 @@ class DataReport:
     """How many those are."""
     packing_efficiency: float | None = None
     """Share of the packed rows' positions that hold a token."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         parts = [f"{self.rows:,} rows ({self.format}{', told from their fields' if self.detected else ''})"]

@@ -3,6 +3,6 @@
 from lean_ft.distributed.cutting import cut, refuse_cuts
 from lean_ft.distributed.generating import generating
 from lean_ft.distributed.parallelize import parallelize
-from lean_ft.distributed.ranks import join
+from lean_ft.distributed.ranks import check_number, join
 
-__all__ = ["cut", "generating", "join", "parallelize", "refuse_cuts"]
+__all__ = ["check_number", "cut", "generating", "join", "parallelize", "refuse_cuts"]

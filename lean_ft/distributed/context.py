@@ -22,7 +22,7 @@ from lean_ft.models import Decoder
 from lean_ft.models.attention import Prefixes, Scoring, attend
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowTokens:
     """The tokens of a row that this rank has, as `lean_ft.models.decoder.TokenCut` says."""
 
@@ -30,6 +30,11 @@ class RowTokens:
     num_slices: int  # that a row's tokens are cut into for attention's projections
     place: int  # which of them is here
     num_ranks: int  # of the group
+    rows_are_whole: bool = False
+
+    @property
+    def num_head_parts(self) -> int:
+        return self.num_ranks // self.num_slices
 
     def of_attention(self, values: Tensor) -> Tensor:
         return values.chunk(self.num_slices, 1)[self.place] if values.shape[1] > 1 else values

@@ -101,18 +101,18 @@ def _refuse_rows(cfg: RecipeConfig, parallel: ParallelConfig) -> None:
         f"parallel.{setting}",
         {
             f"neftune_alpha={cfg.neftune_alpha:g}": (cfg.neftune_alpha > 0, "the noise is of whole rows"),
-            f"eval_answers={cfg.eval_answers}": (cfg.eval_answers > 0, "answers are written a token at a time"),
-            "distill.on_policy": (
-                distill is not None and distill.on_policy > 0,
-                "the student writes a token at a time",
-            ),
             "distill.cached": (
                 distill is not None and distill.cached is not None,
                 "what was kept of a document is of all its tokens",
             ),
         },
     )
-    if data is None:
+    if data is None:  # answers of the model's own
+        if PADDED_TO_MULTIPLE_OF % num_sharing:
+            raise ValueError(
+                f"parallel.{setting} gives {num_sharing} processes as many tokens of each row, and rows of answers are padded to a "
+                f"multiple of {PADDED_TO_MULTIPLE_OF}. Set them so that they multiply to a divisor of that."
+            )
         return
     is_fixed = data.packing in ("bfd", "bfd_split", "wrapped")
     if data.max_length % num_sharing or (not is_fixed and PADDED_TO_MULTIPLE_OF % num_sharing):

@@ -55,6 +55,8 @@ class ExpertRanks:
         even = [[len(order) // size] * size] * 2  # what a plan, which routes nothing, goes by
         send, receive = counts.tolist() if stage() is None else even
         rows = tokens.index_select(0, order // per_token)  # (M, D)
+        if experts.config.weighs_input:
+            rows, weights = (rows * weights.flatten()[order, None]).to(rows.dtype), torch.ones_like(weights)
         rows = all_to_all(rows, receive, send, self.group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)
         expert = expert.repeat_interleave(come, output_size=len(rows))[:, None]  # (L, 1)

@@ -1,52 +1,74 @@
 """Sampling from a model that is cut over ranks, by each of them for itself: its own prompts, as many tokens as these take."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 
-from lean_ft.distributed.ranks import ManyRanks
+from lean_ft.distributed.ranks import EXPERTS, ManyRanks
 from lean_ft.models import Decoder
 from lean_ft.shards import Ranks
 
 
 @contextmanager
 def generating(model: Decoder, ranks: Ranks, gather: Literal["layer", "whole"]) -> Iterator[None]:
-    """Inside, a rank may call the model without gradients as often as it likes; all ranks enter and leave together.
+    """Inside, a rank may call the model without gradients as often as it likes, with a cache; all ranks enter and leave together.
 
     `whole` gathers all weights at once and frees them at the end. `layer` gathers a layer while it computes, which takes all
-    ranks: before each pass they tell one another that one is to come, and who has none left makes one of a single token.
+    ranks: before each pass they tell one another that one is to come, and who has none left makes one of a single token. So it
+    is, however weights are gathered, where experts are cut, which tokens of all ranks go through.
     """
     if not isinstance(ranks, ManyRanks) or model not in ranks.cut_models:
         yield
         return
-    device = model.output_weight.device
+    try:
+        with _whole(model) if gather == "whole" else nullcontext():
+            if gather == "layer" or EXPERTS in ranks.groups:
+                with _in_step(model, ranks):
+                    yield
+            else:
+                yield
+    finally:
+        ranks.gather_no_more(model)
 
-    @torch.no_grad()
-    def pass_of_one_token() -> None:
-        model(torch.zeros(1, 1, dtype=torch.int64, device=device), return_hidden=True)
 
-    if gather == "whole":
-        # What FSDP2's set_reshard_after_forward sets; here it comes back as it was, unit by unit.
-        units: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-        groups = [group for one in units if (group := one._get_fsdp_state()._fsdp_param_group) is not None]
-        before = [group.post_forward_mesh_info for group in groups]
-        for group in groups:
-            group.post_forward_mesh_info = None
-        try:
-            pass_of_one_token()
-            yield
-        finally:
-            for group, info in zip(groups, before, strict=True):
-                group.post_forward_mesh_info = info
-            ranks.gather_no_more(model)
-        return
+@contextmanager
+def _in_step(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
+    """Inside, a pass of one rank is a pass of all."""
     step = model.register_forward_pre_hook(lambda *_: ranks.highest(1) and None)
     try:
         yield
     finally:
         step.remove()
         while ranks.highest(0)[0]:
-            pass_of_one_token()
-        ranks.gather_no_more(model)
+            _pass_of_one_token(model)
+
+
+@contextmanager
+def _whole(model: Decoder) -> Iterator[None]:
+    """Inside, all weights are gathered."""
+    # What FSDP2's set_reshard_after_forward sets; it comes back as it was, unit by unit.
+    units: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for one in units for group in _groups(one._get_fsdp_state()) if group is not None]
+    before = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        _pass_of_one_token(model)
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+@torch.no_grad()
+def _pass_of_one_token(model: Decoder) -> None:
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.output_weight.device)
+    model(token, cache=model.new_cache(1, 1), return_hidden=True)
+
+
+def _groups(state: Any) -> list[Any]:
+    """Of the parameters of an FSDP unit: several since they may be cut over different ranks."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups

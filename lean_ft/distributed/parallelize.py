@@ -20,6 +20,7 @@ from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.distributed.vocabulary import CutVocabulary, why_whole
 from lean_ft.log import say
 from lean_ft.models import Decoder, read_weights
+from lean_ft.models.moe import Router
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import Cut, Ranks, remember_cuts
@@ -56,6 +57,10 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
     placement = _placement(model, ranks)
     for layer in model.layers:
+        routers = (module for module in layer.modules() if isinstance(module, Router) and module.weight.requires_grad)
+        for router in routers:  # FSDP2 gathers tensors of one dtype together
+            if router.weight.dtype != model.output_weight.dtype:
+                fully_shard(router, reshard_after_forward=cfg.reshard_after_forward, **how)
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
     gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:

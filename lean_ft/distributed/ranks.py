@@ -10,6 +10,7 @@ ranks if need be, and it goes on from its newest checkpoint.
 """
 
 import copy
+import json
 import math
 import os
 import platform
@@ -22,7 +23,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lean_ft.data import PairBatch, UnpairedBatch
+from lean_ft.data import PairBatch, PolicyBatch, UnpairedBatch
 from lean_ft.data.rows import IGNORED
 from lean_ft.launch import find_host
 from lean_ft.settings import ParallelConfig
@@ -43,21 +44,21 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     """
     watcher = stage()
     size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
-    shard = _ranks_of_a_copy(cfg, size)
+    shard = check_number(cfg, size)
     if size == 1:
         return ALONE
     from torch.distributed.device_mesh import init_device_mesh
 
     timeout = timedelta(minutes=cfg.timeout_minutes)
     if watcher is None:
-        _meet(size, device, timeout)
+        _meet(size, device, timeout, cfg)
     with outside():
         mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
         return ManyRanks(mesh, device, timeout, cfg)
 
 
-def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
-    """Begins the process group, as the environment tells."""
+def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
+    """Begins the process group, as the environment tells, of ranks that are going to divide it alike."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
@@ -82,11 +83,15 @@ def _meet(size: int, device: torch.device, timeout: timedelta) -> None:
         # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
         store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
+        settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
+        store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
+        _refuse_different([json.loads(store.get(f"settings of {other}")) for other in range(size)])
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _ranks_of_a_copy(cfg: ParallelConfig, size: int) -> int:
-    """Over how many ranks a copy of the model is cut, in one way or another."""
+def check_number(cfg: ParallelConfig, size: int) -> int:
+    """Over how many of `size` ranks a copy of the model is cut, in one way or another. Raises ValueError where the settings do
+    not multiply to them."""
     names = [name for name in (CONTEXT, TENSOR) if getattr(cfg, name) > 1]
     names = ["replicate"] * (cfg.replicate > 1 or not names) + ["shard"] * (cfg.shard is not None) + names
     asked = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
@@ -127,7 +132,7 @@ class ManyRanks(Ranks):
         self._hosts, self._hosts_beside = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
         self._shards = mesh.get_group(SHARD)
         self.num_sharing = cfg.context * cfg.tensor
-        """How many ranks share a micro-batch."""
+        self.num_alike = cfg.tensor
         self.groups: dict[str, Any] = {}
         self._meshes: dict[str, Any] = {}
         if cfg.context > 1:
@@ -195,7 +200,7 @@ class ManyRanks(Ranks):
             for name in ("input_ids", "labels", "is_token")
             if getattr(batch, name) is not None
         }
-        if isinstance(batch, PairBatch):
+        if isinstance(batch, PairBatch | PolicyBatch):
             del own["labels"]
             if isinstance(batch, UnpairedBatch) and batch.mismatched is not None:
                 own["mismatched"] = self._own_tokens(batch.mismatched)
@@ -290,22 +295,27 @@ class ManyRanks(Ranks):
 
         all_of: list[Any] = [None] * self.size
         dist.all_gather_object(all_of, (platform.node(), what), group=self._hosts)
-        (first_host, first), *others = all_of
-        for rank, (host, other) in enumerate(others, start=1):
-            different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-            if different:
-                lines = "".join(
-                    f"\n  {key}: {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in different
-                )
-                raise ValueError(
-                    f"rank {rank} ({host}) is of another run than rank 0 ({first_host}):{lines}\n"
-                    "Start all with the same command, on the same files."
-                )
+        _refuse_different(all_of)
 
     def gather_no_more(self, model: Any) -> None:
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
+
+
+def _refuse_different(all_of: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raises ValueError unless all ranks, of each of which the host is given and plain data, have the same data."""
+    (first_host, first), *others = all_of
+    for rank, (host, other) in enumerate(others, start=1):
+        different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if different:
+            lines = "".join(
+                f"\n  {key}: {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in different
+            )
+            raise ValueError(
+                f"rank {rank} ({host}) is of another run than rank 0 ({first_host}):{lines}\n"
+                "Start all with the same command, on the same files."
+            )
 
 
 def _told(error: Exception) -> tuple[str, str]:

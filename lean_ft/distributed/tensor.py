@@ -6,7 +6,8 @@ ranks have different tokens: into a layer the tokens are gathered, out of it the
 computed or kept twice, and what is not cut (norms, routers, the A of an adapter on a projection in and the B of one on a
 projection out) has on each rank the gradient of its own tokens or heads, which FSDP sums like those of other data.
 
-A mixture of experts is left as it is: its tokens are cut already, and `parallel.experts` cuts its experts.
+A mixture of experts is left as it is: its tokens are cut already, and `parallel.experts` cuts its experts. Where tokens are
+generated there is one a row, which cannot be cut: then each of the ranks has all rows, and the sums go to all.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, with the tokens cut as in Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198. Left out: layers whose projections in are one matrix, and norms over all heads together.
@@ -20,11 +21,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.distributed.collectives import gather_tokens, scatter_tokens
+from lean_ft.distributed.collectives import gather_tokens, scatter_tokens, sum_over
 from lean_ft.distributed.parameters import cut_parameter
 from lean_ft.distributed.ranks import TENSOR, ManyRanks
 from lean_ft.models import Decoder
 from lean_ft.models.attention import Attention
+from lean_ft.models.decoder import TokenCut
 from lean_ft.models.layers import MLP
 from lean_ft.shards import Cut
 
@@ -38,16 +40,20 @@ _SIDES = {
 
 @dataclass(frozen=True)
 class TokenExchange:
-    """Gathers the tokens in front of a layer, and scatters the sums behind it."""
+    """Gathers the tokens in front of a layer, and scatters the sums behind it; of whole rows they are here, and stay."""
 
     group: str
     size: int
+    tokens: TokenCut
 
     def gather(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather_tokens(args[0], self.group, self.size), *args[1:]
+        return args if self.tokens.rows_are_whole else (gather_tokens(args[0], self.group, self.size), *args[1:])
 
     def scatter(self, layer: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
-        total = scatter_tokens(partial, self.group, self.size)
+        if self.tokens.rows_are_whole:
+            total = sum_over(partial, self.group)
+        else:
+            total = scatter_tokens(partial, self.group, self.size)
         bias = getattr(_out_of(layer), "bias", None)  # once, and not on every rank
         return total if bias is None else total + bias
 
@@ -107,7 +113,8 @@ def refuse_states(model: Decoder, setting: str) -> None:
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
     """Cuts the projections of every layer, and puts the exchange of tokens around them."""
     group = ranks.groups[TENSOR]
-    exchange = TokenExchange(group.group_name, group.size())
+    assert model.tokens is not None
+    exchange = TokenExchange(group.group_name, group.size(), model.tokens)
     for name, projection, side in list(_projections(model)):
         adapter, base = None, projection
         if hasattr(projection, "base_layer"):

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import Sample, sample, sample_steps
+from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 
 if TYPE_CHECKING:
@@ -19,9 +19,11 @@ __all__ = [
     "Sampling",
     "answers",
     "generate",
+    "longest_first",
     "open_model",
     "read_prompts",
     "sample",
+    "sample_numbers",
     "sample_steps",
     "stop_ids",
     "stream",

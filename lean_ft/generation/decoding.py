@@ -118,15 +118,32 @@ def sample_steps(
 
 def _rows(prompts: Tensor | Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
     asked = [tuple(int(token) for token in prompt) for prompt in prompts]
-    seen = Counter[tuple[int, ...]]()
-    rows = []
-    for place, prompt in enumerate(asked):
-        if not prompt:
-            raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
-        number = seen[prompt] if numbers is None else numbers[place]
+    if () in asked:
+        raise ValueError(
+            f"prompt {asked.index(())} is empty; expected at least one token, such as the tokenizer's bos_id."
+        )
+    numbers = sample_numbers(asked) if numbers is None else numbers
+    keys = [RowKey(sampling.seed, prompt, number) for prompt, number in zip(asked, numbers, strict=True)]
+    return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
+
+
+def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Which sample of its prompt each is: the first, second ... of those that are the same."""
+    seen, numbers = Counter[tuple[int, ...]](), list[int]()
+    for prompt in map(tuple, prompts):
+        numbers.append(seen[prompt])
         seen[prompt] += 1
-        rows.append(_Row(place, prompt, RowKey(sampling.seed, prompt, number), Sample()))
-    return rows
+    return numbers
+
+
+def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]:
+    """Indices of rows of these lengths, the longest first, as many at a time as have so many positions, padding included, or
+    one."""
+    waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while waiting:
+        count = max(1, positions // lengths[waiting[0]])
+        yield waiting[:count]
+        waiting = waiting[count:]
 
 
 def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> Iterator[list[_Row]]:

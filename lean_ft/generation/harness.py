@@ -5,7 +5,7 @@ harness's own class for transformers does is done likewise: texts are cut on the
 beginning stands behind bos, and an answer ends where a task says.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lean_ft.context import context_length
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import sample
+from lean_ft.generation.decoding import longest_first, sample
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):
         """The log-probability of each continuation behind its context, and whether it is the likeliest at every token."""
         found = dict[int, tuple[float, bool]]()
         asked = [((list(context) + list(told))[-self.max_length - 1 :], len(told)) for _, context, told in requests]
-        for rows in _batches([len(ids) for ids, _ in asked], self._tokens_at_a_time):
+        for rows in longest_first([len(ids) for ids, _ in asked], self._tokens_at_a_time):
             width = len(asked[rows[0]][0]) - 1
             input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
             for row, i in enumerate(rows):
@@ -127,15 +127,6 @@ class HarnessModel(TemplateLM):
                 text = decode(answer.ids, skip_special_tokens=True)
                 answers[place] = postprocess_generated_text(text, until, None)
         return [answers[i] for i in range(len(requests))]
-
-
-def _batches(lengths: list[int], tokens_at_a_time: int) -> Iterator[list[int]]:
-    """Indices, the longest first, as many at a time as have so many tokens, padding included."""
-    waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    while waiting:
-        count = max(1, tokens_at_a_time // lengths[waiting[0]])
-        yield waiting[:count]
-        waiting = waiting[count:]
 
 
 def _alike(settings: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:

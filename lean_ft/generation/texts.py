@@ -4,7 +4,6 @@ What samples tokens is `lean_ft.generation.decoding`; here are the questions aro
 written, what ends an answer, and where a character is whole.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +12,10 @@ import torch
 
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import sample, sample_steps
+from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
-from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
@@ -51,7 +50,7 @@ def open_model(
         folder = find_finished(find_base(folder), QUICK_BYTES)
     where = resolve_device(device)
     check_dtype(dtype, where)
-    model = load_model(folder, where, getattr(torch, dtype), random_init)
+    model = load_model(folder, where, getattr(torch, dtype), random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
     return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
@@ -70,14 +69,10 @@ def answers(
 
     What is drawn does not depend on the batches: prompts that are the same are samples of one, counted over all of them."""
     how, ids = asked_of(model, tokenizer, prompts, chat, sampling)
-    seen = Counter[tuple[int, ...]]()
+    numbers = sample_numbers(ids)
     for start in range(0, len(ids), batch_size):
-        some = ids[start : start + batch_size]
-        numbers = []
-        for prompt in some:
-            numbers.append(seen[tuple(prompt)])
-            seen[tuple(prompt)] += 1
-        for answer in sample(model, some, how, numbers=numbers, decode=tokenizer.decode):
+        some = slice(start, start + batch_size)
+        for answer in sample(model, ids[some], how, numbers=numbers[some], decode=tokenizer.decode):
             yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 

@@ -42,7 +42,7 @@ class TokenLogProbs:
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
         """batch: on the model's device, as `lean_ft.data.PolicyBatch` is; statistics: where to add what tokens tell."""
         with self._output_layer.arithmetic():
-            hidden, router_loss = hidden_states(model, batch)
+            hidden, router_loss = hidden_states(model, batch, of_rows=True)
             entropies = torch.empty(len(batch.label), device=hidden.device)
             log_probs = linear_log_probs(
                 hidden,

@@ -59,6 +59,8 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:
     tied = model if isinstance(model, Decoder) and model.head is None else None
+    if tied is not None and not isinstance(tied.model.embed_tokens, nn.Embedding):
+        return  # of a frozen one, of which new rows train
     device = next(model.parameters()).device
     if choice == "host" and tied is None:
         raise ValueError(

@@ -5,8 +5,8 @@ is fetched back shortly before backward comes to it, last saved first. Fetching 
 run beside the backward pass of later layers, and only a link slower than the computation shows. With full activation
 checkpointing what is kept, and travels, is one hidden state a layer.
 
-Left on the device: parameters, which are there anyway; tensors under 1 MiB, whose copies cost more than they free; and
-the output layer, whose loss makes its gradients in the forward pass and keeps no activations.
+Left on the device: parameters and buffers, which are there anyway; tensors under 1 MiB, whose copies cost more than they
+free; and the output layer, whose loss makes its gradients in the forward pass and keeps no activations.
 
 Source: PyTorch's saved-tensor hooks; torchtune's activation offloading, which has the side stream but fetches each
 tensor when it is asked for.
@@ -66,7 +66,8 @@ class Offloaded:
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self._link = link
-        self._parameters = {_memory(param) for param in model.parameters()}
+        # Quantised weights are buffers.
+        self._of_model = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self._order: list[ReferenceType[Sent]] = []  # autograd owns them: a graph that is dropped drops them
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
@@ -94,7 +95,7 @@ class Offloaded:
         tensor = tensor.detach()
         if (
             tensor.nbytes < self._smallest_bytes
-            or _memory(tensor) in self._parameters
+            or _memory(tensor) in self._of_model
             or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: it is smaller than it looks
         ):
             return tensor

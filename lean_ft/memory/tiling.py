@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def tile_mlp(model: nn.Module, num_tiles: int) -> int:
-    """Splits the tokens of every feed-forward layer (a layer's `mlp`) into `num_tiles`, and returns how many those are.
+    """Splits the tokens of every feed-forward layer (a layer's `mlp`, and the `mixture` beside it) into `num_tiles`, and returns how many those are.
 
     Raises:
         ValueError: when no layer has an `mlp`, or `num_tiles` is below 2.
@@ -31,20 +31,25 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
     if num_tiles < 2:
         raise ValueError(f"tile_mlp expects at least 2 tiles, but got {num_tiles}: one tile is the layer as it is")
     layers = getattr(model, "layers", None)
-    found = [layer.mlp for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)] if layers else []
+    parts = [getattr(layer, name, None) for layer in layers or () for name in ("mlp", "mixture")]
+    found = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
         raise ValueError(f"tile_mlp expects a model whose `layers` have an `mlp`, but got {type(model).__name__}")
     for mlp in found:
         mlp.num_tiles = num_tiles
         mlp.forward = MethodType(_tiled, mlp)
+        for layer in mlp.modules():
+            if hasattr(layer, "stays_whole"):  # one quantised, whose weight all tiles need
+                layer.stays_whole = True
     return len(found)
 
 
-def _tiled(mlp: nn.Module, x: Tensor) -> Any:  # (B, T, D)
+def _tiled(mlp: nn.Module, x: Tensor, *others: Tensor) -> Any:  # (B, T, D) each
     num_tiles: Any = mlp.num_tiles
     forward = type(mlp).forward
-    tiles = [checkpoint(forward, mlp, tile, use_reentrant=False) for tile in x.flatten(0, -2).tensor_split(num_tiles)]
+    cut = (each.flatten(0, -2).tensor_split(num_tiles) for each in (x, *others))
+    tiles = [checkpoint(forward, mlp, *tile, use_reentrant=False) for tile in zip(*cut, strict=True)]
     if isinstance(tiles[0], tuple):  # a mixture of experts returns its router's logits beside its result
-        results, *others = (torch.cat(parts) for parts in zip(*tiles, strict=True))
-        return results.view(x.shape), *others
+        results, *logits = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        return results.view(x.shape), *logits
     return torch.cat(tiles).view(x.shape)

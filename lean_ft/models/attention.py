@@ -45,6 +45,7 @@ class Scoring:
     scale: float | None = None  # None: D ** -0.5
     window: int | None = None  # positions that a query sees, its own included
     softcap: float | None = None  # scores become cap * tanh(score / cap)
+    chunk: int | None = None  # positions are cut into chunks of so many, of which a query sees its own
 
 
 class Prefixes(NamedTuple):
@@ -91,7 +92,7 @@ class Attention(nn.Module):
             config.hidden_size,
             config.head_dim_of(layer_index),
         )
-        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
+        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.split_sizes = [query_size, kv_size, kv_size]
         self.is_fused = config.fused_qkv
@@ -110,6 +111,7 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
+        self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
@@ -145,6 +147,8 @@ class Attention(nn.Module):
             query, key = rotate_both(query, key, cos, sin, self.turns_neighbours)
         if self.qk_norm == "turned_head":
             query, key = self.q_norm(query), self.k_norm(key)
+        if self.qk_unit_eps is not None:
+            query, key = unit_rms(query, self.qk_unit_eps), unit_rms(key, self.qk_unit_eps)
         if cache is not None:
             attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
         else:
@@ -232,13 +236,21 @@ def attend_documents(
     """Attends causally within each document, and to what it goes on from.
 
     query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
-    documents' boundaries in the N = B * T tokens; sinks (H,). No document with its prefix is longer than a row.
+    documents' boundaries in the N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises
+    ValueError for prefixes where a row has several chunks.
     """
+    longest = query.shape[1]
+    if scoring.chunk is not None and scoring.chunk < longest:
+        if prefixes is not None:
+            raise ValueError(
+                f"a document cannot go on from a prefix where attention is cut into chunks of {scoring.chunk} positions: give "
+                "each document what it goes on from as a copy of its own."
+            )
+        cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
         # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
         # to be asked of the device, which would wait for it in every layer.
-        longest = query.shape[1]
         back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
         key_cu_seqlens = cu_seqlens
         if prefixes is not None:
@@ -259,6 +271,16 @@ def attend_documents(
     return attended.view(query.shape)
 
 
+def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
+    """The boundaries (any,) of the chunks of documents, as many as there may be, since a GPU's host does not know how many
+    there are; the last ones are then empty."""
+    of_each = (cu_seqlens.diff() + chunk - 1) // chunk
+    firsts = F.pad(of_each.cumsum(0), (1, 0))  # (documents + 1,): the number of each document's first chunk
+    chunks = torch.arange(len(of_each) + num_tokens // chunk + 1, device=cu_seqlens.device)
+    document = torch.bucketize(chunks, firsts, right=True) - 1
+    return (cu_seqlens[document] + (chunks - firsts[document]) * chunk).clamp(max=num_tokens).to(torch.int32)
+
+
 def attend_cached(
     query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
@@ -273,7 +295,7 @@ def attend_filled(
     query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
     """The attention of query (B, T, H, D) to keys and values (B, filled, K, D) of all that the cache holds."""
-    visible = cache.owner.visible(scoring.window)  # (B, T, C)
+    visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
@@ -306,7 +328,8 @@ def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for rows; an older card's kernel takes no grouped heads, for which PyTorch would hold all scores."""
-    if scoring.window is not None or not _is_plain(query, scoring, sinks):
+    is_cut = scoring.chunk is not None and scoring.chunk < query.shape[1]
+    if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
         return False
     same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
     return same_heads or _has_kernels(query, scoring, sinks)

@@ -76,12 +76,22 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_head_parts: int = 1,
     ) -> None:
+        """num_head_parts: into which heads are cut over ranks; one of them is kept here."""
         self._sources = [i if layer.keys_of is None else layer.keys_of for i, layer in enumerate(config.layers)]
         # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
         keys: dict[int, tuple[Tensor, ...]] = {
-            i: tuple(torch.zeros(batch_size, capacity, *shape, dtype=dtype, device=device) for shape in shapes)
+            i: tuple(
+                torch.zeros(batch_size, capacity, heads // num_head_parts, features, dtype=dtype, device=device)
+                for heads, features in shapes
+            )
             for i in range(config.num_layers)
             if (shapes := config.cached_shapes(i))
         }
@@ -104,12 +114,14 @@ class KVCache:
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
         self.shortest = 0
-        self.is_even = True  # whether all rows have come as far; decided once, as compiled code takes both for unknown numbers
+        self.is_even = (
+            True  # whether all rows have come as far; decided once, as compiled code takes both for unknown numbers
+        )
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
-        self._visible: dict[int | None, Tensor | None] = {}
+        self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
@@ -141,21 +153,25 @@ class KVCache:
         self._visible.clear()
         return self.positions
 
-    def visible(self, window: int | None) -> Tensor | None:
-        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, or `window` of them.
+    def visible(self, window: int | None, chunk: int | None = None) -> Tensor | None:
+        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, `window` of them, or those in
+        its own `chunk`.
 
         None where each row has one new token, and that sees all.
         """
-        if window not in self._visible:
-            self._visible[window] = self._mask(window)
-        return self._visible[window]
+        if (window, chunk) not in self._visible:
+            self._visible[window, chunk] = self._mask(window, chunk)
+        return self._visible[window, chunk]
 
-    def _mask(self, window: int | None) -> Tensor | None:
-        if self.is_even and self.positions.shape[1] == 1 and (window is None or self.filled <= window):
+    def _mask(self, window: int | None, chunk: int | None) -> Tensor | None:
+        sees_all = all(most is None or self.filled <= most for most in (window, chunk))
+        if self.is_even and self.positions.shape[1] == 1 and sees_all:
             return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]
         seen = indices <= positions
+        if chunk is not None:
+            seen &= indices >= positions - positions % chunk
         return seen if window is None else seen & (indices > positions - window)
 
     def advance(self) -> None:
@@ -217,11 +233,12 @@ def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.
     return inputs, torch.zeros(num_rows, *mixer.state_shape, dtype=torch.float32, device=device)
 
 
-def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int) -> int:
+def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int, num_head_parts: int = 1) -> int:
     """What a cache takes."""
     total = 0
     for i, layer in enumerate(config.layers):
-        total += capacity * itemsize * sum(heads * features for heads, features in config.cached_shapes(i))
+        shapes = config.cached_shapes(i)
+        total += capacity * itemsize * sum(heads // num_head_parts * features for heads, features in shapes)
         if layer.mixer is not None:
             total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
             total += 4 * math.prod(layer.mixer.state_shape or (0,))

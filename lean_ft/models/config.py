@@ -17,8 +17,9 @@ class MixtureConfig:
     router_name: Literal["gate", "router"] = "gate"  # Hugging Face's, of the module
     router_bias: bool = False
     expert_bias: bool = False
-    # Projections are (D, 2 * I) and (I, D), gates and ups alternating; not (2 * I, D), gates first, and (D, I).
-    input_first: bool = False
+    input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
+    known_to_peft: bool = True  # that inputs are first; else it takes them for outputs, and so adapters are laid out
+    gates_alternate: bool = False  # with ups; not all gates first
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = (
         "silu"  # with the last there are ups alone, and no gates
     )
@@ -31,11 +32,28 @@ class MixtureConfig:
     shared_gate: bool = False  # its result is weighed by the sigmoid of a linear layer
     score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits, which weighs experts
     corrected: bool = False  # experts are chosen by their scores plus a number each, which does not weigh them
+    correction_is_row: bool = False  # these numbers are (1, E) in the folder, and not (E,)
     num_groups: int = 1  # of experts, of which a token chooses those whose two best scores add up to most
     groups_per_token: int = 1
     weights_factor: float = 1.0  # of a token's weights
+    weighs_input: bool = False  # a weight multiplies what its expert is given, and not what that returns
     wide_router: bool = False  # it computes in float32, and has what corrects it in float32
+    wide_router_weight: bool = False  # and its own weight too, whatever the dtype of the others
+    # What a router is given is scaled to a root mean square of 1, with that epsilon, and by a number a feature, and each
+    # expert's weights by a number; None: it is a linear layer alone.
+    router_norm_eps: float | None = None
+    beside: bool = False  # it lies beside the feed-forward layer, each between norms of its own, and not in its place
     router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
+
+    @property
+    def input_first_in_adapters(self) -> bool:
+        return self.input_first and self.known_to_peft
+
+    @property
+    def in_float32(self) -> tuple[str, ...]:
+        """How the names of tensors end that are in float32, whatever the dtype of the others."""
+        of_router = (f".{self.router_name}.weight",) if self.wide_router_weight else ()
+        return (".e_score_correction_bias", *of_router) if self.wide_router else ()
 
 
 @dataclass(frozen=True)
@@ -49,15 +67,14 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
-class DeltaRuleConfig:
-    """A state that tokens correct, behind a short convolution."""
+class StateConfig:
+    """A state for each head of values, behind a short convolution of queries, keys and values."""
 
     num_key_heads: int  # of queries and keys, each for as many neighbouring heads
     num_heads: int  # of values, and so of states
     key_dim: int  # features of a head
     value_dim: int
     num_taps: int  # of the convolution
-    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
 
     @property
     def num_channels(self) -> int:
@@ -67,6 +84,13 @@ class DeltaRuleConfig:
     @property
     def state_shape(self) -> tuple[int, int, int] | None:
         return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig(StateConfig):
+    """One that tokens correct."""
+
+    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
 
 
 @dataclass(frozen=True)
@@ -80,15 +104,10 @@ class ShortConvolutionConfig:
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
-    """A state that decays and that tokens add to, behind a short convolution."""
+class Mamba2Config(StateConfig):
+    """One that decays and that tokens add to."""
 
-    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
-    num_heads: int  # of values, and so of states
-    key_dim: int  # features of a head
-    value_dim: int
-    num_taps: int  # of the convolution
-    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind it
+    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind the convolution
     convolution_bias: bool
     in_bias: bool
     out_bias: bool
@@ -97,15 +116,6 @@ class Mamba2Config:
     in_multiplier: float = 1.0
     multipliers: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries and steps, as they are projected
     out_multiplier: float = 1.0
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution: values, keys and queries."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def state_shape(self) -> tuple[int, int, int] | None:
-        return self.num_heads, self.key_dim, self.value_dim
 
 
 MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
@@ -119,6 +129,9 @@ class LayerConfig:
 
     rope: RopeConfig | None  # None: positions do not turn queries and keys
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
+    chunk: int | None = (
+        None  # positions are cut into chunks of so many, of which a query sees its own; None: they are not
+    )
     mixer: MixerConfig | None = None  # what mixes tokens in the place of attention, or beside it
     attends: bool = True  # there is attention
     feeds: bool = True  # there is a feed-forward layer, behind what mixes tokens
@@ -127,6 +140,7 @@ class LayerConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    unit_qk: bool = False  # each head's queries and keys are scaled to a root mean square of 1 once they are turned
     values_are_keys: bool = False  # values are the projection that keys are, before these are normed and turned
     keys_of: int | None = None  # the layer whose keys and values it attends to; None: its own
 
@@ -191,6 +205,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def mixture(self) -> MixtureConfig | None:
+        """That of the layers which have one."""
+        return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
+
     def num_kv_heads_of(self, layer: int) -> int:
         return self.layers[layer].num_kv_heads or self.num_kv_heads
 
@@ -214,6 +233,10 @@ class DecoderConfig:
     def givers(self) -> frozenset[int]:
         """The layers whose keys and values others attend to."""
         return frozenset(layer.keys_of for layer in self.layers if layer.keys_of is not None)
+
+    @property
+    def has_chunks(self) -> bool:
+        return any(layer.chunk is not None for layer in self.layers)
 
     @property
     def has_states(self) -> bool:

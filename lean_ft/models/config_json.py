@@ -38,12 +38,13 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
     ((), ("moe_latent_size", "clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
-    ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block")),
+    ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block", "use_bias")),
     (
         (False, "vision"),
         ("use_bidirectional_attention",),
     ),  # tokens of an image see those that follow; here there are none
     ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
+    ((1e-12,), ("moe_norm_min",)),  # the least sum of a token's weights
     ((1.0,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
     ((0, 1), ("num_local_experts", "num_experts")),
     ((1,), ("decoder_sparse_step",)),
@@ -55,12 +56,15 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 # What older files call a layer, and the feed-forward layers where each part is alone.
 _OLDER_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 _FEEDS = ("mlp", "moe")
+# The field that says how wide a kind of window is, and the fact that it is of a layer.
+_WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
 
 # Models that read images too, whose language model is a family here and is what is trained.
 _LANGUAGE_MODEL_OF = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
     "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
     "gemma4_unified": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+    "llama4": {"llama4_text": "Llama4ForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
@@ -202,11 +206,9 @@ def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
 
 
 def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
-    if not family.mixture:
+    if not family.mixture or not _facts({"": family.mixture["num_experts"]}, fields)[""]:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
-    if not mixture.num_experts:
-        return None
     if mixture.experts_per_token > mixture.num_experts:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok is {mixture.experts_per_token}, of {mixture.num_experts} experts; "
@@ -241,18 +243,19 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     else:
         kinds = [_OLDER_LAYER_TYPES.get(str(kind), kind) for kind in fields.of_each_layer("layer_types")]
         has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
-        known = ["full_attention", "sliding_attention", *family.mixers, *(_FEEDS if family.parts_are_alone else ())]
+        known = ["full_attention", family.window_kind, *family.mixers, *(_FEEDS if family.parts_are_alone else ())]
         if any(kind not in known for kind in kinds):
             raise ValueError(f"{has}; expected {' or '.join(known)}.")
-        by_family, windowed = windowed, [kind == "sliding_attention" for kind in kinds]
+        by_family, windowed = windowed, [kind == family.window_kind for kind in kinds]
         if windowed != by_family and not family.reads_layer_types:
             raise ValueError(
                 f"{has}; in this family {'every' if any(by_family) else 'no'} layer has a sliding window, and the field "
                 "does not change that."
             )
+    window_field, fact = _WINDOWS[family.window_kind]
     if family.has_window is not no_layer:
-        fields.get("sliding_window")  # the family knows it, even where no layer uses it
-    window = fields.count("sliding_window") if any(windowed) else None
+        fields.get(window_field)  # the family knows it, even where no layer uses it
+    window = fields.count(window_field) if any(windowed) else None
     mixture = _mixture(fields, family)
     mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
 
@@ -264,11 +267,11 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
             rope = replace(rope, head_dim=facts["head_dim"])
         return LayerConfig(
             rope,
-            window if is_windowed else None,
-            mixers.get(kind),
-            attends,
-            not family.parts_are_alone or kind in _FEEDS,
-            mixture if has_mixture else None,
+            mixer=mixers.get(kind),
+            attends=attends,
+            feeds=not family.parts_are_alone or kind in _FEEDS,
+            mixture=mixture if has_mixture else None,
+            **({fact: window} if is_windowed else {}),
             **facts,
         )
 

@@ -9,11 +9,13 @@ Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixe
 Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
@@ -46,6 +48,11 @@ def causal_convolution(
 @causal_convolution.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@register_flop_formula(torch.ops.lean_ft.causal_convolution)
+def _num_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[1]
 
 
 @torch.library.custom_op("lean_ft::causal_convolution_backward", mutates_args=())
@@ -88,6 +95,12 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> 
     grad_bias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     grads = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, weight))
     return *grads, grad_bias
+
+
+@register_flop_formula(torch.ops.lean_ft.causal_convolution_backward)
+def _num_flops_backward(grad_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    """Forward's once more, and as many for the gradients of inputs and of weights."""
+    return 6 * math.prod(x_shape) * weight_shape[1]
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -36,6 +36,9 @@ _NORMS = {
     "once": (_INTO_ATTENTION, None, None, None),
 }
 
+# Where a mixture of experts lies beside a feed-forward layer: out of the latter, into the former and out of it.
+_BESIDE = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+
 # What mixes a layer's tokens in the place of attention or beside it, by its config, and Hugging Face's name of it.
 _ATTENTION = "self_attn"
 _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
@@ -65,10 +68,15 @@ class Block(nn.Module):
             name, mixer = _MIXERS[type(layer.mixer)]
             self.add_module(name, mixer(config, layer_index))
             self.mixer_names.append(name)
-        self.mlp = None
-        if layer.mixture is not None:
-            self.mlp = MixtureOfExperts(config.hidden_size, layer.mixture)
-        elif layer.feeds:
+        self.mlp = self.mixture = None
+        mixture = None if layer.mixture is None else MixtureOfExperts(config.hidden_size, layer.mixture)
+        if mixture is not None and mixture.config.beside:
+            self.mixture = mixture
+            for name in _BESIDE:
+                self.add_module(name, _norm(config))
+        elif mixture is not None:
+            self.mlp = mixture
+        if self.mlp is None and layer.feeds:
             inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
             self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
@@ -110,6 +118,10 @@ class Block(nn.Module):
             added = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden))
             if isinstance(added, tuple):
                 added, router_logits = added
+            if self.mixture is not None:
+                out_of_plain, into_experts, out_of_experts = _BESIDE
+                of_experts, router_logits = self.mixture(self._normed(into_experts, hidden), hidden)
+                added = self._normed(out_of_plain, added) + self._normed(out_of_experts, of_experts)
             hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         if self.has_input:
             assert layer_input is not None
@@ -169,6 +181,14 @@ class Trunk(nn.Module):
 class TokenCut(Protocol):
     """Of a row's T tokens the ones that are here, where several ranks share a row (`lean_ft.distributed`)."""
 
+    rows_are_whole: bool
+    """Whether the pass under way has all tokens of its rows here, as every pass with a cache; set as it begins."""
+
+    @property
+    def num_head_parts(self) -> int:
+        """Over how many ranks heads are cut, of which a cache here has one rank's."""
+        ...
+
     def of_attention(self, values: Tensor) -> Tensor:
         """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
         ...
@@ -210,7 +230,7 @@ class Decoder(nn.Module):
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
         self.tokens: TokenCut | None = None
-        self.mixture = next((layer.mixture for layer in config.layers if layer.mixture is not None), None)
+        self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
     @property
@@ -260,14 +280,18 @@ class Decoder(nn.Module):
         or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
 
         Where ranks share a row, input_ids and is_token are of the tokens that are here, as is the result; positions, which
-        cannot be left out then, and cu_seqlens are of all.
+        cannot be left out then, cu_seqlens and prefixes are of all. With a cache rows are whole on each rank, and where heads
+        are cut the same ones on those that have each other's.
 
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
         prefixes without cu_seqlens, and where the cache is full.
         """
-        if self.tokens is not None and (positions is None or cache is not None):
-            raise ValueError("of a row that ranks share, all positions have to be given, and there is no cache.")
-        num_rows, num_tokens = (input_ids if self.tokens is None or positions is None else positions).shape
+        tokens = self.tokens if cache is None else None  # the cut of this pass
+        if self.tokens is not None:
+            self.tokens.rows_are_whole = tokens is None
+        if tokens is not None and positions is None:
+            raise ValueError("of a row that ranks share, all positions have to be given.")
+        num_rows, num_tokens = (input_ids if tokens is None or positions is None else positions).shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
                 raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
@@ -296,15 +320,15 @@ class Decoder(nn.Module):
                     "prefixes are seen by attention alone, and layers of this model keep a state over each document: give "
                     "each document what it goes on from as a copy of its own."
                 )
-            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, input_ids.numel())
+            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
 
         hidden = self._embed(input_ids)
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        if self.tokens is not None:
-            positions = self.tokens.of_attention(positions)
-            text_lengths = None if text_lengths is None else self.tokens.of_attention(text_lengths)
+        if tokens is not None:
+            positions = tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else tokens.of_attention(text_lengths)
         turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         inputs, given = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
@@ -330,7 +354,7 @@ class Decoder(nn.Module):
         if not all_router_logits:
             return result, None
         assert self.mixture is not None
-        over_row = (lambda values: values) if self.tokens is None else self.tokens.sum
+        over_row = (lambda values: values) if tokens is None else tokens.sum
         balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
         return result, self.router_aux_loss_coef * balance
 
@@ -378,11 +402,16 @@ class Decoder(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
         weight = self.output_weight
-        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device)
+        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device, self._num_head_parts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """What such a cache takes."""
-        return cache_bytes(self.config, batch_size, capacity, self.output_weight.element_size())
+        itemsize = self.output_weight.element_size()
+        return cache_bytes(self.config, batch_size, capacity, itemsize, self._num_head_parts)
+
+    @property
+    def _num_head_parts(self) -> int:
+        return 1 if self.tokens is None else self.tokens.num_head_parts
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

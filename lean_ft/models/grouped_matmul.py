@@ -9,6 +9,7 @@ opaque operation, and a group without rows is nothing special: its gradient is z
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
@@ -45,6 +48,11 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
+@register_flop_formula(torch.ops.lean_ft.grouped_matmul)
+def _num_flops(rows_shape: Any, matrices_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(rows_shape) * matrices_shape[2]
+
+
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Returns (G, K, N): each group's rows of left (M, K), transposed, times its rows of right (M, N).
@@ -68,6 +76,11 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 @grouped_outer.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), left.shape[1], right.shape[1])
+
+
+@register_flop_formula(torch.ops.lean_ft.grouped_outer)
+def _num_flops_outer(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(left_shape) * right_shape[1]
 
 
 def _has_kernel(*operands: Tensor) -> bool:

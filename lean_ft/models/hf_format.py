@@ -7,6 +7,7 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -85,10 +86,7 @@ def load_model(
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
-        if path.new_tokens:
-            tokenizer = load_tokenizer(path)
-            new_ids = list(range(tokenizer.vocab_size))[-len(path.new_tokens) :]
-        path = path.path
+        new_ids, path = new_token_ids(path), path.path
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
     watcher = stage()
@@ -110,6 +108,11 @@ def load_model(
     return model
 
 
+def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
+    """The ids of the settings' `new_tokens`, in order; of none without."""
+    return range(load_tokenizer(cfg).vocab_size)[-len(cfg.new_tokens) :] if cfg.new_tokens else ()
+
+
 @torch.no_grad()
 @counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
@@ -126,11 +129,14 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that holds every tensor in the folder's files as it is: bfloat16, float16 or float32."""
+    """The dtype that holds every tensor in the folder's files as it is, but for those that are in float32 anyway: bfloat16,
+    float16 or float32."""
     dtype: torch.dtype | None = None
     config = language_model_config(read_json(folder / "config.json", "it says what the model computes."))
-    for tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).values():
-        if tensor.dtype in _STORED_DTYPES:  # load_model refuses others, with the name
+    mixture = decoder_config(config, where=str(folder / "config.json")).mixture
+    anyway = () if mixture is None else mixture.in_float32
+    for name, tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).items():
+        if tensor.dtype in _STORED_DTYPES and not name.endswith(anyway):  # load_model refuses others, with the name
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype in _DTYPES else torch.float32
 
@@ -335,9 +341,9 @@ def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     try:
         with outside(), torch.device("meta"):
             model = Decoder(config)
-            wide = model.mixture is not None and model.mixture.wide_router
+            wide = () if model.mixture is None else model.mixture.in_float32
             for name, tensor in _tensors(model):
-                if not (wide and name.endswith(".e_score_correction_bias")):
+                if not name.endswith(wide):
                     tensor.data = tensor.data.to(dtype)
             return model
     except RuntimeError as error:  # a shape has more bytes than 64 bits count
@@ -375,11 +381,11 @@ def _drawn(config: DecoderConfig) -> Fill:
             here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
-        elif name.endswith("layer_scalar"):
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             here.values.fill_(1.0)
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
-        elif name.endswith("norm.weight"):
+        elif re.search(r"norm(_\d)?\.weight$", name):
             has_offset = not name.endswith(("linear_attn.norm.weight", "mamba.norm.weight"))
             here.values.fill_(1.0 - (config.norm_weight_offset if has_offset else 0.0))
         else:

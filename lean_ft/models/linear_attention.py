@@ -21,6 +21,7 @@ neighbours share one), K and V features of a head, C tokens of a chunk, S segmen
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -85,16 +86,15 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> 
 def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
     """Products among a chunk's tokens, 2 C (K + V) a token, and two with the state, 4 K V, in every head; corrections take
     another C (2 K + V) and 2 K V."""
-    return _products(key_shape, value_shape, corrects=False not in (*rest, *named.values()))
+    corrects = False not in (*rest, *named.values())
+    return _products(key_shape, value_shape, (4, 3, 6) if corrects else (2, 2, 4))
 
 
-def _products(key_shape: Any, value_shape: Any, *, corrects: bool) -> int:
-    num_rows, num_tokens, num_heads, size = value_shape
-    width = key_shape[-1]
-    a_token = 2 * CHUNK * (width + size) + 4 * width * size
-    if corrects:
-        a_token += CHUNK * (2 * width + size) + 2 * width * size
-    return num_rows * num_tokens * num_heads * a_token
+def _products(key_shape: Any, value_shape: Any, a_token: tuple[int, int, int]) -> int:
+    """So many C K, C V and K V a token and head."""
+    *positions, size = value_shape
+    width, (by_width, by_size, by_both) = key_shape[-1], a_token
+    return math.prod(positions) * (CHUNK * (by_width * width + by_size * size) + by_both * width * size)
 
 
 @torch.library.custom_op("lean_ft::linear_attention_backward", mutates_args=())
@@ -145,8 +145,10 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor
 def _num_flops_backward(
     grad_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any
 ) -> int:
-    """Forward's once more, and two products for each of its."""
-    return 3 * _products(key_shape, value_shape, corrects=False not in (*rest, *named.values()))
+    """Two products for each of forward's but that of the reads, of which gradients take the same; and what a chunk is made of
+    twice: for the states between, and for its gradients."""
+    corrects = False not in (*rest, *named.values())
+    return _products(key_shape, value_shape, (14, 9, 18) if corrects else (8, 4, 10))
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

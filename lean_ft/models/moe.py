@@ -6,7 +6,8 @@ are stacked in one parameter a projection; one that saw no token gets a zero gra
 
 The backward pass is written by hand. It keeps the tokens, not their copies sorted by expert, and of the experts' own
 results only the two factors of the activation. A token's weight multiplies the activation rather than the expert's
-output, which the last projection, being linear, does not mind: so no output is kept for the weight's gradient.
+output, which the last projection, being linear, does not mind: so no output is kept for the weight's gradient. Where it
+multiplies the expert's input, it multiplies these two factors in the same way.
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; the balance of the router's load is Fedus et al.'s
 (2021, https://arxiv.org/abs/2101.03961).
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated
+from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated, unit_rms
 
 
 class Router(nn.Module):
@@ -36,7 +37,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         if config.corrected:  # set by pretraining, which balances the experts' load by it, and left as it is
-            self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_experts))
+            shape = (1, config.num_experts) if config.correction_is_row else (config.num_experts,)
+            self.e_score_correction_bias = nn.Buffer(torch.empty(shape))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.is_wide:
@@ -52,7 +54,8 @@ class Router(nn.Module):
             logits, chosen = logits.topk(config.experts_per_token)
             return logits.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-        ranks = scores.detach()
+        # Those of logits where nothing is added to them: far from 0 sigmoids round to one number.
+        ranks = scores.detach() if config.corrected or config.num_groups > 1 else logits.detach()
         if config.corrected:
             ranks = ranks + self.e_score_correction_bias
         if config.num_groups > 1:
@@ -67,6 +70,25 @@ class Router(nn.Module):
         return weights * config.weights_factor, chosen
 
 
+class NormedRouter(nn.Module):
+    """A linear layer of what is scaled to a root mean square of 1 and by a number a feature; beside it each expert has a
+    number that its weights are multiplied by (Gemma 4)."""
+
+    def __init__(self, hidden_size: int, num_experts: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.empty(hidden_size))
+        self.proj = nn.Linear(hidden_size, num_experts, bias=False)
+        self.per_expert_scale = nn.Parameter(torch.empty(num_experts))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.proj(unit_rms(tokens, self.eps) * self.scale * tokens.shape[-1] ** -0.5)  # (N, E)
+
+    def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+        best, chosen = logits.to(torch.promote_types(logits.dtype, torch.float32)).topk(config.experts_per_token)
+        return best.softmax(-1) * self.per_expert_scale[chosen], chosen
+
+
 _Thin = Sequence[Tensor | None]  # left (E, D, R) and right (E, R, I), or None twice
 NO_THIN_PRODUCT = (None, None)
 
@@ -77,6 +99,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
+        assert not (config.weighs_input and config.expert_bias), "a bias is not weighed"
         num_experts, inner = config.num_experts, config.intermediate_size
         projected = 2 * inner if is_gated(config.activation) else inner
         into, out_of = (projected, hidden_size), (hidden_size, inner)
@@ -120,7 +143,9 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
-        self.add_module(config.router_name, Router(hidden_size, config))
+        eps = config.router_norm_eps
+        router = Router(hidden_size, config) if eps is None else NormedRouter(hidden_size, config.num_experts, eps)
+        self.add_module(config.router_name, router)
         self.experts = Experts(hidden_size, config)
         if config.shared_intermediate_size:
             sizes, kind = (hidden_size, config.shared_intermediate_size), (config.activation, config.shared_is_fused)
@@ -129,11 +154,12 @@ class MixtureOfExperts(nn.Module):
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (..., D); returns what its experts make of it (..., D), and the router's logits (N, E)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (..., D), which the router sees too unless something else of that shape is `seen`; returns what the experts make
+        of x (..., D), and the router's logits (N, E)."""
         tokens = x.flatten(0, -2)
         router = getattr(self, self.config.router_name)
-        logits = router(tokens)
+        logits = router(tokens if seen is None else seen.flatten(0, -2))
         weights, chosen = _router_of(router).choose(logits, self.config)
         mixed = self.experts(tokens, weights, chosen)
         if self.config.shared_intermediate_size:
@@ -144,10 +170,10 @@ class MixtureOfExperts(nn.Module):
         return mixed.view(x.shape), logits
 
 
-def _router_of(layer: nn.Module) -> Router:
+def _router_of(layer: nn.Module) -> Router | NormedRouter:
     """The router itself, where an adapter is in its place."""
     router = getattr(layer, "base_layer", layer)
-    assert isinstance(router, Router)
+    assert isinstance(router, Router | NormedRouter)
     return router
 
 
@@ -197,7 +223,11 @@ class _Mix(torch.autograd.Function):
             factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
         ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *thin)
         ctx.config = config
-        inner = _activation(factors, config).mul_(weights.flatten()[order, None])  # (M, I)
+        row_weights = weights.flatten()[order, None]
+        if config.weighs_input:
+            inner = _activation(_weighed(factors, row_weights), config)  # (M, I)
+        else:
+            inner = _activation(factors, config).mul_(row_weights)
         return _sum_of_choices(_project(inner, out_of, thin[2:], ends), order, config)
 
     @staticmethod
@@ -207,18 +237,24 @@ class _Mix(torch.autograd.Function):
         into, out_of = _input_first(gate_up, down, config)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
-        inner = _activation(factors, config)  # (M, I)
-        grad_inner = _project_back(grad_rows, out_of, thin[2:], ends)  # as if all weights were 1
-        grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
-        grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
-        inner.mul_(row_weights)
+        weighed = _weighed(factors, row_weights) if config.weighs_input else factors
+        inner = _activation(weighed, config)  # (M, I)
+        grad_inner = _project_back(grad_rows, out_of, thin[2:], ends)  # with weights of results as if they were 1
+        if not config.weighs_input:
+            grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
+            inner.mul_(row_weights)
+            grad_inner.mul_(row_weights)
         grad_down = None
         if ctx.needs_input_grad[5]:
             grad_down = _outer(inner, grad_rows, ends, config)
         grad_thin_down = _thin_gradients(inner, grad_rows, thin[2:], ends)
         del inner, grad_rows
-        grad_factors = _activation_gradient(factors, grad_inner.mul_(row_weights), config)  # (M, 2 * I)
-        del grad_inner
+        grad_factors = _activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
+        del grad_inner, weighed
+        if config.weighs_input:
+            grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
+            grad_factors.mul_(row_weights)
+        grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
         grad_gate_up = grad_bias = None
         if ctx.needs_input_grad[3]:
             grad_gate_up = _outer(_rows(tokens, order, config), grad_factors, ends, config)
@@ -288,9 +324,13 @@ def _outer(inputs: Tensor, grads: Tensor, ends: Tensor, config: MixtureConfig) -
     return grouped_outer(inputs, grads, ends) if config.input_first else grouped_outer(grads, inputs, ends)
 
 
+def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:
+    return (factors * row_weights).to(factors.dtype)
+
+
 def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
     """Views (M, I) of the two halves of (M, 2 * I)."""
-    if config.input_first:
+    if config.gates_alternate:
         return factors[:, ::2], factors[:, 1::2]
     gate, up = factors.chunk(2, dim=-1)
     return gate, up

@@ -8,7 +8,7 @@ from torch import Tensor
 from lean_ft.models.families import FAMILIES, Family
 
 _OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
-_OF_IMAGES += ("audio_tower.", "embed_audio.")
+_OF_IMAGES += ("vision_model.", "audio_tower.", "embed_audio.")
 
 
 def name_in_language_model(name: str) -> str | None:

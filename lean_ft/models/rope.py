@@ -30,9 +30,10 @@ class RopeConfig:
     head_dim: int | None = None  # of the heads that are turned, where it is not the model's
     turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
     turns_neighbours: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
-    # Queries are multiplied by 1 + query_growth * log(1 + position // query_growth_positions).
+    # Queries are multiplied by 1 + query_growth * log(1 + (position + query_growth_start) // query_growth_positions).
     query_growth: float = 0.0
     query_growth_positions: float = math.inf
+    query_growth_start: int = 0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -161,7 +162,7 @@ class RotaryEmbedding:
             angles = torch.cat((angles, angles), dim=-1)
         factor: Any = self.rope.attention_factor
         if self.rope.query_growth:
-            passed = (positions / self.rope.query_growth_positions).floor()
+            passed = ((positions + self.rope.query_growth_start) / self.rope.query_growth_positions).floor()
             growth = 1 + self.rope.query_growth * torch.log1p(passed)  # (B, T)
             factor = factor * torch.stack((growth, torch.ones_like(growth)))[..., None]
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -3,11 +3,13 @@
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 from lean_ft.peft.lora import adapted_layers, adapter_off, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter, plain_tensors
+from lean_ft.peft.new_rows import TrainedRows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
     adapter_bytes,
     adapter_parts,
     base_fingerprint,
+    ids_of_rows,
     is_adapter,
     load_adapter,
     restore_adapter,
@@ -19,12 +21,14 @@ __all__ = [
     "AdapterShape",
     "MergeReport",
     "NF4Linear",
+    "TrainedRows",
     "adapted_layers",
     "adapter_bytes",
     "adapter_off",
     "adapter_parts",
     "apply_lora",
     "base_fingerprint",
+    "ids_of_rows",
     "is_adapter",
     "load_adapter",
     "load_merged",

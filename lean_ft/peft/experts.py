@@ -12,6 +12,7 @@ Shapes: E experts, R rank, I inputs, O outputs of the projection.
 import torch
 from torch import Tensor, nn
 
+from lean_ft.models.config import MixtureConfig
 from lean_ft.models.moe import NO_THIN_PRODUCT, Experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
@@ -35,23 +36,29 @@ class ExpertsAdapter(AdaptedLayer):
     def frozen_weight(self) -> nn.Parameter:
         return getattr(self.base_layer, self.projection)
 
-    def linear_weight(self) -> Tensor:
-        """The frozen weights as linear maps (E, O, I)."""
+    @property
+    def _config(self) -> MixtureConfig:
         assert isinstance(self.base_layer, Experts)
-        return self.frozen_weight.mT if self.base_layer.config.input_first else self.frozen_weight
+        return self.base_layer.config
+
+    def linear_weight(self) -> Tensor:
+        """The frozen weights as linear maps (E, O, I), or as what PEFT takes for such."""
+        return self.frozen_weight.mT if self._config.input_first_in_adapters else self.frozen_weight
 
     def thin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The two factors, (E, I, R) and (E, R, O), whose product is added to what multiplies a row from the right."""
-        a = self.lora_A.unflatten(0, (self.num_experts, -1))  # (E, R, I)
-        b = self.lora_B.unflatten(1, (-1, self.num_experts))  # (O, R, E)
-        return (a.mT * self.shape.scaling).to(dtype), b.permute(2, 1, 0).to(dtype)
+        a = self.lora_A.unflatten(0, (self.num_experts, -1)) * self.shape.scaling  # (E, R, I)
+        b = self.lora_B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)  # (E, O, R)
+        a, b = a.to(dtype), b.to(dtype)
+        return (a.mT, b.mT) if self._config.input_first_in_adapters == self._config.input_first else (b, a)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         left, right = self.thin(torch.float32)
-        merged = torch.baddbmm(self.linear_weight().float(), right.mT, left.mT)
-        assert isinstance(self.base_layer, Experts)
-        return merged.mT.contiguous() if self.base_layer.config.input_first else merged
+        weight = self.frozen_weight.float()
+        if self._config.input_first:
+            return torch.baddbmm(weight, left, right)
+        return torch.baddbmm(weight, right.mT, left.mT)
 
 
 class LoRAExperts(nn.Module):

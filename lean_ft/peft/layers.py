@@ -151,13 +151,15 @@ class LoRALinear(AdaptedLayer):
     def forward(self, x: Tensor) -> Tensor:
         base, shape = self.base_layer, self.shape
         assert isinstance(base, nn.Linear | NF4Linear | Router)
-        frozen = base.frozen if isinstance(base, NF4Linear) else (base.weight,)
+        frozen, stays_whole = (
+            (base.frozen, base.stays_whole) if isinstance(base, NF4Linear) else ((base.weight,), False)
+        )
         # Evaluations and answers during training come without gradients, and without dropout.
         dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
         a, b = self.factors()
         if self.lora_magnitude_vector is None or not self.is_on:
-            return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout)
-        product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout)
+            return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout, stays_whole)
+        product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout, stays_whole)
         # Rounded as its difference from 1, near which it is: in bfloat16 little would be left of that otherwise.
         change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
         scaled = torch.addcmul(product, product, change)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import AfterModule
+from lean_ft.models.hf_format import AfterModule, new_token_ids
 from lean_ft.models.moe import Experts
 from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
+from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows
 from lean_ft.peft.nf4 import NF4Linear, check_available
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.settings import LoRAConfig, ModelConfig
@@ -42,10 +43,10 @@ def load_with_adapter(
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
-    if model_cfg.new_tokens:
+    if model_cfg.new_tokens and ranks.size > 1:
         raise ValueError(
-            "model.new_tokens have rows that train with all of the model, and lora freezes it. Leave lora out; a run without it "
-            "saves a model that has the tokens, on which an adapter can be trained."
+            f"model.new_tokens beside lora have rows of a frozen matrix that train, which is not cut over {ranks.size} processes. "
+            "Run one process, or leave lora out."
         )
     model = load_model(
         model_cfg.path,
@@ -55,6 +56,7 @@ def load_with_adapter(
         router_aux_loss_coef=model_cfg.router_aux_loss_coef,
         after_module=quantize_as_loaded(lora),
         scores=scores,
+        new_ids=new_token_ids(model_cfg),
     )
     apply_lora(model, lora)
     if model.unread is not None:
@@ -64,7 +66,8 @@ def load_with_adapter(
 
 @counted_as("weights")
 def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
-    """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are.
+    """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are. Rows of
+    tokens that are new to the model train beside it.
 
     Raises ValueError where a target matches nothing or takes no adapter, or settings contradict the model.
     """
@@ -87,6 +90,10 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
         raise ValueError(f"lora.targets: {SCORE} is one row and trains whole beside an adapter. Leave it out.")
+    if model.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
+        raise ValueError(
+            f"lora.targets has {min(taken)}, of which the rows of model.new_tokens train. Take it from lora.targets."
+        )
     model.requires_grad_(False)
     dtype = weight.dtype if cfg.dtype == "model" else torch.float32
     if model.score is not None:
@@ -97,6 +104,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             layer.start_at_largest_singular_directions()
         else:
             layer.start_at_zero()
+    if model.new_ids:
+        put_rows(model, model.new_ids, dtype)
     return len(names)
 
 
@@ -145,7 +154,7 @@ def take_adapters_off(model: nn.Module) -> None:
     """Puts every adapted layer's frozen one back in its place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRAExperts) or (
-            isinstance(module, AdaptedLayer) and not isinstance(module, ExpertsAdapter)
+            isinstance(module, AdaptedLayer | TrainedRows) and not isinstance(module, ExpertsAdapter)
         ):
             model.set_submodule(name, module.base_layer)
 
@@ -159,7 +168,7 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes what it would without its adapter, bit for bit what it does while that is zero. Raises
     ValueError for a model without one."""
-    layers = adapted_layers(model).values()
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLayer | TrainedRows)]
     if not layers:
         raise ValueError("the model has no adapter that could be off.")
     for layer in layers:

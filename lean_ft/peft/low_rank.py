@@ -28,18 +28,25 @@ from lean_ft.peft.nf4 import Frozen, whole
 
 
 def low_rank_linear(
-    x: Tensor, frozen: Frozen, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, dropout: float
+    x: Tensor,
+    frozen: Frozen,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    dropout: float,
+    stays_whole: bool = False,
 ) -> Tensor:
     """Returns x W^T + bias + scaling * dropout(x) A^T B^T, shape (..., O), in the dtype of x (..., I).
 
-    `frozen` holds W (O, I), as it is or quantised; `bias` (O,) is frozen too. `a` (R, I) and `b` (O, R) may be wider
-    than x: they are rounded to its dtype for the products, and get gradients in their own.
+    `frozen` holds W (O, I), as it is or quantised, `stays_whole` as `NF4Linear` has it; `bias` (O,) is frozen too. `a` (R, I)
+    and `b` (O, R) may be wider than x: they are rounded to its dtype for the products, and get gradients in their own.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Outside of the function: inside of one that is checkpointed the compiler cannot follow what is random.
     dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
-    return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, *frozen)
+    return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, stays_whole, *frozen)
 
 
 @torch.library.custom_op("lean_ft::sum_of_products", mutates_args=())
@@ -74,6 +81,7 @@ class _LowRankLinear(torch.autograd.Function):
         mask: Tensor | None,  # True where it was kept
         scaling: float,
         dropout: float,
+        stays_whole: bool,
         *frozen: Tensor,
     ) -> Tensor:
         rows = x.flatten(0, -2)  # (N, I)
@@ -81,7 +89,7 @@ class _LowRankLinear(torch.autograd.Function):
         weight = whole(frozen, b.shape[0], x)
         y = sum_of_products(rows, weight.T, bias, inner, b.to(x.dtype).T, scaling)  # (N, O)
         ctx.save_for_backward(x, a, b, inner, mask, *frozen)
-        ctx.scaling, ctx.dropout = scaling, dropout
+        ctx.scaling, ctx.dropout, ctx.stays_whole = scaling, dropout, stays_whole
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -97,14 +105,14 @@ class _LowRankLinear(torch.autograd.Function):
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = (grad_inner.T @ dropped.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[0]:
-            weight, thin = whole(frozen, b.shape[0], x, in_backward=True), a.to(x.dtype)
+            weight, thin = whole(frozen, b.shape[0], x, again=not ctx.stays_whole), a.to(x.dtype)
             if mask is None:
                 grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin, 1.0)  # (N, I)
             else:
                 dropped = _drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout)
                 grad_x = torch.mm(grad_y, weight).add_(dropped)
             grad_x = grad_x.view(x.shape)
-        return grad_x, None, grad_a, grad_b, None, None, None, None, *(None for _ in frozen)
+        return grad_x, None, grad_a, grad_b, None, None, None, None, None, *(None for _ in frozen)
 
 
 def _drop(masked: Tensor, dropout: float) -> Tensor:

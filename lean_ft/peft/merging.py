@@ -19,8 +19,9 @@ from lean_ft.models.hf_format import own_tensors
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import SCORE, adapted_layers, take_adapters_off
+from lean_ft.peft.new_rows import TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.peft.peft_format import base_model, load_adapter, read_adapter
+from lean_ft.peft.peft_format import base_model, ids_of_rows, load_adapter, read_adapter
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
         weight, of_layer = _merge(layer)
         merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = weight
         squares.append(of_layer)
+    merged |= {f"{name}.weight": layer.merged_weight() for name, layer in trained_rows(model).items()}
     return merged, _report(squares, model.output_weight.dtype)
 
 
@@ -62,11 +64,10 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
 def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the plain model by its name there, layer by layer; those with an adapter merged, new ones, as they are asked
     for. Raises ValueError as `merge_adapter` does for quantised weights."""
-    frozen = (
-        {id(layer.frozen_weight): layer for layer in _mergeable_layers(model).values()} if adapted_layers(model) else {}
-    )
+    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if adapted_layers(model) else []
+    frozen = {id(layer.frozen_weight): layer for layer in layers}
     for place, module in model.named_modules():
-        if isinstance(module, AdaptedLayer):
+        if isinstance(module, AdaptedLayer | TrainedRows):
             continue  # the adapter's own
         for name, tensor in own_tensors(module):
             layer = frozen.get(id(tensor))
@@ -88,12 +89,14 @@ def load_merged(
     """
     scores = f"{SCORE}.weight" in read_adapter(Path(adapter)).tensors
     base = base_model(Path(adapter)) if base is None else base
-    model = load_model(base, device=device, dtype=dtype, scores=scores)
+    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=ids_of_rows(adapter))
     load_adapter(model, adapter)
     squares = []
     for layer in _mergeable_layers(model).values():
         layer.frozen_weight.data, of_layer = _merge(layer)  # the model is this function's own
         squares.append(of_layer)
+    for layer in trained_rows(model).values():
+        layer.frozen_weight.data = layer.merged_weight()
     take_adapters_off(model)
     return model.requires_grad_(True), _report(squares, dtype)
 

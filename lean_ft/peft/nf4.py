@@ -39,11 +39,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     return levels, state.absmax, state.state2.absmax, state.offset, state.state2.code
 
 
-def whole(frozen: Frozen, out_features: int, like: Tensor, *, in_backward: bool = False) -> Tensor:
+def whole(frozen: Frozen, out_features: int, like: Tensor, *, again: bool = False) -> Tensor:
     """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype.
 
-    `in_backward` says that forward has made it before. A compiler that recomputes a layer in backward would see that these
-    are the same values, and keep every weight of the layer whole from the one product to the other.
+    `again` says that it is to be made anew, though forward has made it. A compiler that recomputes a layer in backward would see
+    that these are the same values, and keep every weight of the layer whole from the one product to the other.
     """
     if len(frozen) == 1:
         return frozen[0].to(like.dtype)
@@ -52,7 +52,7 @@ def whole(frozen: Frozen, out_features: int, like: Tensor, *, in_backward: bool 
     ops = torch.ops.bitsandbytes
     scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
     shape = (out_features, like.shape[-1])
-    made_as = (1, *shape) if in_backward else shape  # of other arguments it is another call
+    made_as = (1, *shape) if again else shape  # of other arguments it is another call
     return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", made_as, like.dtype).view(shape)
 
 
@@ -63,6 +63,9 @@ class NF4Linear(nn.Module):
     """
 
     levels: Tensor
+    stays_whole = False
+    """Whether a compiler may keep the weight whole from forward to backward: between tiles, which need it in turn, it is kept
+    anyway, and one is less than two."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class NF4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _NF4Product.apply(x, self.bias, self.out_features, *self.frozen)
+        return _NF4Product.apply(x, self.bias, self.out_features, self.stays_whole, *self.frozen)
 
 
 _NAMES = ("levels", "scales", "scale_scales", "mean_scale", "scale_levels")
@@ -118,16 +121,19 @@ def _shapes(weight: Tensor) -> tuple[Tensor, ...]:
 
 class _NF4Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, out_features: int, *frozen: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, out_features: int, stays_whole: bool, *frozen: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*frozen)
-        ctx.num_inputs = x.shape[-1]
+        ctx.num_inputs, ctx.stays_whole = x.shape[-1], stays_whole
         return F.linear(x, whole(frozen, out_features, x), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        frozen = ctx.saved_tensors  # once: where it is checkpointed a second time is refused
         input_like = grad.new_empty(0, ctx.num_inputs)
-        weight = whole(ctx.saved_tensors, grad.shape[-1], input_like, in_backward=True)
-        return grad @ weight, None, None, *(None for _ in ctx.saved_tensors)
+        weight = whole(frozen, grad.shape[-1], input_like, again=not ctx.stays_whole)
+        return grad @ weight, None, None, None, *(None for _ in frozen)
 
 
 def check_available(*, on_gpu: bool) -> None:

@@ -7,6 +7,8 @@ computed and that is not supported is refused by name. Only safetensors are read
 A mixture's experts are `target_parameters` to PEFT: each of the two stacked projections is wrapped once, one wrapper
 inside the other, so that the outer one's tensors are named after the experts and the inner one's after `base_layer`.
 
+Rows of new tokens are its `trainable_token_indices`: the ids in the config, the rows themselves among the tensors.
+
 PiSSA is saved as an adapter of twice the rank over the unchanged model, so that anything that reads LoRA reads it.
 
 Shapes: I inputs, O outputs, R rank.
@@ -33,6 +35,7 @@ from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import SCORE, adapted_layers, put_adapter
+from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
 from lean_ft.shards import ALONE, Part, Ranks, part_of
@@ -52,7 +55,7 @@ _ANSWERED = {
     *("r", "rank_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "lora_dropout", "init_lora_weights", "corda_config", "eva_config", "loftq_config"),
     *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
-    *("runtime_config", "task_type"),
+    *("runtime_config", "task_type", "trainable_token_indices"),
 }
 # What `init_lora_weights` may be: the other ways to begin change the model's own weights.
 _HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
@@ -67,6 +70,7 @@ class StoredAdapter:
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by the name of the layer
     tensors: dict[str, StoredTensor]  # by the name in the file, without PEFT's prefix
+    rows: dict[str, list[int]]  # ids of tokens whose rows it holds, by the name of the layer
 
 
 def save_adapter(
@@ -89,7 +93,7 @@ def save_adapter(
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
     """What is here of the model's adapter as it is saved, by PEFT's names without the prefix."""
-    return {name: part_of(tensor) for name, tensor in (_named_tensors(model) | _score(model)).items()}
+    return {name: part_of(tensor) for name, tensor in (_named_tensors(model) | _score(model) | _rows(model)).items()}
 
 
 def adapter_bytes(model: nn.Module) -> int:
@@ -119,8 +123,8 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
         for name, part in own.items():
             stored[name].read_part(part)
         return
-    for name, score in _score(model).items():
-        score.copy_(_read(stored[name]))
+    for name, tensor in (_score(model) | _rows(model)).items():
+        tensor.copy_(_read(stored[name]))
     for name, layer in layers.items():
         stem = _stem(model, name, layers)
         _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
@@ -155,6 +159,16 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
         if found:
             score.copy_(_read(found[0]))
             model.score_is_new = False
+    for adapter in adapters:
+        for name, ids in adapter.rows.items():
+            _put_stored_rows(model, name, ids, _read(adapter.tensors[name + ENDING]))
+
+
+def ids_of_rows(*paths: str | Path) -> list[int]:
+    """The ids of tokens whose rows adapters hold, for `load_model` to make room for, where they lie side by side as new ones
+    do."""
+    ids = sorted({one for path in paths for rows in read_adapter(Path(path)).rows.values() for one in rows})
+    return ids if ids and ids[-1] - ids[0] == len(ids) - 1 else []
 
 
 def is_adapter(folder: Path) -> bool:
@@ -192,15 +206,37 @@ def read_adapter(folder: Path) -> StoredAdapter:
             layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
             shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
-    return StoredAdapter(
-        folder, config, f"{model}@{revision}" if model and revision else model or None, shapes, tensors
-    )
+    base = f"{model}@{revision}" if model and revision else model or None
+    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors))
+
+
+def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+    said = config.get("trainable_token_indices") or {}
+    rows = {}
+    for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
+        ids = (
+            next((ids for name, ids in said.items() if layer.endswith(name)), None) if isinstance(said, dict) else said
+        )
+        if ids is None and said:  # what is tied to the others is there a second time
+            continue
+        if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and one >= 0 for one in ids):
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: trainable_token_indices is {said!r}; expected the ids of the rows of {layer} that "
+                f"{WEIGHTS_FILE} holds."
+            )
+        rows[layer] = ids
+    return rows
 
 
 def _score(model: nn.Module) -> dict[str, Tensor]:
     """The output layer of a reward model, which trains and is saved whole beside its adapter, by its name."""
     score = getattr(model, SCORE, None)
     return {} if score is None else {f"{SCORE}.weight": score.weight.detach()}
+
+
+def _rows(model: nn.Module) -> dict[str, Tensor]:
+    """The rows of new tokens, by PEFT's names."""
+    return {_name_in_peft(model, name) + ENDING: layer.rows.detach() for name, layer in trained_rows(model).items()}
 
 
 # Out -----------------------------------------------------------------------------------------------------------
@@ -276,6 +312,11 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None if model.score is None else [SCORE],
+        "trainable_token_indices": {
+            _name_in_peft(model, name).rpartition(".")[2]: layer.ids.tolist()
+            for name, layer in trained_rows(model).items()
+        }
+        or None,
     }
 
 
@@ -353,6 +394,8 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter by the names of our modules, its wrappers of experts by those of the projections, which their shapes tell."""
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
     own_names = {_name_in_peft(model, own): own for own in modules}
+    rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
+    tensors |= {own_names.get(theirs, theirs) + ENDING: tensors.pop(theirs + ENDING) for theirs in adapter.rows}
     for theirs, own in own_names.items():
         if theirs != own and theirs in shapes and not isinstance(modules[own], Experts):
             shapes[own] = shapes.pop(theirs)
@@ -370,7 +413,7 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
                 shapes[layer] = _stored_shape(adapter.config, layer, shapes.pop(name).rank // num_experts)
                 for ending in _OF_LINEAR:
                     tensors[layer + ending] = tensors.pop(name + ending)
-    return replace(adapter, shapes=shapes, tensors=tensors)
+    return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
 
 
 def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
@@ -379,7 +422,7 @@ def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
     experts, layer = modules.get(place), modules.get(name)
     if isinstance(experts, Experts) and projection in PROJECTIONS:
         num_experts, *sides = getattr(experts, projection).shape
-        num_outputs, num_inputs = reversed(sides) if experts.config.input_first else sides
+        num_outputs, num_inputs = reversed(sides) if experts.config.input_first_in_adapters else sides
         return num_experts, num_outputs, num_inputs
     if isinstance(layer, nn.Embedding):
         return 1, layer.embedding_dim, layer.num_embeddings
@@ -413,10 +456,22 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     missing = sorted(expected.keys() - adapter.tensors.keys())
     if missing or not expected:
         raise ValueError(f"{adapter.folder / WEIGHTS_FILE} lacks {missing[0] if missing else 'any adapter'}.")
+    for name, ids in adapter.rows.items():
+        layer = modules.get(name)
+        if not isinstance(layer, nn.Embedding | nn.Linear) or name in adapter.shapes:
+            raise ValueError(
+                f"{adapter.folder} has rows of {name}, which {what} has not, or not without an adapter. {other}"
+            )
+        if (num_rows := layer.weight.shape[0]) <= max(ids):
+            raise ValueError(
+                f"{adapter.folder} has a row of the token {max(ids)}, and {what} has {num_rows} rows. Expected a model with as "
+                "many: save it resized first."
+            )
+        expected[name + ENDING] = (len(ids), layer.weight.shape[1])
     expected |= {name: tuple(score.shape) for name, score in _score(model).items() if name in adapter.tensors}
     for name, stored in adapter.tensors.items():
         if name not in expected:
-            if _is_own_weight(model, name, stored):  # PEFT adds the embedding's where that has an adapter
+            if _is_own_weight(model, adapter, name):  # PEFT adds the embedding's where that has an adapter
                 continue
             raise ValueError(
                 f"{stored.file}: {name} is no part of a LoRA or DoRA adapter and not the model's own weight; whole "
@@ -429,10 +484,21 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             )
 
 
-def _is_own_weight(model: Decoder, name: str, stored: StoredTensor) -> bool:
-    """Whether a stored tensor is the model's weight of that name, unchanged."""
-    own = dict(model.named_parameters()).get(name.replace(".base_layer.", "."))
-    return own is not None and own.shape == stored.shape and torch.equal(_read(stored).to(own), own.detach())
+def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
+    """Whether a stored tensor is the model's weight of that name, unchanged but for rows that the adapter has, or these once
+    more for an output layer that is the embedding."""
+    stored = adapter.tensors[name]
+    if model.config.tied_embeddings and name.startswith("lm_head."):
+        name = name.replace("lm_head", EMBEDDING)
+    if name in adapter.tensors and name.endswith(ENDING):
+        return torch.equal(_read(stored), _read(adapter.tensors[name]))
+    name = name.replace(".token_adapter", "").replace(".base_layer.", ".")
+    own = dict(model.named_parameters()).get(name)
+    if own is None or own.shape != stored.shape:
+        return False
+    is_same = (_read(stored).to(own) == own.detach()).view(len(own), -1).all(1)
+    is_same[adapter.rows.get(name.removesuffix(".weight"), [])] = True
+    return bool(is_same.all())
 
 
 def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) -> None:
@@ -458,6 +524,19 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
         values[_MAGNITUDE] = _read(adapters[0].tensors[name + _MAGNITUDE])
     _set_values(layer, values)
     layer.requires_grad_(False)
+
+
+@torch.no_grad()
+def _put_stored_rows(model: Decoder, name: str, ids: Sequence[int], values: Tensor) -> None:
+    if name in trained_rows(model):
+        raise ValueError(
+            f"several adapters have rows of new tokens of {name} each. Give one, or merge the others first: leanft export --merge."
+        )
+    base = model.get_submodule(name)
+    assert isinstance(base, nn.Embedding | nn.Linear)
+    layer = TrainedRows(base, ids, torch.float32)
+    layer.rows.copy_(values[torch.tensor(ids).argsort()])
+    model.set_submodule(name, layer.requires_grad_(False))
 
 
 @torch.no_grad()

@@ -67,7 +67,8 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
     family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
-    if not family.mixture or family.parts_are_alone:  # of which it knows no older version
+    were_single = any("*" in place for places in family.on_disk.values() for place in places)
+    if not were_single or family.parts_are_alone:  # of which it knows no older version
         return False
     return module_on_disk(model.hf_config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
@@ -85,7 +86,7 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
-        is_layer = name.startswith("model.layers.") and not name.endswith(".mamba.out_proj")
+        is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and isinstance(module, nn.Linear | NF4Linear | Experts)
     return matches_name(name, pattern)
 

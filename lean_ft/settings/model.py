@@ -26,7 +26,7 @@ class ModelConfig(Settings):
     new_tokens: list[str] = Field(
         [],
         description="Tokens to add to the model's: their rows of the embedding and of the output layer start at the mean of the "
-        "others, and train with all. What is saved has them in its tokenizer.json.",
+        "others, and train, beside an adapter too. What is saved has them in its tokenizer.json.",
     )
     router_aux_loss_coef: NonNegativeFloat | None = Field(
         None,

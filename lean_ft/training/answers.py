@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lean_ft.data import Batch, PairBatch, UnpairedBatch
-from lean_ft.generation import Sampling, sample
+from lean_ft.generation import Sampling, longest_first, sample
 from lean_ft.log import say
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
@@ -92,9 +92,9 @@ def say_answers(
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
     say("answers", f"{when}: {share}; right is {what}, to the letter, and an end")
     for answer in _spread(report.answers, num_samples):
-        given = "(no match)" if answer.given is None else _one_line(answer.given)
-        wrong = "it went on" if answer.given == answer.expected else f"expected: {_one_line(answer.expected)}"
-        say("", f"{_one_line(answer.question)}  ->  {given}  ({'right' if answer.right else wrong})")
+        given = "(no match)" if answer.given is None else one_line(answer.given)
+        wrong = "it went on" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
+        say("", f"{one_line(answer.question)}  ->  {given}  ({'right' if answer.right else wrong})")
     return report
 
 
@@ -126,7 +126,7 @@ def answer_held_out(
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def compared(ids: list[int]) -> str | None:
-        return text(ids) if pattern is None else _last_match(pattern, text(ids))
+        return text(ids) if pattern is None else last_match(pattern, text(ids))
 
     expected = dict[int, str]()
     for i, (_, answer) in enumerate(questions):
@@ -141,13 +141,9 @@ def answer_held_out(
     longest = 2 * max(len(answer) for _, answer in questions)
     limits = [len(answer) if pattern is None else longest for _, answer in questions]  # tokens of an answer
 
-    by_length = sorted(range(len(questions)), key=lambda i: len(questions[i][0]) + limits[i], reverse=True)
-    max_positions = max(batch.num_tokens for batch in batches)
     given: dict[int, list[int]] = {}
-    while by_length:
-        positions = len(questions[by_length[0]][0]) + limits[by_length[0]]
-        rows_at_a_time = max(1, max_positions // positions)
-        asked, by_length = by_length[:rows_at_a_time], by_length[rows_at_a_time:]
+    lengths = [len(prompt) + limit for (prompt, _), limit in zip(questions, limits, strict=True)]
+    for asked in longest_first(lengths, max(batch.num_tokens for batch in batches)):
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
         answers = sample(model, prompts, Sampling(limit, stop_ids=frozenset(stop_ids)))
         given.update(zip(asked, (answer.ids for answer in answers), strict=True))
@@ -161,7 +157,7 @@ def answer_held_out(
     )
 
 
-def _last_match(pattern: str, text: str) -> str | None:
+def last_match(pattern: str, text: str) -> str | None:
     """The first group of the pattern's last match in `text`, or the match where it has no group."""
     matches = list(re.finditer(pattern, text))
     return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
@@ -196,6 +192,7 @@ def _spread(items: list[T], most: int) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str, most: int = _SHOWN) -> str:
+    """The text without line breaks, cut to so many characters."""
     text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

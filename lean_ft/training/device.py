@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lean_ft.before_torch import keep_compiled_products, prepare_torch
-from lean_ft.distributed import refuse_cuts
+from lean_ft.distributed import check_number, refuse_cuts
 from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
@@ -33,13 +33,19 @@ def start(cfg: RecipeConfig) -> torch.device:
     """
     if (watcher := stage()) is not None:
         if watcher.num_ranks > 1:
-            _refuse_on_many(cfg, watcher.num_ranks)
+            refuse_on_many(cfg, watcher.num_ranks)
         return torch.device("cpu")
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:
         device = _device_of_rank(device)
-        _refuse_on_many(cfg, size)
+        number = refuse_on_many(cfg, size)
+        if cfg.gradient_accumulation_steps % number:
+            say(
+                "WARNING",
+                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "
+                "some of them wait for others in each step.",
+            )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
     check_output_dir(cfg)
@@ -86,14 +92,15 @@ def _device_of_rank(device: torch.device) -> torch.device:
     return torch.device("cuda", place)
 
 
-def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
-    """Raises ValueError for what is for one process alone."""
+def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
+    """Into how many of `size` processes' shares the batches of a step go. Raises ValueError where settings are not for so many."""
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         raise ValueError(
             f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
             "(finetune, dpo), or start one process."
         )
+    check_number(parallel, size)
     refuse_cuts(cfg)
     sharing = parallel.context * parallel.tensor  # a micro-batch
     number = max(1, size // sharing)
@@ -102,12 +109,6 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
             f"processes, and {there_are}: some would have none. Set gradient_accumulation_steps={number}, or a multiple."
-        )
-    if cfg.gradient_accumulation_steps % number and stage() is None:
-        say(
-            "WARNING",
-            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "
-            "some of them wait for others in each step.",
         )
     memory, lora = cfg.group(MemoryConfig), cfg.group(LoRAConfig)
     alone = {
@@ -118,6 +119,7 @@ def _refuse_on_many(cfg: RecipeConfig, size: int) -> None:
     }
     if found := [setting for setting, is_set in alone.items() if is_set]:
         raise ValueError(f"{found[0]} is for one process so far, and there are {size}. Leave it out.")
+    return number
 
 
 def _settle_host_memory(cfg: RecipeConfig) -> str:

@@ -138,10 +138,6 @@ class Metrics:
         self._append(rows)
         return rows
 
-    def write_evaluation(self, step: int, loss: Tensor | float | None, more: dict[str, Any]) -> Row:
-        """Write the line of an evaluation after `step` steps; `more` are further fields of plain numbers or text."""
-        return self.write_line(step, {"eval_loss": loss, **more})
-
     def write_line(self, step: int, fields: dict[str, Any]) -> Row:
         """Write a line of what was found after `step` steps."""
         row: Row = {"step": step, "epoch": step / self._steps_per_epoch}

@@ -99,18 +99,6 @@ class OnPolicy:
         return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:
-        lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
-        trained = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in texts]
-        layout = Layout(
-            np.array([token for prompt, answer in texts for token in (*prompt, *answer)], dtype=np.int32),
-            np.concatenate([np.array(mask) for mask in trained]),
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            order=np.arange(len(texts)),
-            offsets=np.arange(len(texts) + 1),
-            kind="padded" if self._data.packing == "none" else "flat",
-            row_tokens=self._data.max_length,
-            batch_size=len(texts),
-            pad_id=self._tokenizer.pad_id,
-        )
+        kind = "padded" if self._data.packing == "none" else "flat"
+        layout = Layout.of_texts(texts, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)
         return replace(layout.batch(np.arange(len(texts))), documents=None)

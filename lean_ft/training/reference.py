@@ -40,12 +40,13 @@ from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
-from lean_ft.peft import AdaptedLayer, adapted_layers, adapter_off
+from lean_ft.peft import AdaptedLayer, TrainedRows, adapted_layers, adapter_off
 from lean_ft.settings import GenerationConfig, ParallelConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.frozen_model import load_frozen
 from lean_ft.training.progress import shown
+from lean_ft.training.run_directory import told_of_run
 
 Reference = Callable[[PairBatch], Tensor]
 """Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
@@ -200,6 +201,7 @@ def _filled(
 ) -> Tensor:
     """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
     single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
+    ranks.check_same(told_of_run(cfg, batches))  # before they compute together
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
@@ -253,7 +255,7 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     digest = hashlib.blake2b(json.dumps(model.hf_config, sort_keys=True, default=str).encode(), digest_size=16)
     found: list[Tensor] = []  # int64
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedLayer):
+        if isinstance(module, AdaptedLayer | TrainedRows):
             continue  # its own tensors are the adapter's
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             part = part_of(tensor)

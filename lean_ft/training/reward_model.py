@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from lean_ft.data.preference import until_the_answer_ends
+from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype
-from lean_ft.peft import is_adapter, load_adapter
+from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
@@ -35,7 +36,7 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    model = load_model(folder, where, kept, scores=True)
+    model = load_model(folder, where, kept, scores=True, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)
     if model.score_is_new:
@@ -57,12 +58,8 @@ def score(
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, list[float]]()
-    by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
-    while by_length:
-        width = len(sequences[by_length[0]])
-        num_rows = max(1, tokens_at_a_time // width)
-        rows, by_length = by_length[:num_rows], by_length[num_rows:]
-        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
+        input_ids = torch.zeros(len(rows), len(sequences[rows[0]]), dtype=torch.int64)
         for row, i in enumerate(rows):
             input_ids[row, : len(sequences[i])] = torch.as_tensor(sequences[i])
         hidden = model(input_ids.to(weight.device), return_hidden=True)

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.finished_models import find_finished
@@ -51,15 +53,11 @@ def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequen
     """1 where what `pattern` finds last in the completion is what it finds in the column `answer`, to the letter; without a
     pattern, or where it finds nothing in the column, all of the text counts."""
 
-    def found(text: str) -> str | None:
-        matches = list(re.finditer(pattern, text)) if pattern is not None else []
-        return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
-
     def right(said: str, expected: str) -> bool:
         if pattern is None:
             return said.strip() == expected.strip()
-        expected_part = found(expected)
-        return found(said) == (expected.strip() if expected_part is None else expected_part)
+        expected_part = last_match(pattern, expected)
+        return last_match(pattern, said) == (expected.strip() if expected_part is None else expected_part)
 
     return [float(right(said, str(expected))) for said, expected in zip(completions, answer, strict=True)]
 
@@ -187,17 +185,13 @@ async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[st
 def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """What of the given a function takes: all, or what it names."""
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
         # Functions for TRL get no prompt_ids.
         taken = {name: values for name, values in given.items() if name != "prompt_ids"}
     else:
-        taken = {one.name: given[one.name] for one in parameters if one.name in given}
-    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
-    missing = [
-        one
-        for one in missing
-        if not any(p.name == one and p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
-    ]
+        taken = {one.name: given[one.name] for one in named if one.name in given}
+    missing = [one.name for one in named if one.default is one.empty and one.name not in given]
     if missing:
         columns = [column for column in given if column not in GIVEN]
         raise ValueError(
@@ -234,12 +228,7 @@ def _load(reward: Reward) -> Function:
         built_in, pattern = BUILT_IN[reward.function], reward.pattern
         if reward.function == "format" and pattern is None:
             raise ValueError("the reward `format` looks for a regular expression: give its pattern.")
-
-        def with_pattern(**given: Any) -> Any:
-            return built_in(pattern, **given)
-
-        with_pattern.__signature__ = _without_first(built_in)  # type: ignore[attr-defined]
-        return with_pattern
+        return partial(built_in, pattern)
     if reward.pattern is not None:
         raise ValueError(
             f"rewards: a pattern is for {' and '.join(BUILT_IN)}; {reward.function} is a function of yours."
@@ -259,8 +248,3 @@ def _load(reward: Reward) -> Function:
         there = [own for own, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(f"rewards: {path} has no function {name}; it has {', '.join(there) or 'none'}.")
     return function
-
-
-def _without_first(function: Function) -> inspect.Signature:
-    signature = inspect.signature(function)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -476,19 +476,12 @@ class PairRollouts(Rounds[PairBatch]):
 
     def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
         """texts: prompts and answers, the chosen one of each pair and then the rejected one."""
-        lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
-        layout = Layout(
-            np.array([token for prompt, answer in texts for token in (*prompt, *answer)], dtype=np.int32),
-            np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in texts]),
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            order=np.arange(len(texts)),
-            offsets=np.arange(0, len(texts) + 1, 2),
-            kind="padded",
-            row_tokens=int(lengths.max()) + 8,
-            batch_size=len(texts) // 2,
-            pad_id=self._pad_id,
+        layout = Layout.of_texts(
+            texts,
             sides=2,
+            kind="padded",
+            row_tokens=max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
+            pad_id=self._pad_id,
             values=np.zeros(len(texts), dtype=np.float32),
         )
         batch = layout.batch(np.arange(len(texts) // 2))

@@ -66,10 +66,10 @@ from lean_ft.training.run_directory import (
     METRICS_FILE,
     DirectoryLock,
     gather_facts,
-    recipe_name,
     record_start,
     remove_half_written,
     settings_of,
+    told_of_run,
 )
 from lean_ft.training.saving import Carried, Place, Saving
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
@@ -159,14 +159,7 @@ class Run:
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
                 "data.validation_source or data.validation_fraction, or leave it out."
             )
-        ranks.check_same(
-            {
-                "recipe": recipe_name(cfg),
-                **settings_of(cfg),
-                "data fingerprint": batches.fingerprint,
-                "batches an epoch": batches.batches_per_epoch,
-            }
-        )
+        ranks.check_same(told_of_run(cfg, batches))
         self._lock: DirectoryLock | None = None  # rank 0's
         try:
             self._take_directory()
@@ -402,7 +395,7 @@ class Run:
         """Write an evaluation's line: `eval_loss`, None where nothing held out has a label, and whatever else is given, as
         plain numbers or text."""
         self._flush()
-        row = self._metrics.write_evaluation(self._step, eval_loss, more)
+        row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
         self._totals.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
         loss = "no token held out has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
         if (reward := row.get("eval_reward")) is not None:

@@ -53,6 +53,12 @@ def settings_of(cfg: RecipeConfig) -> Settings:
     return flat
 
 
+def told_of_run(cfg: RecipeConfig, batches: Any) -> Settings:
+    """What all processes of a run have to have alike, by name."""
+    data = {"data fingerprint": batches.fingerprint, "batches an epoch": batches.batches_per_epoch}
+    return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
+
+
 def _shortened(value: Any) -> Any:
     if isinstance(value, list):
         return [_shortened(item) for item in value]

@@ -1,10 +1,12 @@
 """samples.jsonl: what the model answered, as it learned; a few lines every so many steps, to the loggers too and some on the console."""
 
 import json
+from functools import partial
 from typing import Any
 
 from lean_ft.log import say
 from lean_ft.shapes_only import stage
+from lean_ft.training.answers import one_line
 from lean_ft.training.metrics import trim_metrics
 from lean_ft.training.rollouts import Rounds
 from lean_ft.training.run import Run
@@ -12,7 +14,7 @@ from lean_ft.units import number
 
 FILE = "samples.jsonl"
 WRITTEN, SHOWN = 8, 2  # answers of a round, into the file and onto the console
-SHOWN_CHARACTERS = 60
+_shown = partial(one_line, most=60)
 
 
 class SampleLog:
@@ -38,13 +40,8 @@ class SampleLog:
         self._run.log_samples([{**row, "prompt": _asked(row)} for row in rows])
         for row in rows[:: max(1, len(rows) // SHOWN)][:SHOWN]:
             worth = "none" if row["reward"] is None else number(row["reward"])
-            say("sample", f"{_one_line(_asked(row))}  ->  {_one_line(row['answer'])}  (reward {worth})")
+            say("sample", f"{_shown(_asked(row))}  ->  {_shown(row['answer'])}  (reward {worth})")
 
 
 def _asked(row: dict[str, Any]) -> str:
     return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 4]} ..."

@@ -1,6 +1,5 @@
 """The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.distributed import generating
-from lean_ft.generation import Sample, Sampling, sample, stop_ids
+from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.host_link import open_link
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
@@ -31,7 +30,6 @@ class Sampler:
         host already."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
         self._ranks = ranks
-        self._compiles = cfg.compile and ranks.size == 1
         self._stop_ids = stop_ids(model, tokenizer)
         self._makes_room: Callable[[], AbstractContextManager[None]] = nullcontext
         if cfg.generation.offload_training_state:
@@ -60,16 +58,16 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        asked, seen, numbers = [prompt.ids for prompt in prompts], Counter[tuple[int, ...]](), list[int]()
+        asked = [prompt.ids for prompt in prompts]
         if self._generation.engine == "vllm":
             return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
-        for ids in asked:
-            numbers.append(seen[tuple(ids)])
-            seen[tuple(ids)] += 1
-        # Neighbours, and the answers to one prompt on one rank, which reads it once.
-        groups = -(-len(asked) // generation.num_answers)
-        share = -(-groups // self._ranks.size) * generation.num_answers
-        mine = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
+        numbers = sample_numbers(asked)
+        # Neighbours, and the answers to one prompt on one rank, which reads it once. Ranks that have each other's heads answer
+        # the same prompts.
+        groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
+        share = -(-groups * alike // self._ranks.size) * generation.num_answers
+        place = self._ranks.rank // alike
+        mine = slice(place * share, (place + 1) * share)
 
         def answer() -> list[Sample]:
             with self._makes_room(), generating(self._model, self._ranks, generation.gather):
@@ -80,10 +78,9 @@ class Sampler:
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
                     cache_gib=generation.cache_gib,
-                    compile=self._compiles,
                 )
 
-        return [one for answers in self._ranks.everywhere(answer) for one in answers]
+        return [one for answers in self._ranks.everywhere(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each

@@ -10,7 +10,6 @@ import torch
 
 from lean_ft.log import say
 from lean_ft.models import Decoder, empty_model
-from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 
 
@@ -25,9 +24,6 @@ def shares_prompts(cfg: Any) -> bool:
     with outside():
         model = empty_model(cfg.model.path, torch.float32, cfg.model.router_aux_loss_coef)
     asked, why_not = cfg.data.shared_prompt is True, _why_not(model, cfg.data.max_length)
-    parallel = cfg.group(ParallelConfig)
-    if parallel is not None and parallel.context * parallel.tensor > 1:
-        why_not = "several processes share each row (parallel.context, parallel.tensor)"
     if asked and why_not:
         raise ValueError(
             f"data.shared_prompt=true, and {why_not}. Set data.shared_prompt=false, or a data.max_length within which they "
@@ -47,6 +43,8 @@ def _why_not(model: Decoder, max_length: int) -> str:
     """What in the model keeps a prompt from being computed once for all its answers; nothing where nothing does."""
     if model.config.has_states:
         return "layers of the model keep a state over each document, which does not branch"
+    if model.config.has_chunks:
+        return "layers of the model attend within chunks of positions"
     for rope in model.rotary:
         if not rope.same_frequencies(1, max_length):
             return (

@@ -1,65 +1,77 @@
-"""The comparison takes turns, forms ratios within a round, and shows a side that failed as failed."""
+"""The comparison takes turns on the same rows, forms ratios within a round, and shows a side that failed as failed."""
 
+import json
 import subprocess
 import sys
 
 import compare_trl
 import product_rate
 import pytest
-from compare_trl import measure_sides, summarize, table_cells
+from compare_trl import COMPARISONS, OURS, SEPARATE, TRL, measure_sides, summarize, table_cells
 from measure import Budget
+from shapes import EMBEDDED_MODEL, write_pair_rows
+from tokenizers import Tokenizer
 
 
-def row(side: str, turn: int, speed: float = 1.0, peak: int = 2**30, status: str = "ok", length: int = 64) -> dict:
-    numbers = {"tokens_per_second": speed, "peak_memory_bytes": peak} if status == "ok" else {}
-    return {"side": side, "length": length, "round": turn, "status": status, "reason": None, **numbers}
+def row(side: str, turn: int, speed: float = 1.0, peak: int = 2**30, status: str = "ok", **others) -> dict:
+    numbers = {"tokens_per_second": speed, "step_seconds": 1 / speed, "peak_memory_bytes": peak}
+    what = {"comparison": "full", "side": side, "length": 64, "round": turn, "status": status, "reason": None}
+    return what | (numbers if status == "ok" else {}) | others
 
 
 def test_ratios_are_formed_within_a_round():
     # The machine was twice as fast in the second round and three times in the third: the ratio does not care.
     rows = [
-        *(row("ours", 0, 40.0), row("trl", 0, 10.0)),
-        *(row("ours", 1, 80.0), row("trl", 1, 20.0)),
-        *(row("ours", 2, 120.0), row("trl", 2, 30.0, peak=2**31)),
+        *(row(OURS, 0, 40.0), row(TRL, 0, 10.0)),
+        *(row(TRL, 1, 20.0), row(OURS, 1, 80.0)),
+        *(row(OURS, 2, 120.0), row(TRL, 2, 30.0, peak=2**31)),
     ]
     (line,) = summarize(rows)
     assert line["speed_ratio"] == 4.0
     assert line["memory_ratio"] == 1.0
-    assert line["ours"]["tokens_per_second"] == 80.0
+    assert line[OURS]["tokens_per_second"] == 80.0
 
 
 def test_a_side_that_failed_once_has_no_number():
-    rows = [row("ours", 0, 40.0), row("trl", 0, status="out of memory"), row("ours", 1, 40.0), row("trl", 1, 10.0)]
-    summary = summarize(rows)
-    assert "speed_ratio" not in summary[0]
-    assert table_cells({"summary": summary}) == [["64", "1.00 GiB", "out of memory", "-", "40", "-", "-"]]
+    rows = [row(OURS, 0, 40.0), row(TRL, 0, status="out of memory"), row(OURS, 1, 40.0), row(TRL, 1, 10.0)]
+    (line,) = summarize(rows)
+    assert line[TRL] == {"status": "out of memory", "reason": None} and "speed_ratio" not in line
+    assert [cells[1:] for cells in table_cells({"summary": [line]})] == [
+        ["TRL", "1.00 GiB", "out of memory", "-", "40", "-", "-"]
+    ]
 
 
 def test_one_side_alone_can_be_measured():
-    assert table_cells({"summary": summarize([row("ours", 0, 40.0)])}) == [["64", "1.00 GiB", "-", "-", "40", "-", "-"]]
+    ((_, *cells),) = table_cells({"summary": summarize([row(OURS, 0, 40.0)])})
+    assert cells == ["TRL", "1.00 GiB", "-", "-", "40", "-", "-"]
+
+
+def test_comparisons_and_lengths_have_a_line_each_and_ours_may_be_compared_with_ours():
+    rows = [row(OURS, 0, 40.0), row(TRL, 0, 10.0), row(OURS, 0, 20.0, length=128), row(TRL, 0, 10.0, length=128)]
+    rows += [row(OURS, 0, 3.0, comparison="dpo_long_prompts"), row(SEPARATE, 0, 2.0, comparison="dpo_long_prompts")]
+    assert [line["speed_ratio"] for line in summarize(rows)] == [4.0, 2.0, 1.5]
+
+
+def test_of_grpo_the_time_of_sampling_is_told_beside_the_whole():
+    grpo = {"comparison": "grpo"}
+    rows = [row(OURS, 0, 0.5, sampling_seconds=1.0, **grpo), row(TRL, 0, 0.125, sampling_seconds=2.0, **grpo)]
+    rows += [row(TRL, 1, 0.25, sampling_seconds=4.0, **grpo), row(OURS, 1, 0.5, sampling_seconds=1.0, **grpo)]
+    whole, sampling = table_cells({"summary": summarize(rows)})
+    assert whole[-1] == "3.00x"
+    assert sampling[-3:] == ["1.00 of 2.00", "3.00 of 6.00", "2.67x"]  # of ratios 1/2 and 1/4
 
 
 def test_the_sides_take_turns(monkeypatch):
     commands = []
 
     def note(command, **_):
-        commands.append("trl" if any("trl_sft" in str(part) for part in command(compare_trl.RESULTS)) else "ours")
+        commands.append(TRL if any("trl_trainer" in str(part) for part in command(compare_trl.RESULTS)) else OURS)
         return {"status": "failed", "reason": "not run here"}
 
     monkeypatch.setattr(compare_trl, "measure_training", note)
     monkeypatch.setattr(product_rate, "command", lambda device: [sys.executable, "-c", f"print({len(commands)} + 300)"])
-    rows, defaults = measure_sides(
-        ["ours", "trl"],
-        shape="tiny",
-        batch_size=2,
-        lengths=[16],
-        rounds=3,
-        steps=1,
-        warmup_steps=0,
-        device="cpu",
-        budget=Budget(60),
-    )
-    assert commands == ["ours", "trl", "trl", "ours", "ours", "trl"]
+    rows, defaults = measure("full", [OURS, TRL], length=16, rounds=3)
+    assert commands == [OURS, TRL, TRL, OURS, OURS, TRL]
     assert [r["round"] for r in rows] == [0, 0, 1, 1, 2, 2]
     assert [r["product_gflops"] for r in rows] == [300, 301, 302, 303, 304, 305]
     assert defaults is None
@@ -70,22 +82,58 @@ def test_the_rate_of_products_is_told_by_a_process_of_its_own():
     assert int(output) > 0
 
 
+def test_prompts_are_as_long_as_they_are_to_be(tmp_path):
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    for line in write_pair_rows(tmp_path / "pairs.jsonl", 3, 50, 14).read_text().splitlines():
+        pair = json.loads(line)
+        prompt = tokenizer.encode(pair["prompt"]).ids
+        assert len(prompt) == 50
+        for side in ("chosen", "rejected"):
+            whole = tokenizer.encode(pair["prompt"] + pair[side]).ids
+            assert whole[:50] == prompt and len(whole) >= 64
+
+
 @pytest.mark.long
-def test_trl_runs_in_its_defaults_on_the_same_rows():
-    (measured,), defaults = measure_sides(
-        ["trl"],
+@pytest.mark.parametrize(
+    ("name", "side", "length", "targets", "computed"),
+    [
+        ("full", TRL, 16, 2 * 15, 2 * 16),
+        ("distill", TRL, 64, None, 2 * 64),
+        ("dpo_cached", TRL, 32, 4 * 28, 4 * 32),
+        ("dpo_lora", TRL, 32, 4 * 28, 4 * 32),
+        ("dpo_long_prompts", OURS, 32, 4 * 8, 2 * (32 + 8)),
+        ("dpo_long_prompts", SEPARATE, 32, 4 * 8, 4 * 32),
+        ("grpo", OURS, 64, None, 2 * 64),
+        ("grpo", TRL, 64, 2 * 32, 2 * 64),
+    ],
+)
+def test_each_side_trains_in_its_defaults_on_the_rows_that_it_is_to(name, side, length, targets, computed, monkeypatch):
+    """In processes of their own, as the benchmark does; ours without a compiler, which takes long to begin."""
+    plain = COMPARISONS[name]._replace(settings=COMPARISONS[name].settings | {"compile": False})
+    monkeypatch.setitem(COMPARISONS, name, plain)
+    (measured,), defaults = measure(name, [side], length=length, steps=1, warmup_steps=1)
+    assert measured["status"] == "ok", measured
+    assert measured["computed_tokens"] == computed
+    if targets is not None:
+        assert measured["target_tokens_per_step"] == targets
+    if name == "grpo":
+        assert 0 < measured["sampling_seconds"] < measured["step_seconds"]
+    if side == TRL:
+        assert defaults["weights"] == "float32" and defaults["bf16_autocast"] and defaults["gradient_checkpointing"]
+        assert defaults["parameters"] == 598_592
+        assert name != "grpo" or defaults["beta"] == 0
+
+
+def measure(name, sides, *, length, rounds=1, steps=1, warmup_steps=0):
+    return measure_sides(
+        name,
+        sides,
         shape="tiny",
         batch_size=2,
-        lengths=[16],
-        rounds=1,
-        steps=1,
-        warmup_steps=1,
+        lengths=[length],
+        rounds=rounds,
+        steps=steps,
+        warmup_steps=warmup_steps,
         device="cpu",
-        budget=Budget(120),
+        budget=Budget(600),
     )
-    assert measured["status"] == "ok", measured
-    assert measured["target_tokens_per_step"] == 2 * 15
-    assert defaults["weights"] == "float32"
-    assert defaults["bf16_autocast"] is True
-    assert defaults["gradient_checkpointing"] is True
-    assert defaults["parameters"] == 598_592

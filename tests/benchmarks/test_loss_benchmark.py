@@ -3,7 +3,7 @@
 import linear_cross_entropy as benchmark
 import pytest
 import torch
-from measure import Budget
+from measure import Budget, measure_contestants
 
 
 @pytest.mark.parametrize("name", [n for n in benchmark.LABELS if "compiled" not in n and "weight_sums" not in n])
@@ -24,9 +24,8 @@ def test_the_inputs_make_logits_of_ordinary_size():
 
 
 def test_a_contestant_is_measured_in_a_fresh_process():
-    (row,) = benchmark.compare(
-        ["lean_ft"], shape="tiny", tokens=256, chunk_tokens=64, repeats=2, device="cpu", budget=Budget(120)
-    )
+    arguments = ["--shape", "tiny", "--tokens", "256", "--chunk-tokens", "64", "--repeats", "2", "--device", "cpu"]
+    (row,) = measure_contestants(benchmark.__file__, {"lean_ft": "lean_ft"}, arguments, Budget(120))
     assert row["status"] == "ok", row
     assert row["seconds"] > 0
     # At least half of the weight's gradient, at most the plain computation's several copies of the logits.

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from lean_ft import device_check
@@ -28,6 +29,7 @@ def test_secrets_stay_where_they_are(leanft, monkeypatch):
     assert "do_not_print_me" not in answer.out
 
 
+@pytest.mark.long
 def test_check_tells_what_works_what_cannot_and_what_fails(leanft, monkeypatch):
     full = {"--config": "tiny/full", "optimizer.lr": "3e-3"}
     monkeypatch.setattr(device_check, "STEPS", 3)

@@ -69,3 +69,21 @@ def test_what_the_run_would_refuse_is_refused_now(leanft, shipped):
     answer = leanft("slurm", *ARGUMENTS, "batch_size=x", "model.path=m")
     assert answer.code == 2
     assert "batch_size" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        ("finetune", "gradient_accumulation_steps=4", "gradient_accumulation_steps=4 counts the batches of a step"),
+        ("finetune", "parallel.replicate=3", "parallel.replicate=3 needs a multiple of 3 processes, and there are 8"),
+        (
+            "full_finetune_single_device",
+            "gradient_accumulation_steps=8",
+            "this recipe is for one process, and 8 were started",
+        ),
+    ],
+)
+def test_what_is_not_for_so_many_processes_is_refused_now(leanft, recipe, setting, message):
+    answer = leanft("slurm", recipe, "-c", "tiny/full", setting)
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err

@@ -141,7 +141,7 @@ def test_the_report_in_a_line(config: Config, plain_tokenizer):
         "2 sequences, 11 tokens, 9 trained",
     ):
         assert part in line
-    assert report.to_dict()["target_tokens"] == 9
+    assert report.target_tokens == 9
 
 
 def test_truncation_from_the_left_keeps_the_end(config: Config, plain_tokenizer):

@@ -40,6 +40,14 @@ BIASED = MixtureConfig(
     limit=7.0,
     up_offset=1.0,
 )
+WEIGHED = MixtureConfig(
+    num_experts=8,
+    experts_per_token=2,
+    intermediate_size=32,
+    weights_sum_to_one=False,
+    score="sigmoid",
+    weighs_input=True,
+)
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 ALONE = ParallelConfig()
 FULL = {"activation_checkpointing": "full"}
@@ -101,7 +109,7 @@ TWO: dict[str, Case] = {
     "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
     "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
     "experts in backward, recomputed": Case(
-        EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
+        EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": WEIGHED}}
     ),
     "experts with biases, selective, tiled, clipped": Case(
         EXPERTS,

@@ -1,6 +1,7 @@
 """Learning from pairs on two ranks is that on one: the same numbers, files and cached reference, whatever the reference."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,34 @@ def few_pairs(folder: Path) -> str:
     return f"data.source={folder / 'few.jsonl'}"
 
 
-def work(folder: Path) -> None:
+def work(folder: Path) -> str:
     for name, settings in SAME_BITS.items():
         run(folder / name, *settings)
     run(folder / "close", *CLOSE, f"data.source={folder / 'few.jsonl'}")
+    (own := folder / f"disk_{os.environ['RANK']}").mkdir()
+    os.chdir(own)
+    rows = (folder / "few.jsonl").read_text().splitlines()
+    Path("rows.jsonl").write_text("\n".join(rows[: 20 + 10 * int(os.environ["RANK"])]))
+    with pytest.raises(ValueError) as raised:
+        run(folder / "other data", "data.source=rows.jsonl")
+    return str(raised.value)
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> Path:
+def two(tmp_path_factory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("two")
     few_pairs(folder)
-    on_ranks(2, work, folder, timeout=600)
-    return folder
+    return folder, on_ranks(2, work, folder, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def on_two(two) -> Path:
+    return two[0]
+
+
+def test_other_pairs_are_refused_before_their_reference_is_computed(two):
+    for said in two[1]:
+        assert "is of another run than rank 0" in said and "data fingerprint: " in said
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -80,6 +97,7 @@ def references(folder: Path) -> dict[str, bytes]:
     return {path.name: (path / "values").read_bytes() for path in caches}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     run(tmp_path / "one", *SAME_BITS[name])
@@ -93,6 +111,7 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     assert len(references(on_two / name)) == (name == "cached")
 
 
+@pytest.mark.long
 def test_what_does_not_go_round_is_as_on_one(on_two, tmp_path):
     run(tmp_path / "one", *CLOSE, few_pairs(tmp_path))
     ours, theirs = numbers(tmp_path / "one"), numbers(on_two / "close")
@@ -103,6 +122,7 @@ def test_what_does_not_go_round_is_as_on_one(on_two, tmp_path):
     assert "eval_rewards/accuracies" in ours[-1]
 
 
+@pytest.mark.long
 def test_it_goes_on_with_the_others_cache(on_two, tmp_path, capsys):
     """A cache that two ranks filled is found by one: its key does not depend on how the model was cut."""
     shared = f"data.cache_dir={(on_two / 'cached').with_suffix('.cache')}"

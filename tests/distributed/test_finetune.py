@@ -53,6 +53,7 @@ SAME_BITS = {
     "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
     "4 bits below an adapter": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
 }
+ON_COPIES = ("8 bits in backward", "4 bits below an adapter")  # too
 # 56 rows are 14 batches, so an epoch's fifth step of three has two: fewer than go round.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=12", "optimizer.name=sgd", "data.validation_fraction=0.3")
 
@@ -109,7 +110,8 @@ def work(folder: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     for name, settings in SAME_BITS.items():
         run(folder / name, *settings)
-    run(folder / "copies", *SAME_BITS["8 bits in backward"], "parallel.replicate=2")
+    for name in ON_COPIES:
+        run(folder / f"{name} on copies", *SAME_BITS[name], "parallel.replicate=2")
     run(folder / "close", *CLOSE)
     run(folder / "alone then two", "max_steps=3")
     said: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
@@ -119,6 +121,9 @@ def work(folder: Path) -> dict[str, Any]:
     (own := folder / f"disk_{rank}").mkdir()
     os.chdir(own)
     said["disk"] = refusal(Path("run"))
+    rows = [{"prompt": "a", "completion": f"{rank} {i}"} for i in range(40)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said["data"] = refusal(folder / "other data", "data.source=rows.jsonl")
     os.chdir(folder)
 
     take, calls = Batches.take, iter(range(100))
@@ -160,7 +165,7 @@ def assert_close(
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     run(tmp_path / "one", *SAME_BITS[name])
-    theirs = [on_two[0] / name, *([on_two[0] / "copies"] if name == "8 bits in backward" else [])]
+    theirs = [on_two[0] / name, *([on_two[0] / f"{name} on copies"] if name in ON_COPIES else [])]
     for folder in theirs:
         assert digests(folder / "step_00000003") == digests(tmp_path / "one" / "step_00000003")
         assert_close(numbers(folder), numbers(tmp_path / "one"))
@@ -206,6 +211,7 @@ def test_what_ranks_cannot_do_together_is_refused_on_all(on_two):
         )
         assert "memory.activation_offload=true is for one process so far" in said["offload"]
         assert "output_dir=run is not the folder of rank 0 for rank 1" in said["disk"]
+        assert "is of another run than rank 0" in said["data"] and "data fingerprint: " in said["data"]
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")

@@ -20,8 +20,14 @@ EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")
 MOMENTUM = ("optimizer.name=sgd", "optimizer.momentum=0.9", "parallel.vocabulary=cut")
 CUTS = {
-    "context, 4 bits": ("parallel.context=2", *ADAPTER, "lora.quantize=nf4", "parallel.vocabulary=cut"),
-    "tensor": ("parallel.tensor=2", *MOMENTUM, "save_async=true", "save_every=2"),
+    "context, 4 bits": (
+        "parallel.context=2",
+        *ADAPTER,
+        "lora.quantize=nf4",
+        "parallel.vocabulary=cut",
+        "eval_answers=2",
+    ),
+    "tensor": ("parallel.tensor=2", *MOMENTUM, "save_async=true", "save_every=2", "eval_answers=2"),
     "tensor, adapter": ("parallel.tensor=2", *ADAPTER),
     "experts": ("parallel.experts=2", *MOMENTUM, "model.path=MIXTURE"),
 }
@@ -39,7 +45,6 @@ REFUSED = {
     ("parallel.experts=2",): "and this model has none. Leave it out",
     ("parallel.experts=3",): "is taken from the 2 processes that share a copy of the model",
     ("parallel.context=2", "neftune_alpha=5"): "parallel.context=2 does not go with neftune_alpha=5: the noise",
-    ("parallel.context=2", "eval_answers=1", *EVALUATED): "does not go with eval_answers=1: answers are written",
     (
         "parallel.tensor=2",
         "data.max_length=63",

@@ -9,10 +9,12 @@ import pytest
 
 from lean_ft import load_model
 from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.distributed import refuse_cuts
 from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
 from tests.distributed.processes import on_ranks
+from tests.distributed.test_finetune import make_mixture
 from tests.training.toy_runs import TIMES, digests, metrics
 
 SETTINGS = (
@@ -54,6 +56,24 @@ SAME_BITS = {
     "copies": ("grpo", "loss.name=cispo", "parallel.replicate=2", "lora.rank=4", "loss.kl_weight=0.1"),
     "pairs": ("online_dpo", "generation.steps_per_round=2", "lora.rank=4", "loss.sft_weight=0.1"),
 }
+# Answers are sampled by each rank for itself, but for those that have each other's heads; then layers are cut.
+CUTS = {
+    "context": ("grpo", "parallel.context=2", "loss.kl_weight=0.1", "generation.passes=2"),
+    "tensor": ("grpo", "parallel.tensor=2", "loss.entropy_share=0.8", "optimizer.in_backward=true"),
+    "tensor, whole": (
+        "grpo",
+        "parallel.tensor=2",
+        "generation.gather=whole",
+        "lora.rank=4",
+        "loss.kl_weight=0.1",
+    ),
+    "experts, whole": ("grpo", "parallel.experts=2", "generation.gather=whole", "model.path=MIXTURE"),
+    "pairs, tensor": ("online_dpo", "parallel.tensor=2", "loss.sft_weight=0.1"),
+}
+REFUSED = {
+    ("grpo", "parallel.tensor=2", "loss.kl_weight=0.1", "reference.kind=nf4"): "does not go with reference.kind=nf4",
+    ("online_dpo", "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss wants the whole output layer",
+}
 # Three micro-batches do not go round, and three groups are answered by two ranks.
 CLOSE = (
     "grpo",
@@ -66,21 +86,36 @@ CLOSE = (
 
 def run(folder: Path, name: str, *settings: str) -> None:
     recipe = load_recipe(find_recipe(name))
-    given = [one for one in settings if "parallel" not in one or "RANK" in os.environ]
+    given = [one.replace("MIXTURE", os.environ.get("MIXTURE", "")) for one in settings]
+    given = [one for one in given if "parallel" not in one or "RANK" in os.environ]
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
 
-def work(folder: Path) -> None:
+def work(folder: Path) -> list[str]:
     for name, settings in SAME_BITS.items():
         run(folder / name, *settings)
     run(folder / "close", *CLOSE)
+    for name, settings in CUTS.items():
+        run(folder / name, *settings, "optimizer.name=sgd")
+    said = []
+    for settings in REFUSED:
+        with pytest.raises(ValueError) as error:
+            run(folder / "refused", *settings)
+        said.append(str(error.value))
+    return said
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
     folder = tmp_path_factory.mktemp("two")
-    on_ranks(2, work, folder, timeout=900)
-    return folder
+    make_mixture(folder / "mixture")
+    os.environ["MIXTURE"] = str(folder / "mixture")
+    return folder, on_ranks(2, work, folder, timeout=1800)
+
+
+@pytest.fixture(scope="module")
+def on_two(two: tuple[Path, list[list[str]]]) -> Path:
+    return two[0]
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -107,6 +142,49 @@ def test_what_does_not_go_round_is_as_on_one(on_two: Path, tmp_path: Path) -> No
     assert [row["answer"] for row in samples(on_two / "close")] == [row["answer"] for row in samples(tmp_path / "one")]
     for row, expected in zip(numbers(on_two / "close"), numbers(tmp_path / "one"), strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-7), row["step"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CUTS)
+def test_ranks_that_cut_layers_learn_what_one_does(on_two: Path, tmp_path: Path, name: str) -> None:
+    learns_as_one(on_two / name, tmp_path / "one", *CUTS[name], "optimizer.name=sgd")
+
+
+def learns_as_one(theirs: Path, folder: Path, *settings: str) -> None:
+    """The same answers, and but for rounding the same numbers."""
+    run(folder, *settings)
+    assert [row["answer"] for row in samples(theirs)] == [row["answer"] for row in samples(folder)]
+    for row, expected in zip(numbers(theirs), numbers(folder), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=2e-6), row["step"]
+
+
+@pytest.mark.long
+def test_four_ranks_of_which_two_answer_the_same(tmp_path: Path) -> None:
+    settings = (
+        "grpo",
+        "parallel.context=2",
+        "parallel.tensor=2",
+        "optimizer.name=sgd",
+        "gradient_accumulation_steps=1",
+    )
+    on_ranks(4, run, tmp_path / "four", *settings, timeout=900)
+    learns_as_one(tmp_path / "four", tmp_path / "one", *settings)
+
+
+@pytest.mark.long
+def test_what_does_not_go_with_a_cut_is_refused_by_name(two: tuple[Path, list[list[str]]]) -> None:
+    for said in two[1]:
+        for found, expected in zip(said, REFUSED.values(), strict=True):
+            assert expected in found
+
+
+def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
+    recipe = load_recipe(find_recipe("grpo"))
+    cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", "parallel.context=3"])
+    with pytest.raises(
+        ValueError, match=r"rows of answers are padded to a multiple of 8. Set them so that they multiply"
+    ):
+        refuse_cuts(cfg)
 
 
 def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None:

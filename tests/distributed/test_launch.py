@@ -16,6 +16,7 @@ from lean_ft.distributed import join
 from lean_ft.launch import Launch, launch
 from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
+from tests.distributed.processes import on_ranks
 from tests.distributed.test_finetune import SETTINGS
 from tests.training.toy_runs import ENVIRONMENT, digests
 
@@ -137,6 +138,18 @@ def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="MASTER_ADDR=nowhere.invalid: this machine knows no 'nowhere.invalid'"):
         join(ParallelConfig(), torch.device("cpu"))
+
+
+def join_in_another_way() -> str:
+    with pytest.raises(ValueError) as raised:
+        join(ParallelConfig(tensor=1 + int(os.environ["RANK"])), torch.device("cpu"))
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_ranks_that_would_divide_otherwise_are_told_so_and_wait_for_none():
+    for said in on_ranks(2, join_in_another_way, timeout=100):
+        assert "parallel.tensor: 1 on rank 0, 2 on rank 1" in said
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ SETTINGS = (
 )
 PAIRS, TEXTS = "data.source=tiny/pairs_validation.jsonl", "data.source=tiny/validation.jsonl"
 HELD_OUT = ("data.validation_fraction=0.03", "eval_every=2")
+ON_POLICY = ("distill.on_policy=1.0", "generation.max_new_tokens=8")
 CASES = {
     "dpo context, cached": (PAIRS, "parallel.context=2", *HELD_OUT, "loss.sft_weight=0.5", "loss.ld_alpha=0.5"),
     "dpo tensor, cached": (PAIRS, "parallel.tensor=2", "loss.wpo=true", "data.packing=bfd", "optimizer.in_backward=true"),
-    "dpo tensor, second model": (PAIRS, "parallel.tensor=2", "reference.kind=model", "lora.rank=4"),
+    "dpo tensor, second model": (PAIRS, "parallel.tensor=2", "data.shared_prompt=false", "reference.kind=model", "lora.rank=4"),
     "dpo experts, cached": (PAIRS, "parallel.experts=2", "model.path=MIXTURE"),
     "dpo context, 4 bits": (PAIRS, "parallel.context=2", "reference.kind=nf4"),
     "kto context": (PAIRS, "parallel.context=2", *HELD_OUT),
@@ -45,20 +46,18 @@ CASES = {
     "reward context": (PAIRS, "parallel.context=2", "loss.per_token=true", "data.packing=padding_free"),
     "distill context": (TEXTS, "parallel.context=2", "distill.teacher=tiny", "model.random_init=true", *HELD_OUT),
     "distill tensor": (TEXTS, "parallel.tensor=2", "distill.teacher=tiny", "distill.divergence=jsd", "data.packing=bfd"),
+    "distill tensor, on policy": (TEXTS, "parallel.tensor=2", "distill.teacher=tiny", *ON_POLICY, "data.packing=padding_free"),
+    "distill context, on policy": (TEXTS, "parallel.context=2", "distill.teacher=tiny", *ON_POLICY),
 }  # fmt: skip
 REFUSED = {
-    ("dpo", PAIRS, "parallel.context=2", "data.shared_prompt=true"): "and several processes share each row",
     ("dpo", PAIRS, "parallel.tensor=2", "reference.kind=nf4"): "parallel.tensor=2 does not go with reference.kind=nf4",
     ("distill", TEXTS, "parallel.context=2", "distill.cached=x"): "does not go with distill.cached: what was kept",
-    ("distill", TEXTS, "parallel.context=2", "distill.teacher=tiny", "distill.on_policy=0.5"): "the student writes a token",
     ("dpo", PAIRS, "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss wants the whole output layer",
 }  # fmt: skip
 
 
 def run(name: str, folder: Path, *settings: str) -> None:
     recipe = load_recipe(find_recipe(name.partition(" ")[0]))
-    # Rows that several processes share hold each answer with its prompt.
-    settings = ("data.shared_prompt=false", *settings) if recipe.__name__[8:] in ("dpo", "reward") else settings
     given = [setting.replace("MIXTURE", os.environ["MIXTURE"]) for setting in settings]
     given = [setting for setting in given if "parallel" not in setting or "RANK" in os.environ]
     given = [*SETTINGS, f"data.cache_dir={folder.with_suffix('.cache')}", f"output_dir={folder}", *given]

@@ -118,6 +118,7 @@ def python(source: str, *args: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> None:
     peak, most_alive, faults = map(int, python(STEPS, "pooled").split())
     unpooled_peak, _, unpooled_faults = map(int, python(STEPS).split())

@@ -70,12 +70,15 @@ def test_each_tensor_is_fetched_before_backward_asks_for_it() -> None:
     assert [what for what, _ in link.log] == ["copy", "wait", *["copy"] * 2, *["wait", "copy"] * 2, "wait", "wait"]
 
 
-def test_parameters_and_small_and_repeated_tensors_stay() -> None:
+def test_what_the_model_has_and_small_and_repeated_tensors_stay() -> None:
     link = LateLink(2**20)
     layer = torch.nn.Linear(64, 64, bias=False)
+    layer.register_buffer("levels", torch.randn(64, 64), persistent=False)  # as a quantised weight is kept
     away = Offloaded(link, layer, smallest_bytes=4096)
     x = torch.randn(32, 64)
-    assert away.pack(layer.weight.t()).data_ptr() == layer.weight.data_ptr()
+    for kept in (layer.weight, layer.get_buffer("levels")):
+        packed = away.pack(kept.t())
+        assert isinstance(packed, torch.Tensor) and packed.data_ptr() == kept.data_ptr()
     assert away.pack(x[:2]).data_ptr() == x.data_ptr()
     assert isinstance(away.pack(x[:1].expand(64, 64)), torch.Tensor)
     first = away.pack(x)

@@ -24,8 +24,9 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms keep what they start with: 1, or 0 where the family adds 1 itself.
-            parameter.copy_(parameter + 0.3 * noise if "norm" in name else 0.2 * noise)
-        for name, buffer in model.named_buffers():
+            is_scale = "norm" in name or name.endswith("scale")
+            parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
+        for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
@@ -42,9 +43,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         model = reference_model(model_type, {**settings, **overrides}, seed)
         folder = tmp_path_factory.mktemp(case)
         model.to(dtype)
-        for name, buffer in model.named_buffers():  # as from_pretrained has it
+        for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained has it
             if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
-                buffer.data = buffer.float()
+                tensor.data = tensor.float()
         model.save_pretrained(folder)
         # Read back, since `to` has rounded the rotary frequencies too, which is not how a bfloat16 model is run.
         return folder, type(model).from_pretrained(folder, dtype=dtype).eval()

@@ -215,7 +215,7 @@ def test_head_dim_and_key_heads_are_derived():
             "layer_types ends with sliding_attention; expected full_attention",
         ),
         ({"model_type": "gemma4_text", "num_kv_shared_layers": 1}, "no layer of the kind of layer 2 to take keys"),
-        ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block is True"),
+        ({"model_type": "gemma4_text", "enable_moe_block": True}, "the field num_experts is missing"),
         (
             {"model_type": "gemma4_text", "per_layer_config": {"2": {"sliding_window": 4}}},
             "per_layer_config: 2 has sliding_window; expected head_dim",

@@ -23,7 +23,10 @@ KINDS = {
     "softmax_of_chosen": MixtureConfig(4, 3, 9, weights_sum_to_one=True),
     "clamped_with_biases": MixtureConfig(
         4, 2, 6, weights_sum_to_one=True, router_bias=True, expert_bias=True, input_first=True,
-        gate_scale=1.7, up_offset=1.0, limit=0.4,
+        gates_alternate=True, gate_scale=1.7, up_offset=1.0, limit=0.4,
+    ),
+    "sigmoids_that_weigh_inputs": MixtureConfig(
+        5, 2, 6, weights_sum_to_one=False, score="sigmoid", weighs_input=True, input_first=True
     ),
 }  # fmt: skip
 HIDDEN_SIZE = 11
@@ -57,14 +60,15 @@ def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
     if config.weights_sum_to_one:
         weights = logits.masked_fill(~is_chosen, float("-inf")).softmax(-1)
     else:
-        weights = logits.softmax(-1) * is_chosen
+        weights = (logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()) * is_chosen
     total = torch.zeros_like(rows)
     for e in range(config.num_experts):
         into, out_of = experts.gate_up_proj[e], experts.down_proj[e]
-        factors = rows @ (into if config.input_first else into.T)
+        weight = weights[:, e : e + 1]
+        factors = (rows * weight if config.weighs_input else rows) @ (into if config.input_first else into.T)
         if experts.gate_up_proj_bias is not None:
             factors = factors + experts.gate_up_proj_bias[e]
-        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.input_first else factors.chunk(2, -1)
+        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.gates_alternate else factors.chunk(2, -1)
         if config.limit is not None:
             gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
         if config.activation == "gelu_tanh":
@@ -74,7 +78,7 @@ def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
         out = (gate * (up + config.up_offset)) @ (out_of if config.input_first else out_of.T)
         if experts.down_proj_bias is not None:
             out = out + experts.down_proj_bias[e]
-        total = total + weights[:, e : e + 1] * out
+        total = total + (out if config.weighs_input else weight * out)
     return total.view_as(x)
 
 

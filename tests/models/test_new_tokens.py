@@ -10,9 +10,18 @@ from safetensors.torch import load_file
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.export import export_folder
+from lean_ft.generation.texts import open_model
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_model_path
-from lean_ft.peft import load_with_adapter
+from lean_ft.peft import (
+    adapter_off,
+    ids_of_rows,
+    load_adapter,
+    load_merged,
+    load_with_adapter,
+    plain_tensors,
+    save_adapter,
+)
 from lean_ft.settings import LoRAConfig, ModelConfig
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
@@ -70,9 +79,105 @@ def test_a_token_that_is_there_is_refused(tokens, message):
     assert message in str(refused.value)
 
 
-def test_beside_an_adapter_they_are_refused():
-    with pytest.raises(ValueError, match="rows that train with all of the model, and lora freezes it"):
-        load_with_adapter(ModelConfig(path="tiny", new_tokens=NEW), LoRAConfig())
+def test_beside_an_adapter_their_rows_train_as_with_peft(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    cfg = ModelConfig(path=str(folder), dtype="float32", new_tokens=NEW)
+    plain, model = load_model(cfg), load_with_adapter(cfg, LoRAConfig(rank=3, targets=["q_proj", "down_proj"]))
+    ids = torch.tensor([load_tokenizer(cfg).encode(TEXT)])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), plain(ids))
+        for parameter in trained.values():
+            parameter.add_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
+    save_adapter(model, tmp_path / "ours")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    base.resize_token_embeddings(model.config.vocab_size)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours", is_trainable=True)
+    logits, expected = model(ids), theirs(ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    for found in (logits, expected):
+        torch.nn.functional.cross_entropy(found[0, :-1], ids[0, 1:]).backward()
+    rows = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad and "trainable_tokens" in name}
+    own = {name: p.grad for name, p in trained.items() if name.endswith(".rows")}
+    assert len(own) == len(rows) == (1 if model.config.tied_embeddings else 2)
+    for grad, of_peft in zip(own.values(), rows.values(), strict=True):
+        torch.testing.assert_close(grad, of_peft, atol=1e-6, rtol=1e-3)
+    with torch.no_grad(), adapter_off(model):
+        torch.testing.assert_close(model(ids), plain(ids))
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    for saved in ("ours", "theirs"):
+        again = load_model(folder, new_ids=ids_of_rows(tmp_path / saved))
+        load_adapter(again, tmp_path / saved)
+        torch.testing.assert_close(again(ids), expected, atol=1e-4, rtol=1e-4)
+        merged, _ = load_merged(tmp_path / saved, folder, dtype=torch.float32)
+        torch.testing.assert_close(merged(ids), expected, atol=1e-4, rtol=1e-4)
+        tensors = dict(plain_tensors(again))
+        assert tensors.keys() == dict(merged.named_parameters()).keys()
+        assert all(torch.equal(tensor, merged.get_parameter(name)) for name, tensor in tensors.items())
+    save_model(merged, tmp_path / "merged")
+    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(reopened(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder, tmp_path):
+    """Of PEFT's adapters; those of tokens that the model has."""
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[700, 5, 31])
+    theirs = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        theirs.get_input_embeddings().token_adapter.trainable_tokens_delta["default"].normal_()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.tensor([[4, 5, 31, 32, 700, 701, 5]])
+    model = load_model(folder, new_ids=ids_of_rows(tmp_path))
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+    file = tmp_path / "adapter_config.json"
+    said = json.loads(file.read_text())
+    for changed, message in (([700, 5, 999], "a row of the token 999"), ([], "expected the ids of the rows of")):
+        file.write_text(json.dumps({**said, "trainable_token_indices": changed}))
+        with pytest.raises(ValueError, match=message):
+            load_adapter(load_model(folder), tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["untied"], indirect=True)
+def test_layers_that_have_such_rows_take_no_adapter(folder):
+    with pytest.raises(ValueError, match=r"lora\.targets has lm_head, of which the rows of model\.new_tokens train"):
+        load_with_adapter(ModelConfig(path=str(folder), new_tokens=NEW), LoRAConfig(targets=["q_proj", "lm_head"]))
+
+
+def test_a_run_of_an_adapter_trains_them_goes_on_and_is_exported(tmp_path):
+    rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    recipe = load_recipe(find_recipe("finetune"))
+    settings = ["model.path=tiny", f"model.new_tokens={json.dumps(NEW)}", f"data.source={tmp_path}/data.jsonl"]
+    settings += ["data.max_length=32", "batch_size=2", "device=cpu", "plan=false", "log_every=1", "lora.rank=2"]
+    settings += ["schedule.name=constant", "optimizer.lr=1e-2", "memory.host_pool=false", "epochs=4"]
+    settings += ["optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null"]
+
+    def run(name: str, max_steps: int):
+        given = [*settings, f"output_dir={tmp_path / name}", f"max_steps={max_steps}"]
+        recipe.main(load_config(recipe.Config, None, given))
+        return tmp_path / name / f"step_{max_steps:08d}"
+
+    whole = run("whole", 4)
+    run("halves", 2)
+    assert (run("halves", 4) / "adapter_model.safetensors").read_bytes() == (
+        whole / "adapter_model.safetensors"
+    ).read_bytes()
+    start = load_model(ModelConfig(path="tiny", new_tokens=NEW)).model.embed_tokens.weight
+    exported = export_folder(whole, tmp_path / "exported", merge=True).folder
+    rows = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(rows[:-2], start[:-2]) and (rows[-2:] - start[-2:]).abs().max() > 1e-3
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    assert theirs(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(whole).encode(TEXT)
+    assert json.loads((exported / "config.json").read_text())["vocab_size"] == len(rows) == 770
+    model, tokenizer = open_model("auto", adapter=str(whole), device="cpu")
+    assert model.model.embed_tokens.weight.shape[0] == tokenizer.vocab_size == 770
 
 
 def test_a_run_trains_them_goes_on_with_them_and_is_exported(tmp_path):

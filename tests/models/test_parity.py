@@ -35,7 +35,8 @@ COLUMNS = {
     "test_an_export_in_another_dtype_opens_in_transformers": "export",
 }
 ALL_GROUPS = {"n_group": 1, "topk_group": 1}
-COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_A_TOKEN = ("top_k_experts", "moe_k", "num_experts_per_tok")
 WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
@@ -68,7 +69,8 @@ def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters by transformers' names in memory: those on disk, but for experts, which it stacks as we do."""
-    parameters = dict(model.named_parameters())
+    # A correction is no parameter of ours, as it is none of transformers' in all families but one.
+    parameters = {name: p for name, p in model.named_parameters() if not name.endswith("e_score_correction_bias")}
     if not isinstance(model, Decoder):
         return parameters
     return {name_in_transformers(model, name): parameter for name, parameter in parameters.items()}
@@ -119,7 +121,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(checkpoint, make_checkpo
     folder, reference = checkpoint(case, torch.bfloat16)
     if num_experts := next((CASES[case][1][name] for name in COUNTS_OF_EXPERTS if name in CASES[case][1]), None):
         # Which experts a token meets can hang on a rounding, so here it meets all of them.
-        folder, reference = make_checkpoint(case, dtype=torch.bfloat16, num_experts_per_tok=num_experts, **ALL_GROUPS)
+        a_token = next((name for name in EXPERTS_A_TOKEN if name in CASES[case][1]), EXPERTS_A_TOKEN[-1])
+        folder, reference = make_checkpoint(case, dtype=torch.bfloat16, **{a_token: num_experts}, **ALL_GROUPS)
     exact = load_model(folder)  # the same bfloat16 weights, computed in float32
     ours = load_model(folder, dtype=torch.bfloat16)
     ids = token_ids(8, NUM_TOKENS)
@@ -193,7 +196,9 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     source, reference = checkpoint(case, dtype)
     model = load_model(source, dtype=dtype)
     assert model.source_folder == source
-    assert {p.dtype for p in model.parameters()} == {dtype}
+    of_theirs = {name: p.dtype for name, p in named_as_in_transformers(reference).items()}
+    assert {name: p.dtype for name, p in named_as_in_transformers(model).items()} == of_theirs
+    assert dtype in of_theirs.values()
     save_model(model, tmp_path)
 
     assert sorted(f.name for f in tmp_path.iterdir()) == sorted(f.name for f in source.iterdir())
@@ -215,7 +220,8 @@ def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_
     path, ids = tmp_path / "exported", token_ids(1, 20)
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values())
-    assert {p.dtype for p in reopened.parameters()} == {torch.bfloat16}
+    assert [p.dtype for p in reopened.parameters()] == [p.dtype for p in rounded.parameters()]
+    assert reopened.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(logits_of(reopened, ids), logits_of(rounded, ids))
 
 
@@ -308,6 +314,26 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_language_model_of_llama4_is_loaded_by_itself(tmp_path):
+    text = {**SIZES, **CASES["llama4_text"][1], "no_rope_layers": []}  # as it is published: an empty list is none
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=98)
+    whole = transformers.Llama4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in whole.language_model.parameters():
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    whole.save_pretrained(tmp_path)
+    assert any("vision_model" in name for name in load_file(tmp_path / "model.safetensors"))
+    ids = token_ids(2, 20).clamp(max=95)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    assert expected.std() > 0.3
+    model = load_model(tmp_path)
+    assert (model.part_of, model.hf_config["model_type"]) == ("llama4", "llama4_text")
+    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
     """Layers that take keys from another have some of their own in published folders, which no one reads."""
     whole = whole_model("Gemma4")
@@ -335,14 +361,16 @@ def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
     model.hf_config = reference.config.to_dict()
-    weights, own = dict(reference.named_parameters()), named_as_in_transformers(model)
+    weights, own = named_as_in_transformers(reference), named_as_in_transformers(model)
     assert own.keys() == weights.keys()
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
-        buffers = {name.replace(".gate.", "."): buffer for name, buffer in reference.named_buffers()}
+        tensors = [*reference.named_buffers(), *reference.named_parameters()]
+        tensors = {name.replace(".gate.", ".").replace(".moe_statics.", "."): tensor for name, tensor in tensors}
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name_in_transformers(model, name).replace(".gate.", ".")])
+            place = name_in_transformers(model, name).replace(".gate.", ".").replace(".moe_statics.", ".")
+            buffer.copy_(tensors[place])
     return model
 
 
@@ -377,6 +405,17 @@ def configurations(draw) -> tuple[str, dict]:
         "num_local_experts": st.integers(3, 6),
         "num_experts_per_tok": st.integers(2, 3),
         "moe_intermediate_size": st.integers(3, 20),
+        "moe_num_experts": st.integers(3, 6),
+        "moe_k": st.integers(1, 3),
+        "moe_num_shared_experts": st.integers(0, 2),
+        "moe_layer_start_index": st.integers(0, 1),
+        "moe_layer_interval": st.integers(1, 2),
+        "intermediate_size_mlp": st.integers(5, 60),
+        "interleave_moe_layer_step": st.integers(1, 2),
+        "attention_chunk_size": st.integers(1, 30),
+        "floor_scale": st.integers(1, 20),
+        "attn_scale": st.floats(0.1, 1.0),
+        "attn_temperature_tuning": st.booleans(),
         "norm_topk_prob": st.booleans(),
         "decoder_sparse_step": st.integers(1, 2),
         "shared_expert_intermediate_size": st.integers(3, 20),
@@ -424,6 +463,7 @@ def configurations(draw) -> tuple[str, dict]:
         "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(),
         "use_double_wide_mlp": st.booleans(),
+        "enable_moe_block": st.booleans(),
         "hidden_size_per_layer_input": st.sampled_from([0, 5]),
     }
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
@@ -449,6 +489,8 @@ def configurations(draw) -> tuple[str, dict]:
         chosen["layer_types"][num_own - 1] = chosen["layer_types"][-1] = "full_attention"
         chosen |= {"global_head_dim": 2 * draw(st.integers(2, 9)), "vocab_size_per_layer_input": 101}
         chosen |= {"num_global_key_value_heads": draw(st.sampled_from([None, 1])), "num_experts": None}
+        if chosen.get("enable_moe_block"):
+            chosen |= {"num_experts": draw(st.integers(3, 6)), "top_k_experts": draw(st.integers(1, 3))}
         if chosen["num_kv_shared_layers"]:  # without inputs of layers transformers fails there
             chosen["hidden_size_per_layer_input"] = 5
     if model_type == "ministral3":
@@ -459,6 +501,8 @@ def configurations(draw) -> tuple[str, dict]:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
     if model_type == "deepseek_v3":
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
+    if model_type == "ernie4_5_moe":
+        chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
     if model_type == "seed_oss":
         chosen |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
     if model_type == "bamba":

@@ -12,6 +12,8 @@ from tests.peft.conftest import IDS, MIXTURES, loss_of, randomize
 peft = pytest.importorskip("peft")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ROUTERS = {"gpt_oss": "router", "granitemoehybrid": "router", "gemma4_text_experts": "router.proj"}
+ROUTERS["llama4_text"] = "router"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -57,7 +59,7 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
     folder, base = make_checkpoint(family)
     model = load_model(folder)
     apply_lora(model, LoRAConfig(rank=3, alpha=5))
-    assert any(name.endswith("mlp.experts.down_proj") for name in adapted_layers(model))
+    assert any(name.endswith(".experts.down_proj") for name in adapted_layers(model))
     torch.testing.assert_close(model(IDS), load_model(folder)(IDS))
     randomize(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -77,7 +79,7 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
 def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
-    router = "router" if family in ("gpt_oss", "granitemoehybrid") else "gate"
+    router = ROUTERS.get(family, "gate")
     apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "o_proj"], **settings))
     randomize(model)
     save_adapter(model, tmp_path)

@@ -4,11 +4,15 @@ import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lean_ft import load_model, save_model
+from lean_ft.memory import apply_memory
 from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
-from lean_ft.settings import LoRAConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig
 from tests.peft.conftest import IDS, loss_of, randomize
 
 NF4 = LoRAConfig(quantize="nf4", rank=4)
@@ -55,6 +59,31 @@ def test_a_quantised_model_equals_one_of_the_dequantised_weights(tiny_folder):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert (parameter.grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_tiles", "num_made"), [("up_proj", 0, 13), ("up_proj", 3, 11), ("q_proj", 3, 11)]
+)
+def test_what_a_compiled_layer_makes_whole_in_backward(tiny_folder, targets, num_tiles, num_made):
+    """Each of seven weights, and all but the last once more for what is computed again; tiles keep their two for both."""
+    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    apply_lora(model, LoRAConfig(quantize="nf4", rank=4, targets=[targets]))
+    apply_memory(model, MemoryConfig(activation_checkpointing="full", tile_mlp=num_tiles), compile=False)
+    made = []
+
+    def backward(graph, inputs):
+        made.append(sum(node.target is torch.ops.bitsandbytes.dequantize_4bit.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    layer = model.layers[1]
+    layer.compile(fullgraph=True, backend=compiler)
+    loss_of(model(IDS)).backward()
+    assert made == [num_made]
 
 
 def test_weights_are_quantised_one_by_one_as_they_are_loaded(tiny_folder):

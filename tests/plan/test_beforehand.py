@@ -132,6 +132,7 @@ def cannot_fork(monkeypatch):
     monkeypatch.setattr(beforehand.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
 
 
+@pytest.mark.long
 def test_a_fresh_process_finds_what_a_fork_does(configure, cannot_fork):
     lora = load_recipe(find_recipe("lora_finetune_single_device"))  # its settings are of a class made for the alias
     adapted = lora.Config.model_validate({name: value for name, value in configure() if name != "lora"})

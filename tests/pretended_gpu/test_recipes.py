@@ -68,6 +68,15 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         "",
     ),
     "compiled_qlora_bfloat16": (LORA, "bfloat16", f"lora.quantize=nf4 compile=true {PACKED}", ""),
+    # tiles beside quantised weights, and what rounds as a quantised model will
+    "tiled_qlora_float32": (
+        LORA,
+        "float32",
+        f"lora.quantize=nf4 memory.tile_mlp=3 memory.activation_checkpointing=full {PACKED}",
+        "memory.activation_offload=true",
+    ),
+    "quantized_bfloat16": (FULL, "bfloat16", f"quantize.train=int4 {PACKED}", ""),  # a last bit may change a code
+    "new_tokens_float32": (FULL, "float32", 'model.new_tokens=["<|aside|>"]', ""),
 }
 DPO = "dpo", "tiny/dpo"
 LEAN = f"{IN_BACKWARD} memory.activation_checkpointing=full"

@@ -1,19 +1,69 @@
-"""What an online run keeps on the GPU while it samples."""
+"""Answers on the GPU: the CPU's, from every kind of layer; and what an online run keeps there while it samples."""
 
 import json
+import threading
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from lean_ft.catalog import find_preset, find_recipe, load_recipe
+from lean_ft.generation import Sampling, generate, sample
+from lean_ft.generation.server import ChatServer
+from lean_ft.generation.texts import open_model
 from lean_ft.host_link import HostLink
+from lean_ft.models import load_model
 from lean_ft.optim.adamw import AdamW
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.settings_text import load_config
+from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.test_order import RULE
+
+# Plain keys and values, windows, shared and latent ones, sinks, and each state that a layer may keep of a text.
+MIXERS = (
+    "llama",
+    "gemma3_text",
+    "gemma4_text",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_5_text",
+    "lfm2",
+    "falcon_h1",
+    "nemotron_h",
+)
+
+
+@pytest.mark.cards("T4", "H100")
+@pytest.mark.parametrize("case", MIXERS)
+def test_what_is_drawn_is_drawn_on_the_cpu_too(case: str, tmp_path: Path) -> None:
+    model_type, settings = CASES[case]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()))
+    found = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = load_model(tmp_path, device="cpu", dtype=torch.float32, random_init=True).to(device)
+        prompts = [[5, 6, 7], [8], list(range(3, 30))]
+        found[device] = sample(model, prompts, Sampling(max_new_tokens=10, temperature=1.0, top_p=0.9), cache_gib=0.1)
+    for own, expected in zip(found["cuda"], found["cpu"], strict=True):
+        assert own.ids == expected.ids
+        assert own.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+
+
+def test_served_answers_are_the_cpus() -> None:
+    asked = [{"role": "user", "content": "What is the capital of Zanemar?"}]
+    model, tokenizer = open_model("tiny", device="cuda", dtype="float32")
+    (expected,) = generate(load_model("tiny"), [asked], tokenizer, max_new_tokens=12, temperature=1.0, seed=3)
+    with ChatServer(model, tokenizer, "mine") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        body = json.dumps({"model": "mine", "messages": asked, "max_tokens": 12, "temperature": 1.0, "seed": 3})
+        request = Request(f"{server.url}/chat/completions", body.encode(), {"Content-Type": "application/json"})
+        answer = json.loads(urlopen(request, timeout=300).read())
+        server.shutdown()
+    assert answer["choices"][0]["message"]["content"] == expected
 
 
 @pytest.mark.parametrize(("rule", "state_bytes"), [(AdamW(**RULE), 8 * 2**20), (AdamW8bit(paged=False, **RULE), 2**21)])

@@ -191,6 +191,7 @@ def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pyt
     assert computed("loss.name=bco", "batch_size=2") == 12  # which need no others
 
 
+@pytest.mark.long
 def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=32", "optimizer.lr=3e-4", "max_steps=40")

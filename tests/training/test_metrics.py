@@ -62,7 +62,7 @@ def test_values_that_are_not_finite_are_named(path):
     metrics = Metrics(path, CPU, steps_per_epoch=1)
     record(metrics, 1, torch.tensor(math.nan), torch.tensor(-math.inf))
     metrics.flush()
-    metrics.write_evaluation(1, math.inf, {"accuracy": 0.5})
+    metrics.write_line(1, {"eval_loss": math.inf, "accuracy": 0.5})
     step, evaluation = read(path)
     assert step["loss"] is step["grad_norm"] is evaluation["eval_loss"] is None
     assert step["non_finite"] == {"loss": "nan", "grad_norm": "-inf"}

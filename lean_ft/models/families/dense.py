@@ -12,8 +12,10 @@ from lean_ft.models.families.family import (
     QWEN_DEFAULTS,
     Family,
     a_part_turned,
+    count,
     every_layer,
     flag,
+    has_rope,
     number,
     number_or_null,
     upper_layers,
@@ -24,7 +26,7 @@ from lean_ft.models.rope_settings import rope_config, rope_settings
 
 def _layers_without_rope(fields: Fields, layer: int) -> bool:
     slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
-    return slides and not _has_rope(fields, layer)
+    return slides and not has_rope(fields, layer)
 
 
 def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
@@ -46,14 +48,7 @@ _LONGEST = "max_position_embeddings"
 
 
 def _rope_but_in_some_layers(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return rope_config(fields) if _has_rope(fields, layer) else None
-
-
-def _has_rope(fields: Fields, layer: int) -> bool:
-    has_rope = (layer + 1) % fields.count("no_rope_layer_interval") != 0
-    if fields.get("no_rope_layers") is not None:  # named for the layers without, a 1 nevertheless marks those with it
-        has_rope = fields.of_each_layer("no_rope_layers")[layer] == 1
-    return has_rope
+    return rope_config(fields) if has_rope(fields, layer) else None
 
 
 def _neighbours_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -278,8 +273,19 @@ DENSE: dict[str, Family] = {
             "layer_input_dim": lambda fields: fields.count("hidden_size_per_layer_input", least=0),
             "layer_input_vocab_size": _layer_input_vocab_size,
         },
+        mixture={
+            "num_experts": lambda fields: fields.count("num_experts") if fields.flag("enable_moe_block") else 0,
+            "experts_per_token": count("top_k_experts"),
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": True,
+            "router_name": "router",
+            "router_norm_eps": number("rms_norm_eps"),
+            "beside": True,
+        },
+        on_disk={"mixture.": ("",)},
         defaults={
             **_GEMMA_4.defaults,
+            "enable_moe_block": False,
             "vocab_size_per_layer_input": 262144,
             "hidden_size_per_layer_input": 256,
             "max_position_embeddings": 131072,

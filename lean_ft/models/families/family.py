@@ -31,6 +31,13 @@ def upper_layers(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
 
 
+def has_rope(fields: Fields, layer: int) -> bool:
+    by_interval = (layer + 1) % fields.count("no_rope_layer_interval") != 0
+    if fields.get("no_rope_layers") is None:
+        return by_interval
+    return fields.of_each_layer("no_rope_layers")[layer] == 1  # named for the layers without, a 1 marks those with it
+
+
 def a_part_turned(fields: Fields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
     fields.positive("partial_rotary_factor")  # null is another number to transformers once it has saved the file
     return rope_config(fields, may_be_partial=True, **facts)
@@ -49,6 +56,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_window: Callable[[Fields, int], bool] = no_layer
     rope: Callable[[Fields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(fields)
+    # What `layer_types` calls such a layer. In a "chunked_attention" the window is the chunk that a position lies in.
+    window_kind: str = "sliding_attention"
     # Whether `layer_types`, where config.json has it, decides which layers have a window.
     reads_layer_types: bool = False
     # Further facts of LayerConfig, of a layer by which layers have a window and its number.

@@ -12,6 +12,7 @@ from lean_ft.models.families.family import (
     count,
     every_layer,
     flag,
+    has_rope,
     number,
     upper_layers,
 )
@@ -101,6 +102,28 @@ CORRECTED_MIXTURE_DEFAULTS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+
+
+def _every_nth_layer_between(fields: Fields, layer: int) -> bool:
+    first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
+    return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
+
+
+def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
+    chosen, step = fields.get("moe_layers"), fields.count("interleave_moe_layer_step")
+    if chosen is not None and not isinstance(chosen, list):
+        raise ValueError(f"{fields.where}: moe_layers is {chosen!r}; expected a list of layers' numbers.")
+    return (layer + 1) % step == 0 if chosen is None else layer in chosen
+
+
+def _neighbours_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """Layers without positions may have queries that grow with their position."""
+    if has_rope(fields, layer):
+        return rope_config(fields, turns_neighbours=True)
+    if not fields.flag("attn_temperature_tuning"):
+        return None
+    growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
+    return RopeConfig(theta=1.0, scaling="proportional", moving_share=0.0, query_growth_start=1, **growth)
 
 
 def _latent(fields: Fields) -> LatentConfig:
@@ -219,6 +242,44 @@ MIXTURES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "ernie4_5_moe": Family(
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True),
+        mixture={
+            "num_experts": count("moe_num_experts"),
+            "experts_per_token": count("moe_k"),
+            "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": True,
+            "shared_intermediate_size": lambda fields: (
+                fields.count("moe_intermediate_size") * fields.count("moe_num_shared_experts", least=0)
+            ),
+            "shared_name": "shared_experts",
+            "corrected": True,
+            "correction_is_row": True,
+            "wide_router": True,
+            "wide_router_weight": True,
+            "router_aux_loss_coef": _router_aux_loss_coef,
+        },
+        has_mixture=_every_nth_layer_between,
+        on_disk={
+            "mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",),
+            **EXPERTS_ON_DISK,
+        },
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+    ),
     "minimax_m2": Family(
         facts={"qk_norm": "projection"},
         rope=_dims_turned,
@@ -266,6 +327,50 @@ MIXTURES: dict[str, Family] = {
             "rope_interleave": True,
         },
     ),
+    "llama4_text": Family(
+        facts={**ATTENTION_BIAS, "intermediate_size": count("intermediate_size_mlp")},
+        has_window=has_rope,
+        window_kind="chunked_attention",
+        reads_layer_types=True,
+        of_layer=lambda fields, _, layer: {"unit_qk": fields.flag("use_qk_norm") and has_rope(fields, layer)},
+        reworded=lambda config: {
+            k: v for k, v in config.items() if k != "no_rope_layers" or v
+        },  # an empty list is none
+        rope=_neighbours_or_growing_queries,
+        mixture={
+            "num_experts": _num_experts,
+            "experts_per_token": count("num_experts_per_tok"),
+            "intermediate_size": count("intermediate_size"),
+            "weights_sum_to_one": False,
+            "router_name": "router",
+            "score": "sigmoid",
+            "weighs_input": True,
+            "input_first": True,
+            "known_to_peft": False,
+            "shared_intermediate_size": count("intermediate_size"),
+        },
+        has_mixture=_listed_or_every_nth_layer,
+        on_disk={"mlp.": ("feed_forward.",)},
+        in_memory={"mlp.": "feed_forward."},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+    ),
     "gpt_oss": Family(
         facts={**ATTENTION_BIAS, "attention_sinks": True},
         has_window=lambda fields, layer: layer % 2 == 0,
@@ -277,6 +382,7 @@ MIXTURES: dict[str, Family] = {
             "router_bias": True,
             "expert_bias": True,
             "input_first": True,
+            "gates_alternate": True,
             "gate_scale": number("swiglu_alpha"),
             "up_offset": 1.0,
             "limit": number("swiglu_limit"),

@@ -1,0 +1,190 @@
+"""The peer: one of TRL's trainers in its defaults, run by compare_trl.py in a process of its own.
+
+Given are the length, the batch, the number of steps, that nothing is reported or saved, and a log at every step (to
+have the loss). All else is TRL's default: at version 1.16 float32 weights, bfloat16 autocast, gradient checkpointing,
+PyTorch's fused AdamW, scaled-dot-product attention, no packing. What the defaults came to is written beside the
+metrics and becomes part of the result. The weights are random, in float32, the type in which TRL loads a model that is
+given by its path.
+
+- `sft`: SFTTrainer; with `--lora-rank` a LoRA adapter of peft's on all linear layers, again with peft's other defaults.
+- `distill`: GKDTrainer, whose teacher is the folder's own model, as TRL loads one by its path; no step is on-policy.
+- `dpo`: DPOTrainer; dropout is off in either. `--reference resident` gives it a copy of the model, as it loads one itself for a
+  model with a name; `cached` is its `precompute_ref_log_probs`. An adapter's reference is the model without it.
+- `grpo`: GRPOTrainer, with answers of one length; it samples with transformers' generate, in the process that trains. What a step
+  spends on sampling and rewards is told beside its time.
+
+Writes metrics.jsonl as lean_ft does: one line a step, from the end of the one before, so that collating counts.
+"""
+
+import copy
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import typer
+from datasets import load_dataset
+from letters_reward import letters
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+
+def peak_memory_bytes() -> int:
+    """The allocator's peak on a GPU, the peak resident size of this process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def now() -> float:
+    """Seconds, once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class StepMetrics(TrainerCallback):
+    """Writes a line a step. The loss is logged after the step ends, so a line waits for it."""
+
+    def __init__(self, path: Path, counts: dict[str, Any]) -> None:
+        self._path = path
+        self._counts = counts
+        self._last = 0.0
+        self._row: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last = now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ended = now()
+        times = {"step": state.global_step, "step_seconds": ended - self._last}
+        self._row = {**times, "peak_memory_bytes": peak_memory_bytes(), **self._counts}
+        self._last = ended
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self._row and logs and "loss" in logs:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**self._row, "loss": logs["loss"]}) + "\n")
+            self._row = {}
+
+
+def time_sampling(trainer: Any, counts: dict[str, Any], prompt_tokens: int, new_tokens: int) -> None:
+    """Has a GRPOTrainer note the seconds of each round of answers in `counts`, and see to their length."""
+    sample = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        started = time.perf_counter()
+        result = sample(inputs)
+        counts["sampling_seconds"] = now() - started
+        sizes = result["prompt_ids"].shape[1], result["completion_ids"].shape[1]
+        assert sizes == (prompt_tokens, new_tokens), f"tokens of prompts and answers were {sizes}"
+        return result
+
+    trainer._generate_and_score_completions = timed
+
+
+def main(
+    objective: Annotated[str, typer.Option(help="sft, distill, dpo or grpo.")],
+    model_folder: Annotated[Path, typer.Option()],
+    data: Annotated[Path, typer.Option()],
+    run_directory: Annotated[Path, typer.Option()],
+    facts_file: Annotated[Path, typer.Option(help="Where what the defaults came to is written.")],
+    batch_size: Annotated[int, typer.Option(help="Rows, pairs, or answers to the one prompt of a step.")],
+    length: Annotated[int, typer.Option(help="Tokens of a row, with its prompt.")],
+    prompt_tokens: Annotated[int, typer.Option(help="For grpo.")],
+    steps: Annotated[int, typer.Option()],
+    reference: Annotated[str, typer.Option(help="resident or cached; of a model without an adapter.")] = "resident",
+    lora_rank: Annotated[int, typer.Option(help="Rank of an adapter to train in place of the model; 0: none.")] = 0,
+) -> None:
+    run_directory.mkdir(parents=True)
+    config = AutoConfig.from_pretrained(model_folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    own: dict[str, Any] = {"max_length": length}
+    beside: dict[str, Any] = {}
+    told: tuple[str, ...] = ()
+    if objective == "distill":
+        from trl.experimental.gkd import GKDConfig as Config
+        from trl.experimental.gkd import GKDTrainer as Trainer
+
+        own["lmbda"], beside["teacher_model"] = 0.0, str(model_folder)
+        told = ("packing", "beta", "lmbda")
+    elif objective == "dpo":
+        from trl import DPOConfig as Config
+        from trl import DPOTrainer as Trainer
+
+        own["precompute_ref_log_probs"] = reference == "cached"
+        beside["ref_model"] = copy.deepcopy(model) if reference == "resident" and not lora_rank else None
+    elif objective == "grpo":
+        from trl import GRPOConfig as Config
+        from trl import GRPOTrainer as Trainer
+
+        new_tokens = length - prompt_tokens
+        own = {"num_generations": batch_size, "max_completion_length": new_tokens}
+        own["generation_kwargs"] = {"min_new_tokens": new_tokens}
+        beside["reward_funcs"] = letters
+        told = ("beta",)
+    else:
+        from trl import SFTConfig as Config
+        from trl import SFTTrainer as Trainer
+
+        told = ("packing",)
+    args = Config(
+        output_dir=str(run_directory),
+        per_device_train_batch_size=batch_size,
+        max_steps=steps,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        **({} if torch.cuda.is_available() else {"use_cpu": True}),  # without it, bf16 asks for a GPU
+        **own,
+    )
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=load_dataset("json", data_files=str(data), split="train", cache_dir=str(run_directory / "cache")),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None,
+        **beside,
+    )
+
+    if objective == "grpo":
+        counts: dict[str, Any] = {"tokens": batch_size * length, "target_tokens": batch_size * new_tokens}
+        time_sampling(trainer, counts, prompt_tokens, new_tokens)
+    else:
+        # Every row is longer than the length, so the first batch tells the size of all of them.
+        batch = next(iter(trainer.get_train_dataloader()))
+        is_target = batch["completion_mask"] if objective == "dpo" else batch["labels"][:, 1:] != -100
+        counts = {"tokens": batch["input_ids"].numel(), "target_tokens": int(is_target.sum())}
+    trainer.add_callback(StepMetrics(run_directory / "metrics.jsonl", counts))
+    facts = {
+        "weights": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "bf16_autocast": args.bf16,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "attention": model.config._attn_implementation,
+        "loss": args.loss_type,
+        "torch_compile": args.torch_compile,
+        "parameters": num_parameters,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "device": str(args.device),
+        **{name: getattr(args, name) for name in told},
+        **({"teacher": str(trainer.teacher_model.dtype)} if objective == "distill" else {}),
+    }
+    facts_file.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    trainer.train()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,94 @@
+"""Rows of new tokens beside an adapter: of the frozen embedding, and of the output layer where that is another, they train.
+
+Losses and generation take the output layer as one matrix. So what trains is written over the frozen matrix's own rows,
+without a copy of it, and of the gradient of the whole only those rows are kept. What the rows were before stays beside them,
+for when the adapter is off.
+
+The layout is that of PEFT's `trainable_token_indices`: the rows themselves, and no differences.
+
+Shapes: V vocabulary, D hidden size, N rows that train.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lean_ft.models import Decoder
+
+EMBEDDING = "model.embed_tokens"
+ENDING = ".token_adapter.trainable_tokens_delta"  # of their name in PEFT's files
+
+
+class TrainedRows(nn.Module):
+    """A frozen embedding or output layer, of which the rows of the tokens `ids` train."""
+
+    is_on = True
+    """False: the layer computes what it did before anything trained. `adapter_off` sets it."""
+
+    def __init__(self, base_layer: nn.Embedding | nn.Linear, ids: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        weight = base_layer.weight.detach()
+        self.register_buffer("ids", torch.tensor(sorted(ids), device=weight.device), persistent=False)
+        self.register_buffer("start", weight[self.ids].clone(), persistent=False)
+        self.rows = nn.Parameter(self.start.to(dtype, copy=True))  # (N, D)
+
+    ids: Tensor
+    start: Tensor
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix (V, D) with the rows in it, in the frozen weight's dtype, through which their gradient comes."""
+        weight = self.base_layer.weight
+        if not self.is_on:  # a copy: what came before may still want the matrix for its backward pass
+            return weight.detach().index_copy(0, self.ids, self.start)
+        return _WithRows.apply(weight, self.rows, self.ids)
+
+    def merged_weight(self) -> Tensor:
+        """The same without a gradient, a new tensor."""
+        return self.base_layer.weight.detach().index_copy(0, self.ids, self.rows.detach().to(self.start.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids (B, T) of an embedding, to (B, T, D); hidden states (B, T, D) of an output layer, to (B, T, V)."""
+        if isinstance(self.base_layer, nn.Linear):
+            return F.linear(x, self.weight)
+        place = torch.searchsorted(self.ids, x).clamp(max=len(self.ids) - 1)
+        is_row = self.ids[place] == x
+        rows = F.embedding(place, self.rows if self.is_on else self.start)
+        return torch.where(is_row[..., None], rows.to(self.start.dtype), self.base_layer(x))
+
+
+class _WithRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.dtype = rows.dtype
+        weight = weight.detach()
+        # It is the same matrix for every pass between two updates, so that none of them minds.
+        weight.data.index_copy_(0, ids, rows.to(weight.dtype))
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return None, grad.index_select(0, ids).to(ctx.dtype), None
+
+
+def put_rows(model: Decoder, ids: Sequence[int], dtype: torch.dtype) -> None:
+    """Has those tokens' rows train in `dtype`, of the embedding and of an output layer for tokens that is not the embedding."""
+    for name in (EMBEDDING, *(["lm_head"] if model.lm_head is not None else [])):
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Embedding | nn.Linear)
+        model.set_submodule(name, TrainedRows(base, ids, dtype))
+
+
+def trained_rows(model: nn.Module) -> dict[str, TrainedRows]:
+    """The layers of which rows train, by name; none for a model without."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TrainedRows)}
