@@ -2,7 +2,8 @@
 
 The cache grows with every token, and rows leave as they end: neither is a constant of the code. So a kind of layer is compiled
 once, and once more for a single row, for more rows than `few_rows` is for, and for texts of different lengths. What gives other
-layers something or is given it stays as it is written, and so do layers that keep a state.
+layers something or is given it stays as it is written, and so do layers that keep a state and mixtures of experts and
+attention to latents, which would be compiled anew for other numbers of rows.
 """
 
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_ft.models import Decoder
+from lean_ft.models import Decoder, DecoderConfig
 
 MOST_KINDS = 64  # of layers and batches; beyond that the compiler would let them run as they are written
 
@@ -20,14 +21,8 @@ class CompiledLayers:
     """While entered, a model's layers compute tokens that go on from a cache compiled, and not as they are compiled for training."""
 
     def __init__(self, model: Decoder) -> None:
-        config, layers = model.config, list(enumerate(model.layers))
-        kinds = config.layers
-        self._layers: list[Any] = [layer for _, layer in layers]
-        self._taken: list[Any] = [
-            layer
-            for i, layer in layers
-            if kinds[i].attends and kinds[i].mixer is None and kinds[i].keys_of is None and i not in config.givers
-        ]
+        self._layers: list[Any] = list(model.layers)
+        self._taken: list[Any] = [layer for i, layer in enumerate(self._layers) if _is_plain(model.config, i)]
 
     def __enter__(self) -> None:
         self._before = [(layer, layer._compiled_call_impl, vars(layer).get("forward")) for layer in self._layers]
@@ -42,6 +37,12 @@ class CompiledLayers:
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
+
+
+def _is_plain(config: DecoderConfig, i: int) -> bool:
+    layer = config.layers[i]
+    alone = layer.keys_of is None and i not in config.givers and layer.mixer is None
+    return layer.attends and alone and layer.mixture is None and config.latent is None
 
 
 def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
