@@ -270,7 +270,8 @@ def test_a_document_names_only_what_is_there(document):
     for option in set(
         re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard) .*", "", text))
     ):
-        assert option in options or f'"{option}"' in scripts, option
+        parameter = option.removeprefix("--").replace("-", "_")  # of which typer makes the option
+        assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands, verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
