@@ -22,6 +22,7 @@ from lean_ft.settings import AskConfig
 
 HELP = """\
 /reset       forget what was said
+/system TEXT the same, and begin with this system message; without TEXT with none
 /save FILE   add the conversation to a JSONL file, as a row that data.source takes
 /help        this
 /quit        end; so does Ctrl-D
@@ -39,8 +40,8 @@ def main(cfg: Config) -> None:
             f"{cfg.model.path} has no chat template, so it was not made for conversations. `leanft run generate` has it go "
             "on from a text."
         )
-    beginning = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
-    messages: list[dict[str, Any]] = [*beginning]
+    system = cfg.system
+    messages = _beginning(system)
     in_terminal = sys.stdin.isatty()
     if in_terminal:
         print("/help tells what there is beside questions.")
@@ -49,8 +50,9 @@ def main(cfg: Config) -> None:
             command, _, argument = line.partition(" ")
             if command == "/quit":
                 return
-            if command == "/reset":
-                messages = [*beginning]
+            if command in ("/reset", "/system"):
+                system = system if command == "/reset" else argument.strip() or None
+                messages = _beginning(system)
             elif command == "/save":
                 _save(messages, argument.strip())
             elif command == "/help":
@@ -66,6 +68,10 @@ def main(cfg: Config) -> None:
                         answer += text
                 print(flush=True)
                 messages.append({"role": "assistant", "content": answer})
+
+
+def _beginning(system: str | None) -> list[dict[str, Any]]:
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def _lines(prompt: str) -> Iterator[str]:

@@ -35,6 +35,7 @@ LONG = (
     "preferences.md",
     "distillation.md",
     "online.md",
+    "using.md",
 )  # whose commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # by a command before
 NO_SETTING = {"shell=True"}  # of Python
@@ -114,7 +115,7 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 SUBSTITUTES = [
     (r"\[(--.*?)\]", r"\1", "an option in brackets may be left out, and is not"),
     (
-        r"^(leanft run (?!generate|quantize|evaluate).*)",
+        r"^(leanft run (?!generate|quantize|evaluate)(?!.*max_steps=).*)",
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
         "so it takes seconds",
     ),
@@ -205,6 +206,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "my_pairs.jsonl": [{"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."}] * 40,
         "mine.jsonl": [{"prompt": "What is 6 x 7?", "completion": "It is 42."}] * 40,
         "questions.jsonl": [{"prompt": "What is 6 x 7?"}] * 2,
+        "capitals.jsonl": [{"question": "The capital of Zanemar is", "choices": [" Ulopolis.", " 21."], "answer": 0}],
         "3B_lora_single_device.yaml": [
             {
                 "output_dir": "runs/torchtune",
@@ -235,7 +237,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda document: document.name,
 )
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
-    for command in commands_in(document.read_text()):
+    text = document.read_text()
+    for name, content in re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (reader / name).write_text(content)  # a file of the reader's own
+    for command in commands_in(text):
         line = command.line
         if line.startswith(tuple(NOT_RUN)):
             continue
@@ -262,8 +267,11 @@ def test_a_document_names_only_what_is_there(document):
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
-    for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".* vllm serve .*", "", text))):
-        assert option in options or f'"{option}"' in scripts, option
+    for option in set(
+        re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard) .*", "", text))
+    ):
+        parameter = option.removeprefix("--").replace("-", "_")  # of which typer makes the option
+        assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands, verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

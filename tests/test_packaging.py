@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import pytest
 import lean_ft
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+WITHOUT_TORCH = ("torch", "torchao", "bitsandbytes")  # torch, and what brings it along
 
 
 @pytest.fixture(scope="module")
@@ -99,22 +104,88 @@ def test_an_installed_copy_finds_its_recipes_and_presets(installed, tmp_path):
         assert shown == file.read_text()
 
 
+def new_environment(python: str, folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Makes a virtual environment, and returns what runs its programs, in `folder` and without what is installed here."""
+    subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=600)
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [folder / "venv" / "bin" / program, *arguments]
+        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=1800)
+
+    return run
+
+
+def python_of(version: str) -> str:
+    """The program of a Python `version`, on the path or among pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    found = shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))
+    for python in filter(None, found):
+        asked = subprocess.run([python, "-c", "import venv, sys; print(sys.version)"], capture_output=True, text=True)
+        if asked.stdout.startswith(version):  # a shim of pyenv's may lead nowhere
+            return python
+    pytest.skip(f"there is no Python {version} here")
+
+
+@pytest.mark.long
+def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
+    run, constraints = new_environment(sys.executable, tmp_path), ("-c", CHECKOUT / "constraints.txt")
+    if (done := run("pip", "install", *constraints, "torch")).returncode != 0:
+        pytest.skip(f"torch cannot be installed: {done.stderr.splitlines()[-1]}")
+    done = run("pip", "install", *constraints, wheel)
+    assert done.returncode == 0, done.stderr
+    installed = run("pip", "list", "--format=freeze").stdout.lower()
+    extras = [one for name in PROJECT["optional-dependencies"] if name != "dev" for one in optional(name)]
+    assert not [one for one in extras if f"\n{one}==" in installed]  # the base installation has none of them
+    done = run("leanft", "run", "full_finetune_single_device", "--config", "tiny/full", "max_steps=2", "eval_answers=0")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "tiny" / "step_00000002" / "config.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_wheel_installs_on_each_python(wheel, version, tmp_path):
+    """Without torch, which for some is to be had with gigabytes of CUDA alone: all of it compiles, and the verbs run that never
+    load it."""
+    run, constraints = new_environment(python_of(version), tmp_path), ("-c", CHECKOUT / "constraints.txt")
+    done = run("pip", "install", "--no-deps", wheel)
+    assert done.returncode == 0, done.stderr
+    needed = [one for one in PROJECT["dependencies"] if name_of(one) not in WITHOUT_TORCH]
+    if (done := run("pip", "install", *constraints, *needed)).returncode != 0:
+        pytest.skip(f"its dependencies cannot be installed for Python {version}: {done.stderr.splitlines()[-1]}")
+    (package,) = tmp_path.glob("venv/lib/*/site-packages/lean_ft")
+    done = run("python", "-W", "error", "-m", "compileall", "-q", "-f", package)
+    assert done.returncode == 0, done.stdout
+    asked = "from importlib.metadata import metadata as m; print(*m('lean-ft').get_all('Provides-Extra'))"
+    assert run("python", "-c", asked).stdout.split() == sorted(PROJECT["optional-dependencies"])
+    for arguments, said in (
+        (["--help"], "convert-config"),
+        (["ls"], "full_finetune_single_device"),
+        (["cat", "tiny/lora"], "recipe: finetune"),
+    ):
+        told = run("leanft", *arguments)
+        assert told.returncode == 0 and said in told.stdout, told.stderr
+
+
 def test_versions_agree():
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == lean_ft.__version__
+    assert PROJECT["version"] == lean_ft.__version__
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower()
+
+
+def optional(extra: str) -> list[str]:
+    """The packages of an extra, but for those that other extras name."""
+    return [name_of(one) for one in PROJECT["optional-dependencies"][extra] if not one.startswith("lean-ft[")]
 
 
 def test_every_dependency_is_pinned_in_the_constraints():
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
-
-    def name(requirement: str) -> str:
-        return requirement.split(";")[0].split(">")[0].split("=")[0].strip().lower()
-
     lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
-    pinned = {name(line) for line in lines if line and not line.startswith("#")}
-    others = {
-        name(requirement) for requirement in wanted if not requirement.startswith("lean-ft[")
-    }  # extras of its own
-    assert others <= pinned
+    pinned = {name_of(line) for line in lines if line and not line.startswith("#")}
+    wanted = {
+        *map(name_of, PROJECT["dependencies"]),
+        *(d for e in PROJECT["optional-dependencies"] for d in optional(e)),
+    }
+    assert wanted <= pinned
     assert all("==" in line for line in lines if line and not line.startswith("#"))

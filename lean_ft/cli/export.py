@@ -36,6 +36,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="SOURCE is an adapter: export the model with the adapter in its weights.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="SOURCE is an adapter: export it alone, as PEFT's format.")
+    ] = False,
     base: Annotated[
         str | None,
         typer.Option(
@@ -51,12 +54,17 @@ def export(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a model, or with --merge an adapter together with its model: a Hugging Face folder, a GGUF file, or a DCP folder.
+    """Export a model, or an adapter with its model (--merge) or alone (--adapter): a Hugging Face folder, a GGUF file, or a DCP one.
 
     What was written is read back and compared with the source before DEST appears.
     """
-    from lean_ft.export import export_dcp, export_folder, export_gguf
+    from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 
+    if adapter:
+        if merge or keep_vision or dcp or any(option is not None for option in (dtype, max_shard_size, gguf, base)):
+            raise ValueError("--adapter copies the adapter as it is: leave out the options of whole models.")
+        typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
+        return
     if base is not None and not merge and not keep_vision:
         raise ValueError("--base is the model that was trained: it goes with --merge or --keep-vision.")
     if keep_vision and (gguf is not None or max_shard_size is not None):

@@ -1,6 +1,7 @@
 """`leanft run`: trains."""
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -71,6 +72,7 @@ def run(
         return
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_torch()
+        _quiet_libraries()
         run_recipe(*load_run(recipe, config, overrides))
 
 
@@ -103,6 +105,12 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
             "can reach, and a free port. Give the same command on each."
         )
     return Launch(number, int(least), int(most or least), endpoint or "", run_id, max_restarts=max_restarts)
+
+
+def _quiet_libraries() -> None:
+    """Torchao warns of its kernels for other devices, and torch of how torchao uses it: nothing that a user can mend."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run_recipe(recipe: ModuleType, cfg: Any) -> None:

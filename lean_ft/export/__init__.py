@@ -1,7 +1,16 @@
 """A finished model on its way out: a plain Hugging Face folder, one GGUF file for llama.cpp, or a folder of PyTorch's DCP."""
 
 from lean_ft.export.dcp import ExportedDCP, export_dcp
-from lean_ft.export.folder import ExportedFolder, export_folder
+from lean_ft.export.folder import ExportedFolder, export_adapter, export_folder
 from lean_ft.export.gguf_file import GGUF_KINDS, ExportedGGUF, export_gguf
 
-__all__ = ["GGUF_KINDS", "ExportedDCP", "ExportedFolder", "ExportedGGUF", "export_dcp", "export_folder", "export_gguf"]
+__all__ = [
+    "GGUF_KINDS",
+    "ExportedDCP",
+    "ExportedFolder",
+    "ExportedGGUF",
+    "export_adapter",
+    "export_dcp",
+    "export_folder",
+]
+__all__ += ["export_gguf"]

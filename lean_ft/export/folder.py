@@ -6,16 +6,19 @@ The folder is written under another name beside its place, read back, and its lo
 then does it get its name. One model is in memory at a time: the source's goes before the copy is read back.
 """
 
+import filecmp
 import gc
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import DTYPES, check_destination, check_dtype, read_source, room_for
+from lean_ft.export.places import DTYPES, check_destination, check_dtype, files_of_model, read_source, room_for
 from lean_ft.export.whole import find_whole, save_whole
 from lean_ft.models import Decoder, load_model, save_model
-from lean_ft.peft import MergeReport
+from lean_ft.peft import MergeReport, is_adapter
+from lean_ft.peft.peft_format import read_adapter
 from lean_ft.training.checkpoint import checkpoint_bytes
 from lean_ft.training.finished_models import find_finished
 from lean_ft.units import parse_bytes
@@ -118,6 +121,29 @@ def export_folder(
         merged,
         kept,
     )
+
+
+def export_adapter(source: str | Path, destination: str | Path, force: bool = False) -> Path:
+    """Copies the adapter of a run, a checkpoint or a folder to the new folder `destination`: what PEFT reads, and its tokenizer.
+
+    Returns the folder that it came from. Raises ValueError where the source holds no adapter or is damaged, or the destination
+    is taken; OSError where the disk is full; RuntimeError where the copy differs. In every case nothing is left behind.
+    """
+    folder, destination = find_finished(source), Path(destination).expanduser()
+    if not is_adapter(folder):
+        raise ValueError(f"{folder} holds a whole model, and no adapter: leave out --adapter.")
+    check_destination(destination, folder, force)
+    read_adapter(folder)  # raises where it is damaged
+    files = list(files_of_model(folder))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(destination) as temporary, room_for(sum(file.stat().st_size for file in files), destination):
+        for file in files:
+            copy = temporary / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+            if not filecmp.cmp(file, copy, shallow=False):
+                raise RuntimeError(f"the copy of {file} differs from it. The disk may be failing; nothing was kept.")
+    return folder
 
 
 @torch.inference_mode()

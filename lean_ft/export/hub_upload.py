@@ -7,16 +7,15 @@ the repository never shows a half. The client's way to upload is the hub's (Xet,
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lean_ft.export.places import files_of_model
 from lean_ft.hub_errors import DownloadFailed, explained
 from lean_ft.paths import repository_name
 from lean_ft.peft import is_adapter
 from lean_ft.redaction import redact
 from lean_ft.strict_yaml import to_yaml
-from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER
 from lean_ft.training.curves import draw_curves
 from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run_directory import METRICS_FILE, read_starts
@@ -52,7 +51,8 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
                 picture.unlink(missing_ok=True)
         card = model_card(folder, run, repo, has_picture=picture.exists())
         files: dict[str, Any] = {_CARD: card.encode()} | ({_PICTURE: str(picture)} if picture.exists() else {})
-        files |= {file.relative_to(folder).as_posix(): str(file) for file in _files_of_model(folder)}
+        theirs = {file.relative_to(folder).as_posix(): str(file) for file in files_of_model(folder)}
+        files = theirs | files
         operations = [
             CommitOperationAdd(path_in_repo=place, path_or_fileobj=content) for place, content in files.items()
         ]
@@ -74,14 +74,6 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
             with explained(repo, None):
                 raise
     raise AssertionError
-
-
-def _files_of_model(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
-        place = file.relative_to(folder)
-        is_ours = place.parts[0] == STATE_FOLDER or place.name in (MANIFEST, _CARD, _PICTURE)
-        if file.is_file() and not is_ours and not any(part.startswith(".") for part in place.parts):
-            yield file
 
 
 def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool) -> str:

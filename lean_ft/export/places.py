@@ -12,14 +12,17 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
 from lean_ft.paths import resolve_model_path
 from lean_ft.peft import MergeReport, is_adapter, load_merged
+from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
+from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
-from lean_ft.training.checkpoint import free_bytes
+from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes
 from lean_ft.training.finished_models import find_base, tokenizer_folder
 from lean_ft.units import gibibytes
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
+_OF_A_MODEL |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -44,7 +47,7 @@ def read_source(
     if is_adapter(folder) and not merge:
         raise ValueError(
             f"{folder} holds an adapter, which is no model by itself. Export it with the model that it is of: --merge. "
-            "What reads PEFT's format takes the folder as it is."
+            "Or alone, for what reads PEFT's format: --adapter."
         )
     if merge and not is_adapter(folder):
         raise ValueError(f"{folder} holds a whole model, and no adapter to merge: leave out --merge.")
@@ -60,6 +63,15 @@ def read_source(
         model, merged = load_model(folder, dtype=dtype, scores=None), None
     _check_finite(model, folder)
     return model, tokenizer, merged
+
+
+def files_of_model(folder: Path) -> Iterator[Path]:
+    """What of a checkpoint is the model or the adapter, and not for going on with its run."""
+    for file in sorted(folder.rglob("*")):
+        place = file.relative_to(folder)
+        is_of_the_run = place.parts[0] == STATE_FOLDER or place.name == MANIFEST
+        if file.is_file() and not is_of_the_run and not any(part.startswith(".") for part in place.parts):
+            yield file
 
 
 def _check_finite(model: Decoder, folder: Path) -> None:

@@ -43,12 +43,14 @@ def run_tasks(
     Seeds the process's random number generators, as the harness does. Raises ValueError as `find_tasks` does.
     """
     manager, names = find_tasks(tasks)
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
 
     from lean_ft.generation.harness import TOKENS_AT_A_TIME, HarnessModel
 
-    evaluate: Any = simple_evaluate  # whose wrappers hide its parameters
-    found = evaluate(
+    harness: Any = evaluator  # whose wrappers hide its parameters
+    # It would ask git for a commit, which says "fatal" where the working folder is no checkout.
+    harness.get_git_commit_hash = lambda: None
+    found = harness.simple_evaluate(
         HarnessModel(model, tokenizer, seed, tokens_at_a_time or TOKENS_AT_A_TIME),
         tasks=names,
         num_fewshot=num_fewshot,
@@ -58,6 +60,10 @@ def run_tasks(
         bootstrap_iters=0,
     )
     return {
-        task: {name.partition(",")[0]: value for name, value in told.items() if isinstance(value, int | float)}
+        task: {
+            name.partition(",")[0]: value
+            for name, value in told.items()
+            if isinstance(value, int | float) and name != "sample_len"  # how many questions were asked
+        }
         for task, told in found["results"].items()
     }

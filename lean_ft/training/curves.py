@@ -1,8 +1,8 @@
 """The curves of runs side by side: a PNG to look at or to pass on, and one HTML page that holds all it shows.
 
 A panel for each thing that metrics.jsonl tells, in the order in which one asks: the loss, the held-out loss, whatever the
-objective adds (`rewards/margins`), the learning rate, memory, speed. Below the pictures the page has a table of how the runs
-ended and one of the settings in which they differ. Drawn by matplotlib, the `plots` extra.
+objective adds (`rewards/margins`), the learning rate, memory, speed. The page has a table of how the runs ended above the
+pictures, and below them one of the settings in which they differ. Drawn by matplotlib, the `plots` extra.
 """
 
 import io
@@ -44,8 +44,9 @@ th, td {{ padding: .3em .9em; border-bottom: 1px solid #ddd; text-align: right; 
 th:first-child, td:first-child {{ text-align: left; }}
 </style></head><body>
 <h1>{title}</h1>
-{tables}
+{ends}
 {picture}
+{differences}
 </body></html>
 """
 
@@ -118,21 +119,22 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # words stay words
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
-    tables = _ends(curves) + _differences(curves)
+    told = {"title": escape(title), "ends": _ends(curves), "differences": _differences(curves)}
     with write_whole(page) as part:
-        part.write_text(_PAGE.format(title=escape(title), tables=tables, picture=svg[svg.index("<svg") :]), "utf-8")
+        part.write_text(_PAGE.format(**told, picture=svg[svg.index("<svg") :]), "utf-8")
     with write_whole(picture) as part:
         figure.savefig(part, format="png", dpi=150)
 
 
 def _figure(curves: list[Curves]) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     metrics = _metrics(curves)
     num_rows = -(-len(metrics) // _COLUMNS)
     figure = Figure(figsize=(5.5 * _COLUMNS, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
     for place, (metric, title) in enumerate(metrics.items(), start=1):
-        axes = figure.add_subplot(num_rows, _COLUMNS, place)
+        axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -145,9 +147,12 @@ def _figure(curves: list[Curves]) -> Any:
             marker = "o" if len(values) <= 12 else None
             axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3)
         if metric in ("memory", "tokens_per_second"):
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         if place > len(metrics) - _COLUMNS:
             axes.set_xlabel("optimizer step")
+    figure.axes[0].xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10])
+    )  # of steps there are no halves
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False)
     return figure
@@ -205,7 +210,7 @@ def _ends(curves: list[Curves]) -> str:
 def _differences(curves: list[Curves]) -> str:
     """The settings in which the runs differ, as a table; nothing for one."""
     keys = {key: None for run in curves for key in run.settings if key != "output_dir"}
-    rows = [[key, *(_plain(run.settings.get(key)) for run in curves)] for key in keys]
+    rows = [[key, *(_plain(run.settings[key]) if key in run.settings else "-" for run in curves)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
 

@@ -134,7 +134,10 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of wandb, gone on with under the same id. It never sees the environment or the command."""
+    """A run of wandb, gone on with under the same id. It never sees the environment or the command.
+
+    Its own process writes the record and ends with this one: killed together they lose what it held, which metrics.jsonl has.
+    """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         import wandb

@@ -1,5 +1,7 @@
 """`leanft export`: what it prints, and how it refuses."""
 
+import shutil
+
 import pytest
 
 
@@ -83,12 +85,28 @@ def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
         assert (tmp_path / "one" / "model.gguf").read_bytes() == (tmp_path / "two" / "model.gguf").read_bytes()
 
 
+def test_an_adapter_goes_alone_without_what_its_run_goes_on_from(leanft, tmp_path, adapter):
+    shutil.copytree(adapter, source := tmp_path / "run")
+    (source / "training_state").mkdir()
+    (source / "training_state" / "random_state.json").write_text("{}")
+    for options, code in (([], 0), ([], 2), (["--force"], 0)):
+        answer = leanft("export", source, tmp_path / "out", "--adapter", *options)
+        assert answer.code == code, answer.err
+        files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        assert files == {file.name: file.read_bytes() for file in adapter.iterdir()}
+    (source / "adapter_model.safetensors").write_bytes(b"\0" * 9)
+    assert leanft("export", source, tmp_path / "damaged", "--adapter").code == 2
+    assert not (tmp_path / "damaged").exists()
+
+
 def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, adapter):
     for arguments, message in [
         ([adapter, tmp_path / "out"], "holds an adapter, which is no model by itself"),
         ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "holds an adapter, which is no model by itself"),
         (["tiny", tmp_path / "out", "--merge"], "no adapter to merge"),
         (["tiny", tmp_path / "out", "--base", "tiny"], "it goes with --merge"),
+        (["tiny", tmp_path / "out", "--adapter"], "no adapter: leave out --adapter"),
+        ([adapter, tmp_path / "out", "--adapter", "--merge"], "leave out the options of whole models"),
     ]:
         answer = leanft("export", *arguments)
         assert answer.code == 2

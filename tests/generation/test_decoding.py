@@ -88,6 +88,13 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_waves_stay_within_the_cac
         sample(model, prompts, Sampling(4), cache_gib=1e-9)
 
 
+def test_the_same_prompts_are_samples_of_one_and_rows_come_longest_first():
+    assert decoding.sample_numbers([[1, 2], [3], [1, 2], [1, 2], [3]]) == [0, 0, 1, 2, 1]
+    lengths = [3, 9, 1, 4, 4]
+    batches = list(decoding.longest_first(lengths, 8))
+    assert batches == [[1], [3, 4], [0, 2]]  # one that is longer than all positions comes alone
+
+
 def test_stop_texts_end_an_answer_wherever_tokens_are_cut(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0])
 

@@ -49,6 +49,8 @@ def test_each_answer_is_to_the_whole_conversation(chat: Callable[..., list[str]]
     one = expected(said(FIRST, system=system))
     two = expected(said(FIRST, one, SECOND, system=system))
     assert chat(FIRST, "", SECOND, "/reset", FIRST, system=system, **drawn) == [*f"{one}\n{two}\n{one}".splitlines()]
+    told = chat(f"/system {system}", FIRST, "/reset", FIRST, "/system", FIRST, **drawn)
+    assert told == f"{one}\n{one}\n{expected(said(FIRST))}".splitlines()
     assert not drawn or two != expected(said(SECOND, system=system))
 
 

@@ -46,8 +46,10 @@ def wandb_records(file: Path) -> list[bytes]:
 
 
 def read_wandb(run: Path) -> dict[int, float]:
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # as at a process's end: its own process writes the file, and has not yet where a run is finished
     told: dict[int, float] = {}
     ids = set()
     for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
