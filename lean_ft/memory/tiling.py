@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def tile_mlp(model: nn.Module, num_tiles: int) -> int:
-    """Splits the tokens of every feed-forward layer (a layer's `mlp`, and the `mixture` beside it) into `num_tiles`, and returns how many those are.
+    """Splits the tokens of every feed-forward layer (a layer's `mlp`, and the `mixture` beside it) into `num_tiles`, and returns
+    how many those layers are.
 
     Raises:
         ValueError: when no layer has an `mlp`, or `num_tiles` is below 2.
@@ -32,7 +33,7 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
         raise ValueError(f"tile_mlp expects at least 2 tiles, but got {num_tiles}: one tile is the layer as it is")
     layers = getattr(model, "layers", None)
     parts = [getattr(layer, name, None) for layer in layers or () for name in ("mlp", "mixture")]
-    found = [part for part in parts if isinstance(part, nn.Module)]
+    found: list[Any] = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
         raise ValueError(f"tile_mlp expects a model whose `layers` have an `mlp`, but got {type(model).__name__}")
     for mlp in found:

@@ -137,7 +137,9 @@ def whole_tensors(model: Decoder, optimizer: Optimizer) -> dict[str, torch.Tenso
         flat = torch.full((torch.Size(mine.shape).numel(),), 77, dtype=mine.values.dtype)
         for theirs in (parts[name] for parts in everyone):
             if not theirs.is_kept_by_others:
-                theirs.within(flat).copy_(theirs.values)
+                values = iter(theirs.values.reshape(-1).split([number for _, number in theirs.runs()]))
+                for first, number in theirs.runs():
+                    flat[first : first + number] = next(values)
         whole[name] = flat.view(mine.shape)
     return whole
 

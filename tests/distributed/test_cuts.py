@@ -72,6 +72,7 @@ def parallel(**settings: Any) -> ParallelConfig:
 
 
 CONTEXT, TENSOR, EXPERTS = parallel(context=2), parallel(tensor=2), parallel(experts=2)
+COPIES, COPIES_OF_SHARDS = parallel(replicate=2), parallel(replicate=2)  # on two ranks, and on four
 TWO: dict[str, Case] = {
     "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
     "context, sinks, cap and window": Case(
@@ -107,6 +108,7 @@ TWO: dict[str, Case] = {
     "tensor, mixture with a shared expert": Case(TENSOR, model={"layer": {"mixture": SHARED}}),
     "shards of layers with a state": Case(ALONE, {"in_backward": True}, FULL, model={"layer": STATE}),
     "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
+    "experts, tied": Case(EXPERTS, model={"layer": {"mixture": MIXTURE}, "tied": True}),
     "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
     "experts in backward, recomputed": Case(
         EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": WEIGHED}}
@@ -123,6 +125,11 @@ TWO: dict[str, Case] = {
     ),
 }
 FOUR: dict[str, Case] = {
+    "copies of shards, accumulated": Case(
+        COPIES_OF_SHARDS, {"in_backward": True}, {**FULL, "tile_mlp": 2}, micro_batches=8
+    ),
+    "copies of shards, adafactor": Case(COPIES_OF_SHARDS, {"name": "adafactor"}, clip=0.5, model={"tied": True}),
+    "copies of shards, adapter": Case(COPIES_OF_SHARDS, model={"lora": LoRAConfig(rank=4)}),
     "context beyond the key-value heads": Case(
         parallel(context=4), {"in_backward": True}, FULL, model={"attention_sinks": True, "layer": {"window": 20}}
     ),
@@ -151,6 +158,8 @@ FOUR: dict[str, Case] = {
     ),
 }
 COMPILED: dict[str, Case] = {
+    "shards": Case(ALONE, {"in_backward": True}, FULL, compile=True),
+    "copies": Case(COPIES, {"in_backward": True}, compile=True, model={"tied": True}),
     "context": Case(CONTEXT, {"in_backward": True}, FULL, compile=True),
     "tensor": Case(TENSOR, {"in_backward": True}, FULL, compile=True, model={"output_bias": True}),
     "tensor, adapter": Case(TENSOR, {"in_backward": True}, compile=True, model={"lora": LoRAConfig(rank=4)}),
@@ -180,22 +189,30 @@ def work(cases: dict[str, Case]) -> dict[str, Any]:
 
 
 def work_of_two() -> dict[str, Any]:
-    eight_bits = state_of_eight_bits(TENSOR)
+    few_bits = {name: state_in_few_bits(*case) for name, case in FEW_BITS.items()}
     with pytest.raises(ValueError) as not_cut:
         parallelize(small_model(), TENSOR, join(TENSOR, CPU))
     refused = [refusal(*case) for case in REFUSED]
-    return {**work(TWO), "eight bits": eight_bits, "refused": refused, "not cut": str(not_cut.value)}
+    return {**work(TWO), "few bits": few_bits, "refused": refused, "not cut": str(not_cut.value)}
 
 
-def state_of_eight_bits(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+def state_in_few_bits(rule: str, parallel: ParallelConfig, model_settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Of one step, after which Adam has not yet made a rounding into a step of its own."""
-    cfg = config(Case(parallel, {"name": "adamw_8bit", "in_backward": True}), parallel)
-    model, optimizer, ranks = build(cfg, **WIDE)
+    cfg = config(Case(parallel, {"name": rule, "in_backward": True}), parallel)
+    model, optimizer, ranks = build(cfg, **model_settings)
     list(train(cfg, model, optimizer, ranks, steps=1))
     return {name: tensor for name, tensor in whole_tensors(model, optimizer).items() if ".exp_avg" in name}
 
 
 WIDE = {"head_dim": 128, "intermediate_size": 512}  # a rank's columns are whole blocks of 256
+FEW_BITS = {
+    "tensor, 8": ("adamw_8bit", TENSOR, WIDE),
+    "tensor, 4": ("adamw_4bit", TENSOR, WIDE),
+    "context, 8": ("adamw_8bit", CONTEXT, NOTHING),
+    "context, 4": ("adamw_4bit", CONTEXT, NOTHING),
+    "experts, 8": ("adamw_8bit", EXPERTS, {"layer": {"mixture": MIXTURE}}),
+    "experts, 4": ("adamw_4bit", EXPERTS, {"layer": {"mixture": MIXTURE}}),
+}
 
 
 def refusal(message: str, case: Case) -> str:
@@ -232,15 +249,17 @@ def on_two() -> list[Any]:
     return on_ranks(2, work_of_two)
 
 
-def test_blocks_of_eight_bits_lie_in_what_is_cut(on_two):
-    alone = state_of_eight_bits(ALONE)
-    for found in (of_rank["eight bits"] for of_rank in on_two):
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_blocks_of_few_bits_lie_in_what_is_cut(on_two, name):
+    rule, _, settings = FEW_BITS[name]
+    alone = state_in_few_bits(rule, ALONE, settings)
+    for found in (of_rank["few bits"][name] for of_rank in on_two):
         assert found.keys() == alone.keys()
-        for name, tensor in alone.items():
+        for key, tensor in alone.items():
             if tensor.dtype == torch.uint8:
-                assert (found[name] == tensor).float().mean() > 0.99, name
+                assert (found[key] == tensor).float().mean() > 0.99, key
             else:
-                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-9, msg=name)
+                torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-9, msg=key)
 
 
 def test_a_recipe_that_cuts_no_layers_is_told_so(on_two):

@@ -57,9 +57,14 @@ CLOSE: dict[str, tuple[Config, bool]] = {
     "adafactor": (config("adafactor"), True),
     "adafactor in backward": (config("adafactor", in_backward=True), False),
     "muon on copies": (config("muon"), False),
+    "apollo on copies": (config("apollo_mini"), False),
     "rounded at random on copies": (config("adamw", dtype="bfloat16", stochastic_rounding=True), False),
 }
-ON_COPIES = ("muon on copies", "rounded at random on copies")  # of cut parameters refused, or drawn for each part
+ON_COPIES = (
+    "muon on copies",
+    "apollo on copies",
+    "rounded at random on copies",
+)  # of cut parameters refused, or drawn for each part
 
 
 def outcome(cfg: Config, parallel: ParallelConfig, tied: bool) -> tuple[list[tuple[float, float]], dict[str, Any]]:

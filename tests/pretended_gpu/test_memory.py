@@ -26,7 +26,7 @@ ADAPTER = ["lora_finetune_single_device", "memory.activation_checkpointing=full"
 @pytest.mark.cards("A100")
 @pytest.mark.parametrize("arguments", [LEAN, ADAPTER], ids=["full", "lora"])
 def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[str]) -> None:
-    """Within 2 %, allocated and reserved; and an update holds no more than the bits that round a slice."""
+    """Within 2 %, allocated and reserved; an update holds no more than the bits that round a slice, and launches are few."""
     own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
     own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
 
@@ -45,5 +45,7 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
     assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
+    if arguments is LEAN:  # of 32 layers; 28 at 3 B, of which updates round to nearest, are 4,269
+        assert real["launches"] < 6000
     # Whole, the embedding's noise is three times that, and float32 copies of a slice are seven times.
     assert real["update_bytes"] < 1.1 * 2 * GPU_COMPILED_SLICE
