@@ -45,6 +45,11 @@ class GenerationConfig(Settings):
         "rest. null is a quarter of what the weights leave on the device.",
     )
 
+    compile: bool = Field(
+        False,
+        description="Compile the layers for a token that follows a text; takes seconds once. On one process; layers that keep a "
+        "state, mixtures and latent attention stay as they are written.",
+    )
     offload_training_state: bool = Field(
         False,
         description="Keep the optimizer's state in the host's memory while it samples, and so more of the GPU's for keys and "

@@ -41,6 +41,8 @@ class Sampler:
             setting = "generation.offload_training_state"
             link = open_link(model.output_weight.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
+        if cfg.generation.compile and ranks.size > 1:
+            raise ValueError("generation.compile=true is for one process, and here are several. Leave it out.")
         self._server: VLLMServer | None = None
         if cfg.generation.engine == "vllm":
             if ranks.size > 1:
@@ -78,6 +80,7 @@ class Sampler:
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
                     cache_gib=generation.cache_gib,
+                    compile=generation.compile,
                 )
 
         return [one for answers in self._ranks.everywhere(answer)[::alike] for one in answers]

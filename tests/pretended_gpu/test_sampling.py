@@ -38,8 +38,10 @@ MIXERS = (
 
 
 @pytest.mark.cards("T4", "H100")
-@pytest.mark.parametrize("case", MIXERS)
-def test_what_is_drawn_is_drawn_on_the_cpu_too(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "compile"), [*((case, False) for case in MIXERS), ("llama", True), ("gemma3_text", True)]
+)
+def test_what_is_drawn_is_drawn_on_the_cpu_too(case: str, compile: bool, tmp_path: Path) -> None:
     model_type, settings = CASES[case]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()))
     found = {}
@@ -47,7 +49,8 @@ def test_what_is_drawn_is_drawn_on_the_cpu_too(case: str, tmp_path: Path) -> Non
         torch.manual_seed(0)
         model = load_model(tmp_path, device="cpu", dtype=torch.float32, random_init=True).to(device)
         prompts = [[5, 6, 7], [8], list(range(3, 30))]
-        found[device] = sample(model, prompts, Sampling(max_new_tokens=10, temperature=1.0, top_p=0.9), cache_gib=0.1)
+        sampling = Sampling(max_new_tokens=10, temperature=1.0, top_p=0.9)
+        found[device] = sample(model, prompts, sampling, cache_gib=0.1, compile=compile and device == "cuda")
     for own, expected in zip(found["cuda"], found["cpu"], strict=True):
         assert own.ids == expected.ids
         assert own.log_probs == pytest.approx(expected.log_probs, abs=1e-4)

@@ -287,14 +287,17 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(value, other[0][name]), name
 
 
-def test_a_run_that_goes_on_within_a_round_is_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
-    train(*STATEFUL)
+@pytest.mark.parametrize("more", [(), pytest.param(("generation.compile=true",), marks=pytest.mark.long)], ids=str)
+def test_a_run_that_goes_on_within_a_round_is_the_undisturbed_one(
+    train: Train, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    train(*STATEFUL, *more)
     expected = result(tmp_path / "run", 7)
     assert len({row[2] for row in expected[1]}) == 2  # two rounds, of four steps
     for stop in (1, 3, 4, 6):
         output = f"stopped{stop}"
-        train(*STATEFUL, f"max_steps={stop}", output=output)
-        train(*STATEFUL, output=output)
+        train(*STATEFUL, *more, f"max_steps={stop}", output=output)
+        train(*STATEFUL, *more, output=output)
         assert_same(result(tmp_path / output, 7), expected)
 
 
