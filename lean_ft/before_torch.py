@@ -17,6 +17,7 @@ Each variable is read once by torch or a library in it:
   threads sleep at once (OMP_WAIT_POLICY=PASSIVE); but alone that makes 4,700 tokens a second, this 11,700, spinning 12,600.
   At half a billion parameters it costs 3 % (15.6 s a step, 15.1 with 300,000); 30,000 costs 1 %, and beside fifteen others
   took twice the time of this. A machine of one's own has GOMP_SPINCOUNT=300000 for it.
+- `TORCH_CPP_LOG_LEVEL=ERROR`: a machine that loses another is told so in a line, and not in C++'s stack, forty lines of it.
 - `KINETO_LOG_LEVEL=99`: what profiles (`profile=true`) says nothing of its own beginning and end.
 - `OMP_NUM_THREADS`: as many as the container may use at once. torch counts the machine's cores, of which a quota may leave
   a share: 64 threads in the time of two wait for each other.
@@ -42,6 +43,7 @@ def prepare_torch() -> None:
     _set_default(CUDA_ALLOCATOR_VARIABLES, "expandable_segments:True")
     _set_default(("THP_MEM_ALLOC_ENABLE",), "1")
     _set_default(WAITING_VARIABLES, "10000")
+    _set_default(("TORCH_CPP_LOG_LEVEL",), "ERROR")
     _set_default(("KINETO_LOG_LEVEL",), "99")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # elsewhere there are no quotas
     if (quota := _quota()) is not None and quota < cores:

@@ -99,7 +99,8 @@ def launch(plan: Launch, arguments: list[str]) -> None:
         nodes = str(plan.max_nodes) if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes}:{plan.max_nodes}"
         raise ValueError(
             f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {nodes}: {error} Start the same "
-            "command on each of them, with the name and a free port of one that all can reach."
+            "command on each of them, with the name and a free port of one that all can reach; if that one has ended, what it "
+            "said tells why."
         ) from None
     finally:
         signal.signal(signal.SIGUSR1, previous)
