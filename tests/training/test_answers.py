@@ -97,7 +97,7 @@ class Parrot(torch.nn.Module):
     def keep(self, rows: list[int]) -> list[int]:
         return rows
 
-    def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object = None) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
         cache.said += 1
         return self.output_weight[token].expand(*ids.shape, -1)
