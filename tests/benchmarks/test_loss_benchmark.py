@@ -23,6 +23,7 @@ def test_the_inputs_make_logits_of_ordinary_size():
     assert labels.shape == (256,)
 
 
+@pytest.mark.long
 def test_a_contestant_is_measured_in_a_fresh_process():
     arguments = ["--shape", "tiny", "--tokens", "256", "--chunk-tokens", "64", "--repeats", "2", "--device", "cpu"]
     (row,) = measure_contestants(benchmark.__file__, {"lean_ft": "lean_ft"}, arguments, Budget(120))

@@ -151,6 +151,7 @@ def run_recipe(folder: Path, *settings: str, **env: str) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
+@pytest.mark.long
 def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
     settings = ["max_steps=3", "optimizer.name=adamw_8bit", "optimizer.in_backward=true", "clip_grad_norm=null"]
     settings += ["memory.activation_checkpointing=selective", "eval_answers=4", "memory.loss_chunk_tokens=512"]

@@ -245,6 +245,7 @@ def test_filling_the_cache_draws_no_random_number(train: Train) -> None:
     assert numbers(filled) == numbers(found) == numbers(other)
 
 
+@pytest.mark.long
 def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=16", "optimizer.lr=1e-3", "max_steps=20")

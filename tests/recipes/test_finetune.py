@@ -218,6 +218,7 @@ print(peak_memory_bytes(torch.device("cpu")) - before)
 """
 
 
+@pytest.mark.long
 def test_the_model_never_stands_in_memory_whole_while_it_is_quantised(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     layers = 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)

@@ -54,6 +54,7 @@ def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -
     return resident[steps] / resident[FIRST_STEP] - 1
 
 
+@pytest.mark.long
 def test_packed_documents_of_ever_new_lengths_take_no_more_memory(tmp_path):
     assert growth(tmp_path, "full_finetune_single_device", 30, FULL | PACKED) < 0.05
 

@@ -98,6 +98,7 @@ def test_output_layers_of_both_models_are_no_matrices_to_muon(train: Train) -> N
     assert kept["value.own.score.weight"] == kept[embedding] != kept[matrix]
 
 
+@pytest.mark.long
 def test_it_learns(train: Train) -> None:
     """Held-out problems, answers drawn as in training."""
     settings = (

@@ -222,6 +222,7 @@ def test_pairs_that_end_in_the_same_text_are_left_out_and_counted(train: Train, 
     assert "1 dropped (chosen equals rejected within the lengths); 2 pairs" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=16", "max_steps=30", "eval_every=30")

@@ -80,7 +80,9 @@ READERS = {"csv": read_csv, "tensorboard": read_tensorboard, "wandb": read_wandb
 MODULES = {name: name for name in READERS} | {"csv": "csv"}
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "mlflow" else name for name in READERS]
+)
 def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, monkeypatch):
     pytest.importorskip(MODULES[name])
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
@@ -125,6 +127,7 @@ def quiet_services(monkeypatch):
     logging.getLogger("mlflow").setLevel(logging.ERROR)
 
 
+@pytest.mark.long
 def test_answers_come_as_tables(tmp_path):
     rows = [{"prompt": "2 + 2 =", "answer": "4 | four\nfive", "reward": 1.0, "rewards": {"exact_answer": 1.0}}] * 2
     loggers = Loggers(LogConfig(to=["tensorboard", "wandb", "mlflow", "csv"], offline=True), tmp_path, {}, start_step=0)
