@@ -63,6 +63,8 @@ def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int
         cannot = "each process has a copy of the model (parallel.shard=1)"
     elif tokens is None:
         cannot = "this recipe's loss wants the whole output layer"
+    elif model.config.head_bias:
+        cannot = "the output layer has a bias"
     elif type(embedding) is not nn.Embedding or (head is not None and type(head) is not nn.Linear):
         cannot = "there is an adapter on the embedding or the output layer"
     elif rows * (num_ranks - 1) >= vocab_size:

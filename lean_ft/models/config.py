@@ -35,6 +35,9 @@ class MixtureConfig:
     correction_is_row: bool = False  # these numbers are (1, E) in the folder, and not (E,)
     num_groups: int = 1  # of experts, of which a token chooses those whose two best scores add up to most
     groups_per_token: int = 1
+    # Experts are chosen one after another, and each one's weight is a softmax over those left whose scores lie below its own
+    # by at most that share of their size; None: all at once.
+    margin: float | None = None
     weights_factor: float = 1.0  # of a token's weights
     weighs_input: bool = False  # a weight multiplies what its expert is given, and not what that returns
     wide_router: bool = False  # it computes in float32, and has what corrects it in float32
@@ -165,6 +168,7 @@ class DecoderConfig:
     # two side by side, of which the second then does not see what the first adds.
     norm_placement: Literal["in", "out", "both", "once"] = "in"
     norm_centered: bool = False  # norms of the residual take the mean away first
+    norm_bias: bool = False  # and have a bias
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
     qkv_bias: bool = False
@@ -199,6 +203,7 @@ class DecoderConfig:
     )
     layer_input_vocab_size: int = 0  # of the embedding that these are read from
     layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the folder's, which does not train
+    head_bias: bool = False  # the output layer has one
     scores: bool = False  # the output layer gives one number a position in place of logits: a reward model
 
     @property

@@ -97,6 +97,7 @@ SCORE_ARCHITECTURES = {
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
         "gpt_oss": "GptOss",
+        "phimoe": "Phimoe",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5Text",
     }.items()
@@ -197,7 +198,8 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             )
     _refuse_other_mathematics(config, fields.read, where)
     if _gives_scores(config):  # of the last hidden state, and of nothing that logits have
-        return replace(read, scores=True, tied_embeddings=False, logits_softcap=None, logits_divisor=1.0)
+        of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
+        return replace(read, scores=True, tied_embeddings=False, **of_logits)
     return read
 
 

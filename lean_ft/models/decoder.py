@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
@@ -35,6 +36,9 @@ _NORMS = {
     "both": (_INTO_ATTENTION, _AFTER_ATTENTION, "pre_feedforward_layernorm", _OUT),
     "once": (_INTO_ATTENTION, None, None, None),
 }
+
+# Columns that an output layer's bias is, for the losses: one of it, and zeros up to a width that matrix products like.
+_WIDER = 8
 
 # Where a mixture of experts lies beside a feed-forward layer: out of the latter, into the former and out of it.
 _BESIDE = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
@@ -160,7 +164,7 @@ class Block(nn.Module):
 
 def _norm(config: DecoderConfig) -> nn.Module:
     if config.norm_centered:
-        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_weight_offset)
 
 
@@ -215,7 +219,7 @@ class Decoder(nn.Module):
         if config.scores:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tied_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, rope.head_dim or config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
@@ -245,9 +249,11 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
-        where they are tied."""
+        where they are tied. Where it has a bias, a copy (V, D + 8) with that and zeros behind, of hidden states as wide."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
+        if self.config.head_bias and self.head is not None:
+            return F.pad(torch.cat((self.head.weight, self.head.bias[:, None]), 1), (0, _WIDER - 1))
         return self.model.embed_tokens.weight if self.head is None else self.head.weight
 
     def forward(
@@ -263,7 +269,8 @@ class Decoder(nn.Module):
         prefixes: Tensor | None = None,
         num_prefix_tokens: int = 0,
     ) -> Any:
-        """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D).
+        """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D), which are
+        as wide as `output_weight`.
 
         input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
         count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
@@ -346,6 +353,8 @@ class Decoder(nn.Module):
         hidden = self.model.norm(hidden)
         if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
             hidden = hidden / self.config.logits_divisor
+        if self.config.head_bias:  # what the output layer's bias is multiplied by, and zeros
+            hidden = torch.cat((hidden, F.pad(torch.ones_like(hidden[..., :1]), (0, _WIDER - 1))), -1)
         if cache is not None:
             cache.advance()
         result = hidden if return_hidden else self.logits(hidden)
@@ -361,7 +370,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
         cut = self.cut_vocabulary
-        logits = few_rows_linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
+        if self.config.head_bias and self.head is not None:
+            logits = few_rows_linear(hidden[..., :-_WIDER], self.head.weight, self.head.bias)
+        else:
+            logits = few_rows_linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

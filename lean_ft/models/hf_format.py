@@ -40,6 +40,7 @@ _FINGERPRINT_PAGES = 8192
 _OF_TOKENS = {
     "model.embed_tokens.weight": "vocab_size",
     "lm_head.weight": "vocab_size",
+    "lm_head.bias": "vocab_size",
     "model.embed_tokens_per_layer.weight": "vocab_size_per_layer_input",
 }
 
@@ -475,6 +476,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     if model.score_is_new:
         del expected["score.weight"]
         stored.pop("lm_head.weight", None)
+        stored.pop("lm_head.bias", None)
     for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.hf_config)):
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{beyond}.")}
     # Keys and values that a layer takes from another are in some folders all the same.

@@ -50,6 +50,8 @@ class Router(nn.Module):
     def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
         """The weights (N, K) of each token's experts, and which these are (N, K), by the router's logits (N, E)."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if config.margin is not None:
+            return _one_after_another(logits, config.experts_per_token, config.margin)
         if config.score == "softmax" and not config.corrected and config.weights_sum_to_one:
             logits, chosen = logits.topk(config.experts_per_token)
             return logits.softmax(-1) * config.weights_factor, chosen
@@ -68,6 +70,19 @@ class Router(nn.Module):
         if config.weights_sum_to_one:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * config.weights_factor, chosen
+
+
+def _one_after_another(logits: Tensor, experts_per_token: int, margin: float) -> tuple[Tensor, Tensor]:
+    """Of each token the best expert, then the best of the others, and so on (Liu et al. 2024, https://arxiv.org/abs/2409.12136,
+    without its draws): weights and experts (N, K)."""
+    weights, chosen, left = [], [], logits
+    for _ in range(experts_per_token):
+        best, index = left.detach().max(-1, keepdim=True)
+        is_far = (best - logits.detach()) / logits.detach().abs().maximum(best) > margin
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
 class NormedRouter(nn.Module):

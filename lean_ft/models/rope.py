@@ -39,6 +39,9 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     original_max_positions: float = math.inf
     attention_factor: float = 1.0  # on cos and sin
+    long_attention_factor: float | None = (
+        None  # the same in texts beyond the original length, where it is another there
+    )
     beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
     beta_slow: float = 1.0  # and below which it is divided by the factor
     truncate: bool = True  # whether the bounds between the two are whole features
@@ -161,6 +164,8 @@ class RotaryEmbedding:
         else:
             angles = torch.cat((angles, angles), dim=-1)
         factor: Any = self.rope.attention_factor
+        if self.rope.long_attention_factor is not None:
+            factor = torch.where(self._is_long(positions, lengths), self.rope.long_attention_factor, factor)
         if self.rope.query_growth:
             passed = ((positions + self.rope.query_growth_start) / self.rope.query_growth_positions).floor()
             growth = 1 + self.rope.query_growth * torch.log1p(passed)  # (B, T)
@@ -178,13 +183,18 @@ class RotaryEmbedding:
             self._frequencies[positions.device] = frequencies
         if not self.rope.depends_on_length:
             return frequencies
-        if lengths is None:
-            lengths = positions.amax(-1, keepdim=True) + 1
-        is_long = (lengths > self.rope.original_max_positions)[..., None]
+        is_long = self._is_long(positions, lengths)
         if self.rope.scaling == "longrope":
             short, long = frequencies
             return torch.where(is_long, long, short)
+        if lengths is None:
+            lengths = positions.amax(-1, keepdim=True) + 1
         return torch.where(is_long, _dynamic(self.rope, self.size, lengths), frequencies)
+
+    def _is_long(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """Whether texts are beyond the original length, (B or 1, T or 1, 1)."""
+        lengths = positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths
+        return (lengths > self.rope.original_max_positions)[..., None]
 
 
 def rotate_both(

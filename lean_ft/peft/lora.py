@@ -79,6 +79,11 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             "lora.dtype=model would train float16 weights, in which small updates vanish. Set lora.dtype=float32."
         )
     names = find_targets(model, cfg.targets)
+    if model.config.head_bias and (_OUTPUT in names or model.new_ids):
+        asked = "model.new_tokens" if model.new_ids else f"{_OUTPUT} in lora.targets"
+        raise ValueError(
+            f"{asked}: this model's output layer has a bias, beside which no adapter is supported. Leave it out."
+        )
     if _OUTPUT in names and cfg.dropout:
         raise ValueError(
             f"lora.dropout={cfg.dropout:g} drops inputs of the adapter, and that of {_OUTPUT} is added to the weight, "

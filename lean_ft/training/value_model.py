@@ -38,6 +38,11 @@ class ValueModel(nn.Module):
                 "on the policy. Leave value.path out, or set lora=null."
             )
         else:
+            if model.config.head_bias:
+                raise ValueError(
+                    "lora: the value model would be an output layer on the policy, which is not supported where that has an "
+                    "output layer with a bias. Set lora=null."
+                )
             self.score = nn.Linear(model.config.hidden_size, 1, bias=False, device=device)
             nn.init.zeros_(self.score.weight)
         if stage() is None:

@@ -31,6 +31,7 @@ LONG_CASES = {
     "apertus_tied_biases",
     "cohere2_untied_biases",
     "gemma4_text_keys_are_values",
+    "phimoe_window_tied",
     "qwen2_moe_some_layers",
     "glm4_moe_groups",
     "ernie4_5_moe_some_layers",
@@ -405,6 +406,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20}
         | {"norm_topk_prob": True},
+    ),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "router_jitter_noise": 0.4,
+            "lm_head_bias": True,
+            "attention_bias": True,
+            "sliding_window": None,
+            # transformers takes the divisors of short texts for long ones too.
+            "rope_parameters": longrope(
+                4, original_max_position_embeddings=24, factor=6.0, short_mscale=1.2, long_mscale=1.4
+            )
+            | {"long_factor": [1.0 + 0.3 * i for i in range(4)]},
+        },
+    ),
+    "phimoe_window_tied": (
+        "phimoe",
+        {"num_local_experts": 4, "num_key_value_heads": 6, "sliding_window": 9, "tie_word_embeddings": True},
     ),
     "qwen3_moe_some_layers": (
         "qwen3_moe",

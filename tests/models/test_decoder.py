@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.generation import Sampling, sample
+from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.memory import checkpoint_layers
 from lean_ft.models import build_decoder, load_model
+from lean_ft.peft import apply_lora
+from lean_ft.settings import LoRAConfig
 
 
 def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -102,6 +105,22 @@ def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
         torch.testing.assert_close(hidden, reference.model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
         assert model.output_weight.shape == (101, 48)
         torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
+
+
+def test_losses_see_the_bias_of_an_output_layer(make_checkpoint):
+    folder, reference = make_checkpoint("phimoe")
+    model, ids = load_model(folder), torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    loss = linear_cross_entropy(model(ids, return_hidden=True), model.output_weight, labels, chunk_tokens=16)
+    expected = F.cross_entropy(reference(ids).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for own, theirs in ((model.lm_head.weight, reference.lm_head.weight), (model.lm_head.bias, reference.lm_head.bias)):
+        torch.testing.assert_close(own.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+    with pytest.raises(ValueError, match="lm_head in lora.targets: this model's output layer has a bias"):
+        apply_lora(model, LoRAConfig(targets=["lm_head"]))
 
 
 def test_the_multiplier_of_embeddings_is_rounded_as_it_was_in_training(make_checkpoint):

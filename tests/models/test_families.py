@@ -25,6 +25,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+PHIMOE = {"model_type": "phimoe", "architectures": ["PhimoeForCausalLM"], "lm_head_bias": True}
+
 WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}  # which transformers has, left out, in seed_oss
 
 # As published, but for ids of tokens and library versions.
@@ -272,6 +274,9 @@ def test_head_dim_and_key_heads_are_derived():
         ({"head_dim": 15}, "head_dim is 15; rotary embeddings need an even number"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({**PHIMOE, "tie_word_embeddings": True}, "lm_head_bias and tie_word_embeddings are both true"),
+        ({**PHIMOE, "num_experts_per_tok": 3}, "num_experts_per_tok is 3; expected 2"),
+        ({**PHIMOE, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'; expected longrope"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,5 +1,7 @@
 """Rotary embeddings against transformers' own, far from the start, and against being cast with the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -72,6 +74,16 @@ def test_each_text_has_the_frequencies_of_its_own_length(scaling):
     given = rotary(positions, torch.float32, lengths=torch.tensor([[80], [80]]))[0]
     assert torch.equal(given[1, :40], together[0, :40])
     assert [rope.same_frequencies(n, n + 1) for n in (49, 50, 51)] == [True, False, scaling == "longrope"]
+
+
+def test_a_long_text_has_a_factor_of_its_own():
+    short = RopeConfig(1e4, "longrope", original_max_positions=50, short_factors=ONES, long_factors=RISING)
+    both = replace(short, attention_factor=1.2, long_attention_factor=1.5)
+    positions = torch.stack((torch.arange(80), torch.arange(80) % 40))
+    own, plain = (RotaryEmbedding(rope, 128)(positions, torch.float32) for rope in (both, short))
+    factors = torch.tensor([1.5, 1.2])[:, None, None]
+    for mine, without in zip(own, plain, strict=True):
+        torch.testing.assert_close(mine, without * factors, atol=0.0, rtol=0.0)
 
 
 def test_a_part_of_the_head_is_turned_as_a_smaller_head_is():

@@ -17,7 +17,15 @@ from tests.models.family_cases import CASES
 
 # A case a family, and those of Llama that differ in what an adapter meets: biases.
 MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"}
-MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text_experts", "llama4_text", "ernie4_5_moe"}
+MIXTURES |= {
+    "phimoe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "gemma4_text_experts",
+    "llama4_text",
+    "ernie4_5_moe",
+}
 FAMILIES = [
     *sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()),
     "llama_biases",

@@ -1,6 +1,7 @@
 """Families with a mixture of experts, behind attention in every layer."""
 
 import math
+from dataclasses import replace
 
 from lean_ft.models.config import LatentConfig
 from lean_ft.models.config_fields import Fields, head_dim_of
@@ -144,6 +145,34 @@ def _yarn_scale(fields: Fields) -> float:
     return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
+def _scaled_by_length(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """`longrope`, with a factor on cos and sin for short texts and one for long ones."""
+    rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
+    if rope.scaling == "default":
+        return rope
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    if rope.scaling != "longrope":
+        raise ValueError(f"{own.where} asks for the rope type {rope.scaling!r}; expected longrope in this family.")
+    return replace(
+        rope, attention_factor=own.positive("short_mscale"), long_attention_factor=own.positive("long_mscale")
+    )
+
+
+def _head_bias(fields: Fields) -> bool:
+    if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
+        raise ValueError(
+            f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; a bias is supported of an output layer "
+            "of its own alone."
+        )
+    return fields.flag("lm_head_bias")
+
+
+def _two(fields: Fields) -> int:
+    if (number := fields.count("num_experts_per_tok")) != 2:
+        raise ValueError(f"{fields.where}: num_experts_per_tok is {number}; expected 2, as transformers has it always.")
+    return number
+
+
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
         has_window=every_layer,
@@ -157,6 +186,30 @@ MIXTURES: dict[str, Family] = {
             "rope_theta": 1e6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+        },
+    ),
+    "phimoe": Family(
+        facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
+        has_window=every_layer,
+        rope=_scaled_by_length,
+        mixture={
+            **MIXTURE,
+            "experts_per_token": _two,
+            "weights_sum_to_one": False,
+            "router_name": "router",
+            "margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
+        },
+        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)},
+        defaults={
+            **MIXTURE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
+            "lm_head_bias": False,
         },
     ),
     "qwen3_moe": Family(
