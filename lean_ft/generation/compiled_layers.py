@@ -48,9 +48,8 @@ def _is_plain(config: DecoderConfig, i: int) -> bool:
 def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
     attention: Any = layer.self_attn
     kept, _ = args[4]
-    kept.owner.visible(
-        attention.scoring.window, attention.scoring.chunk
-    )  # a mask that layers share: it is there before the first of them
+    # A mask that layers share: it is there before the first of them.
+    kept.owner.visible(attention.scoring.window, attention.scoring.chunk)
     with torch._dynamo.config.patch(recompile_limit=MOST_KINDS):  # pyright: ignore[reportAttributeAccessIssue]
         return _compiled(layer, *args, **others)
 

@@ -39,9 +39,7 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     original_max_positions: float = math.inf
     attention_factor: float = 1.0  # on cos and sin
-    long_attention_factor: float | None = (
-        None  # the same in texts beyond the original length, where it is another there
-    )
+    long_attention_factor: float | None = None  # the same in texts beyond the original length, where it is another
     beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
     beta_slow: float = 1.0  # and below which it is divided by the factor
     truncate: bool = True  # whether the bounds between the two are whole features
