@@ -19,15 +19,22 @@ import socket
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from lean_ft.environment import usable_cores
 
 COMMAND_VARIABLE = "LEANFT_COMMAND"  # what started all processes, in the environment of each
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 SHUTDOWN_SECONDS = 600  # that processes have to save in, after a signal
 JOIN_SECONDS = 600  # that machines have to come in
+WAITED = f"{JOIN_SECONDS // 60} minutes"
 LOST_PEER_SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "TCPStore")
+ENDED = "what ended a process"  # in the store of all of them
+LOOK_SECONDS = 2  # between two looks for that
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -53,6 +60,11 @@ class Launch:
     is_host: bool | None = None
     """Whether this machine is the endpoint's; None has it find out by the name."""
 
+    @property
+    def nodes(self) -> str:
+        """As --nnodes has it."""
+        return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+
 
 def launch(plan: Launch, arguments: list[str]) -> None:
     """Runs `leanft ARGUMENTS` in the processes of the plan, and returns when all are done.
@@ -62,14 +74,16 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     alone = plan.max_nodes == 1
     if not alone:
         find_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
+        print(f"{'waiting':<12}at most {WAITED} for {plan.nodes} machines to meet at {plan.endpoint}", flush=True)
+        _await_endpoint(plan)
     os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // plan.processes_a_node)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // plan.processes_a_node)))
     # Why it starts again the agent says itself; of an end this process does.
     level = logging.ERROR if plan.max_restarts else logging.CRITICAL
     logging.getLogger("torch.distributed.elastic").setLevel(level)
@@ -94,12 +108,15 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as failed:
+        if not alone:
+            time.sleep(2 * LOOK_SECONDS)  # the store may be here, in which other machines look for the reason
         raise _told_once(failed, plan.max_restarts) from None
     except RendezvousError as error:
-        nodes = str(plan.max_nodes) if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes}:{plan.max_nodes}"
+        timed_out = isinstance(error, RendezvousTimeoutError)
+        why = f"fewer came within {WAITED}." if timed_out else str(error) or type(error).__name__
         raise ValueError(
-            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {nodes}: {error} Start the same "
-            "command on each of them, with the name and a free port of one that all can reach; if that one has ended, what it "
+            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the same "
+            "command on each of them, with the name and a free port of one that all can reach; if one has ended, what it "
             "said tells why."
         ) from None
     finally:
@@ -118,8 +135,24 @@ def find_host(host: str, given_as: str) -> None:
         ) from None
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _await_endpoint(plan: Launch) -> None:
+    """Returns when the machine where all meet answers, which may start last; torch would give up after one minute."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    host, _, port = plan.endpoint.rpartition(":")
+    if _matches_machine_hostname(host) if plan.is_host is None else plan.is_host:
+        return
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"nothing answered at --rdzv-endpoint {plan.endpoint} within {WAITED} ({error.strerror or error}). Start the "
+                    f"same command on {host} too, and see that its port can be reached from here."
+                ) from None
+        time.sleep(1)
 
 
 def _ask_first_child_to_save(number: int, frame: object) -> None:
@@ -169,6 +202,8 @@ def leave_word(message: str, exit_code: int) -> bool:
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
     lost_peer = exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS)
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        message = _tell_other_machines(message, lost_peer)
     word = {
         "message": message,
         # The agent tells the earliest failure as the cause. Who lost a peer may say so before the agent has seen that one die.
@@ -179,3 +214,26 @@ def leave_word(message: str, exit_code: int) -> bool:
     }
     Path(file).write_text(json.dumps(word), encoding="utf-8")
     return True
+
+
+def _tell_other_machines(message: str, lost_peer: bool) -> str:
+    """Has the processes of other machines, on which no agent ends them, know what ended this one. Returns the message, with what
+    ended the peer where one was lost."""
+    with suppress(RuntimeError):  # of torch's, where the store is gone as well
+        store = shared_store(timedelta(seconds=10))
+        if not lost_peer:
+            # The first one stays.
+            store.compare_set(ENDED, "", f"rank {os.environ['RANK']} on {platform.node()}: {message}")
+        elif store.check([ENDED]):
+            return store.get(ENDED).decode()
+    return message
+
+
+def shared_store(timeout: timedelta) -> Any:
+    """What all processes of this attempt can write into and read. Raises torch's DistError where it is not reached in time."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, size = next(rendezvous("env://", timeout=timeout))
+    # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
+    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}", store)

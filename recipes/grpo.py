@@ -3,7 +3,7 @@
 leanft run grpo --config tiny/grpo
 leanft run grpo --config tiny/grpo loss.name=gspo output_dir=runs/gspo        # docs/online.md has the losses
 leanft run grpo --config tiny/grpo rewards='[my_rewards.py:right]'            # a function of your own
-leanft run --nproc-per-node 2 grpo --config tiny/grpo     # prompts and batches are shared out: `parallel.*`
+leanft run --nproc-per-node 2 grpo --config tiny/grpo gradient_accumulation_steps=2    # and `parallel.*`
 leanft cp  grpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/grpo
 
 Sample, score, learn: the model answers prompts several times, rewards tell which of the answers were good, and the model

@@ -67,9 +67,8 @@ def main(cfg: Config) -> None:
 
         micro_batches = rollouts.take()
         copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its pairs
-        num_pairs = copies * max(
-            1, sum(batch.num_pairs for batch in micro_batches)
-        )  # fewer where answers are worth the same
+        pairs_found = sum(batch.num_pairs for batch in micro_batches)  # fewer where answers are worth the same
+        num_pairs = copies * max(1, pairs_found)
         num_targets = copies * max(1, sum(batch.num_targets for batch in micro_batches))
         num_chosen = copies * max(1, sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches))  # tokens
         tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)

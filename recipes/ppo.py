@@ -3,6 +3,7 @@
 leanft run ppo --config tiny/ppo
 leanft run ppo --config tiny/ppo lora.rank=8 output_dir=runs/ppo_lora      # policy, value model and reference share one base
 leanft run ppo --config tiny/ppo rewards='[runs/reward]'                   # what `leanft run reward` trained
+leanft run --nproc-per-node 2 ppo --config tiny/ppo gradient_accumulation_steps=2      # and `parallel.*`
 leanft cp  ppo mine.py                              # edit the loop, then: leanft run mine.py --config tiny/ppo
 
 Sample, score, learn, as in grpo; but each token of an answer is compared with what a second model expected before it, so one
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
+from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import TokenLogProbs, TokenStatistics, policy_loss, value_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.settings import GenerationConfig, OnlineConfig, PPOLossConfig, ValueConfig
+from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PPOLossConfig, ValueConfig
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import (
     Rewards,
@@ -34,34 +36,45 @@ from lean_ft.training import (
 
 class Config(OnlineConfig):
     generation: GenerationConfig = GenerationConfig(num_answers=1, passes=4)
+    parallel: ParallelConfig = ParallelConfig()
     value: ValueConfig = ValueConfig()
     loss: PPOLossConfig = PPOLossConfig()
 
 
 def main(cfg: Config) -> None:
     device = start(cfg)
+    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
-    score = Rewards(cfg.rewards, tokenizer, device.type)
-    model = load_with_adapter(cfg.model, cfg.lora, device)  # what is frozen is quantised as it is read
+    score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
     apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
+    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
     apply_memory(model, cfg.memory, compile=cfg.compile)
+    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
     log_probs = TokenLogProbs(model, cfg)  # of sampled tokens: logits exist a chunk of tokens at a time
-    value = ValueModel(cfg, model)  # of each token what is still to come, before it was drawn
-    reference = load_policy_reference(cfg, model, log_probs)  # the model as it is now; None where nothing reads it
+    value = ValueModel(cfg, model, ranks)  # of each token what is still to come, before it was drawn
+    reference = load_policy_reference(cfg, model, log_probs, ranks)  # the model as it is now; or None: not read
     ratios = lr_ratios(cfg.lora) | {f"value.{name}": cfg.value.lr_ratio for name, _ in value.named_parameters()}
-    optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios)
-    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id)  # what a round has sampled, and what it is worth
+    optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios, ranks=ranks)
+    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # what a round has sampled, and what it is worth
     run = Run(
-        cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, beside=value
+        cfg,
+        model=model,
+        optimizer=optimizer,
+        batches=rollouts,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        beside=value,
     )
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer, optimizer)  # as the model is now
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
 
     @torch.no_grad()
     def sample_a_round() -> None:
         rollouts.sample(answer, score)
-        for batch in rollouts.to_remember():  # as all three models are before the first update
+        for batch, _ in ranks.share(rollouts.to_remember()):  # as all three models are before the first update
             batch = batch.to(device)
             now, frozen = log_probs(model, batch), None if reference is None else reference(batch)
             rollouts.remember(batch, now, frozen, value(batch, now))
@@ -98,14 +111,15 @@ def main(cfg: Config) -> None:
             sample_a_round()
 
         micro_batches = rollouts.take()
-        num_tokens = max(1, sum(batch.num_targets for batch in micro_batches))
-        tokens = TokenStatistics()
-        for i, batch in enumerate(micro_batches, start=1):
+        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its answers
+        num_tokens = copies * max(1, sum(batch.num_targets for batch in micro_batches))
+        tokens = TokenStatistics(ranks)
+        for batch, is_last in ranks.share(micro_batches):
             # Shares of the step's loss: what it is divided by is the whole step's.
             loss = loss_of(batch.to(device), num_tokens, tokens)
             tokens.add(loss=loss * num_tokens)
             # A step with a loss that is not finite is skipped, and its batch kept.
-            optimizer.scale(loss, last=i == len(micro_batches)).backward()
+            optimizer.scale(loss, last=is_last).backward()
 
         grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
         optimizer.step()

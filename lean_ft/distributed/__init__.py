@@ -2,7 +2,7 @@
 
 from lean_ft.distributed.cutting import cut, refuse_cuts
 from lean_ft.distributed.generating import generating
-from lean_ft.distributed.parallelize import parallelize
+from lean_ft.distributed.parallelize import parallelize, shard_layer
 from lean_ft.distributed.ranks import check_number, join
 
-__all__ = ["check_number", "cut", "generating", "join", "parallelize", "refuse_cuts"]
+__all__ = ["check_number", "cut", "generating", "join", "parallelize", "refuse_cuts", "shard_layer"]

@@ -64,7 +64,7 @@ def _whole(model: Decoder) -> Iterator[None]:
 
 @torch.no_grad()
 def _pass_of_one_token(model: Decoder) -> None:
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.output_weight.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(token, cache=model.new_cache(1, 1), return_hidden=True)
 
 

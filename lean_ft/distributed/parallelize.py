@@ -14,6 +14,7 @@ which the settings `model.dtype` and `memory` stand.
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lean_ft.distributed.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
@@ -51,7 +52,7 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
 
 
 def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
@@ -59,7 +60,7 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     for layer in model.layers:
         routers = (module for module in layer.modules() if isinstance(module, Router) and module.weight.requires_grad)
         for router in routers:  # FSDP2 gathers tensors of one dtype together
-            if router.weight.dtype != model.output_weight.dtype:
+            if router.weight.dtype != model.dtype:
                 fully_shard(router, reshard_after_forward=cfg.reshard_after_forward, **how)
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
     gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
@@ -79,6 +80,26 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         trunk.embed_tokens_per_layer.set_unshard_in_backward(False)  # type: ignore[operator]
     fully_shard(ends, reshard_after_forward=False, **how)
     fully_shard(model, **how)
+    _sum_gradients(model)
+
+
+def shard_layer(layer: nn.Module, ranks: Ranks) -> None:
+    """Cuts a layer of shapes alone that trains beside a model, by rows; on one device does nothing. It is gathered where it is
+    called."""
+    if not isinstance(ranks, ManyRanks):
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    with outside():
+        fully_shard(layer, mesh=ranks.mesh_of(None))
+        _sum_gradients(layer)
+    ranks.cut_models.append(layer)
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """What FSDP2 makes of ranks' gradients is their sum, and no mean."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -87,11 +108,18 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
 
 def _placement(model: Decoder, ranks: ManyRanks) -> Any:
     """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-    from torch.distributed.tensor import Shard
-
     if not model.cuts:
         return None
+    from torch.distributed.tensor import Shard
+
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise ValueError(
+            f"parallel.tensor and parallel.experts need an FSDP2 that cuts parameters over different ranks, which torch "
+            f"{torch.__version__} has not. Set them to 1, or take a newer torch."
+        ) from None
+
     meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
     infos = {
         over: FSDPMeshInfo(mesh, shard_mesh_dim=0)

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from lean_ft.data import PairBatch, PolicyBatch, UnpairedBatch
 from lean_ft.data.rows import IGNORED
-from lean_ft.launch import find_host
+from lean_ft.launch import ENDED, LOOK_SECONDS, find_host, shared_store
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import outside, stage
 from lean_ft.shards import ALONE, Ranks
@@ -71,22 +72,35 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
         host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         find_host(host, f"MASTER_ADDR={host}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        from torch.distributed.rendezvous import rendezvous
-
+        rank = int(os.environ["RANK"])
+        settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
         try:
-            store, rank, _ = next(rendezvous("env://", timeout=timeout))
+            store = shared_store(timeout)
+            store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
+            all_of = _of_all(store, size, timeout)
         except dist.DistError as error:
             raise ValueError(
-                f"rank {os.environ['RANK']} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"rank {rank} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
                 f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all of them with the same two."
             ) from None
-        # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
-        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
-        store = dist.PrefixStore(attempt, store)  # pyright: ignore[reportPrivateImportUsage]
-        settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
-        store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
-        _refuse_different([json.loads(store.get(f"settings of {other}")) for other in range(size)])
+        _refuse_different(all_of)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
+    """What all ranks have told of their settings. Raises ValueError where one of them, on another machine, has ended instead."""
+    import torch.distributed as dist
+
+    names, deadline = [f"settings of {rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store.wait(names, min(timeout, timedelta(seconds=LOOK_SECONDS)))
+            return [json.loads(store.get(name)) for name in names]
+        except dist.DistStoreError:
+            if store.check([ENDED]):
+                raise ValueError(store.get(ENDED).decode()) from None
+            if time.monotonic() > deadline:
+                raise
 
 
 def check_number(cfg: ParallelConfig, size: int) -> int:

@@ -7,6 +7,7 @@ from lean_ft.losses.distillation import Distillation, Teacher
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
+from lean_ft.losses.output_layer import hidden_states
 from lean_ft.losses.policy import advantages, batch_loss, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
 from lean_ft.losses.reward import add_scores, reward_loss, scores_of
@@ -45,6 +46,7 @@ __all__ = [
     "batch_loss",
     "correction",
     "generalized_advantages",
+    "hidden_states",
     "linear_cross_entropy",
     "linear_distillation",
     "linear_log_probs",

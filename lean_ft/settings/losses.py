@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from lean_ft.settings.base import Fraction, Settings
+from lean_ft.settings.base import Fraction, PositiveShare, Settings, Share
 
 
 class LossConfig(Settings):
@@ -19,6 +19,16 @@ class LossConfig(Settings):
         description="Coefficient of the squared logarithm of the softmax's normaliser, added to each token's loss: it "
         "keeps logits from drifting. PaLM took 1e-4.",
     )
+
+
+def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, ...]]) -> None:
+    """Raises ValueError where one of the settings that are given is read by other losses alone."""
+    for name, value in given.items():
+        if name not in reads.get(loss, ()):
+            whose = ", ".join(other for other, settings in reads.items() if name in settings)
+            raise ValueError(
+                f"{name}={value:g} is not read by the loss {loss}, but by {whose}. Leave it out, or choose another."
+            )
 
 
 # What a preference loss reads beside beta.
@@ -65,7 +75,7 @@ class PreferenceLossConfig(Settings):
         0.0,
         description="With any loss: weight of the chosen answers' cross-entropy, a mean over the step's tokens of them.",
     )
-    ld_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    ld_alpha: Share = Field(
         1.0,
         description="LD-DPO: what a token counts behind the length of the shorter answer, in the reference as well; below "
         "1 longer answers gain less from their length.",
@@ -92,13 +102,7 @@ class PreferenceLossConfig(Settings):
 
     @model_validator(mode="after")
     def _is_read(self) -> "PreferenceLossConfig":
-        reads = LOSS_READS.get(self.name, ())
-        for name, value in self.own_settings.items():
-            if name not in reads:
-                whose = ", ".join(loss for loss, settings in LOSS_READS.items() if name in settings)
-                raise ValueError(
-                    f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
-                )
+        _check_read(self.own_settings, self.name, LOSS_READS)
         if self.name == "exo" and self.label_smoothing == 0:
             raise ValueError("label_smoothing=0: the loss exo takes its logarithm. Set it above 0, or leave it out.")
         return self
@@ -200,7 +204,7 @@ class PolicyLossConfig(Settings):
         False,
         description="Learn nothing from answers that max_new_tokens cut; their rewards still count for the others'.",
     )
-    entropy_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+    entropy_share: PositiveShare = Field(
         1.0,
         description="Learn from this share of a round's tokens, those where the model was least sure; 0.2 is usual.",
     )
@@ -241,12 +245,7 @@ class PolicyLossConfig(Settings):
 
     @model_validator(mode="after")
     def _is_read(self) -> "PolicyLossConfig":
-        for name, value in self.own_settings.items():
-            if name not in POLICY_LOSS_READS[self.name]:
-                whose = ", ".join(loss for loss, settings in POLICY_LOSS_READS.items() if name in settings)
-                raise ValueError(
-                    f"{name}={value:g} is not read by the loss {self.name}, but by {whose}. Leave it out, or choose another."
-                )
+        _check_read(self.own_settings, self.name, POLICY_LOSS_READS)
         return self
 
 
@@ -261,10 +260,8 @@ class PPOLossConfig(Settings):
         description="How far a token's value may go from what it was when the answer was sampled, as far as it gains.",
     )
     value_weight: PositiveFloat = Field(0.1, description="What the value model's loss counts beside the policy's.")
-    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="What a reward counts for the token before, and so on back."
-    )
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    gamma: PositiveShare = Field(1.0, description="What a reward counts for the token before, and so on back.")
+    gae_lambda: Share = Field(
         0.95,
         description="Between 0, which compares a token with the value behind it, and 1, which compares it with the reward "
         "that came.",
@@ -317,17 +314,17 @@ class DistillConfig(Settings):
         description="What is made small at each target: KL(teacher || student), KL(student || teacher), or jsd, both to "
         "what lies beta of the way to the teacher.",
     )
-    beta: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+    beta: Share | None = Field(
         None, description="jsd: how near it is to reverse_kl, which 1 is; 0 is forward_kl. null is 0.5."
     )
     temperature: PositiveFloat = Field(
         1.0, description="What the logits of both are divided by; above 1 unlikely tokens count more."
     )
-    cross_entropy_weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    cross_entropy_weight: Share = Field(
         0.0,
         description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest.",
     )
-    on_policy: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    on_policy: Share = Field(
         0.0,
         description="Share of the steps, drawn by the seed, in which the student answers the prompts itself and learns what "
         "the teacher makes of its answers.",

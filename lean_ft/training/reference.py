@@ -40,7 +40,7 @@ from lean_ft.host_link import open_link
 from lean_ft.log import say
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
-from lean_ft.peft import AdaptedLayer, TrainedRows, adapted_layers, adapter_off
+from lean_ft.peft import AdaptedLayer, TrainedRows, adapter_off, has_adapter
 from lean_ft.settings import GenerationConfig, ParallelConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks, local, part_of
@@ -75,7 +75,7 @@ def load_reference(
     kind, why = choose_kind(cfg)
     if stage() is None:
         say("reference", f"{kind}{why}")
-    device = model.output_weight.device
+    device = model.device
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     if kind in SECOND_MODELS:
@@ -105,7 +105,7 @@ def load_policy_reference(
     if stage() is None:
         say("reference", f"{kind}{why}")
     if kind in SECOND_MODELS:
-        return _of_second_model(cfg, kind, model.output_weight.device, log_probs, ranks)
+        return _of_second_model(cfg, kind, model.device, log_probs, ranks)
     return _without_adapter(model, log_probs)
 
 
@@ -134,7 +134,7 @@ def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Calla
 def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
     @torch.no_grad()
     def ask(batch: Any) -> Tensor:
-        with adapter_off(model) if adapted_layers(model) else nullcontext():
+        with adapter_off(model) if has_adapter(model) else nullcontext():
             return log_probs(model, batch).log_probs
 
     return ask
@@ -205,7 +205,7 @@ def _filled(
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
-    settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.output_weight.device.type]
+    settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.device.type]
     num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
     if needs_mismatched:
         first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
@@ -215,7 +215,7 @@ def _filled(
     key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
     kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # what is written to it lies in the file
-    device = model.output_weight.device
+    device = model.device
 
     num_batches = batches.batches_per_epoch * num_epochs
     if cfg.max_steps is not None:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,22 +25,11 @@ from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
 from lean_ft.data.batches import Layout
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
-from lean_ft.settings import GenerationConfig
 from lean_ft.shapes_only import stage
 from lean_ft.shards import ALONE, Ranks
 from lean_ft.training.rewards import Rewards, Scores
 
 BatchT = TypeVar("BatchT", bound=Batch)
-
-
-class RoundsConfig(Protocol):
-    """What the Config of a recipe that samples its answers has."""
-
-    generation: GenerationConfig
-    loss: Any
-    batch_size: int
-    gradient_accumulation_steps: int
-    seed: int
 
 
 @dataclass
@@ -54,9 +43,8 @@ class Answer:
     reward: float | None
     rewards: list[float | None]  # of each function
     text: str
-    divergences: list[float] = field(
-        default_factory=list
-    )  # from the reference, of each token, where rewards count them
+    # From the reference, of each token, where rewards count them.
+    divergences: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # of each token, what was expected before it
     returns: list[float] = field(default_factory=list)  # and what should have been
     old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
@@ -75,12 +63,13 @@ class Answer:
 class Rounds(Generic[BatchT]):
     """The answers that a run learns from, round after round; `lean_ft.training.Run` keeps their state.
 
-    All `ranks` have the same answers, whoever sampled them. Raises ValueError where a round's answers are no whole groups.
+    cfg: of a recipe that samples its answers. All `ranks` have the same answers, whoever sampled them. Raises ValueError
+    where a round's answers are no whole groups.
     """
 
     answers_in_a_row = 1  # of a batch
 
-    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
@@ -280,12 +269,12 @@ class Rollouts(Rounds[PolicyBatch]):
     corrects for.
     """
 
-    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         super().__init__(cfg, prompts, pad_id, ranks)
         self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
         self._check(cfg)
 
-    def _check(self, cfg: RoundsConfig) -> None:
+    def _check(self, cfg: Any) -> None:
         if cfg.generation.num_answers < 2:
             raise ValueError("generation.num_answers=1 leaves nothing to compare an answer with. Set 2 or more.")
         if cfg.generation.narrows and cfg.loss.correction == "none":
@@ -357,7 +346,9 @@ class Rollouts(Rounds[PolicyBatch]):
             math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
             for answer in self._answers
         ]
-        above = advantages(torch.tensor(worth).view(-1, size), loss.advantage_of_loss).flatten().tolist()
+        # In float64: where a divergence alone tells answers apart, float32 would round it to 1e-7 of the reward beside it.
+        exact = torch.tensor(worth, dtype=torch.float64).view(-1, size)
+        above = advantages(exact, loss.advantage_of_loss).flatten().tolist()
         for answer, value in zip(self._answers, above, strict=True):
             answer.advantages = [value]
 
@@ -416,7 +407,7 @@ class ValuedRollouts(Rollouts):
 
     _has_values = True
 
-    def _check(self, cfg: RoundsConfig) -> None:
+    def _check(self, cfg: Any) -> None:
         if cfg.generation.narrows or cfg.generation.engine != "own":
             raise ValueError(
                 "generation.top_k, top_p, min_p and engine draw from other probabilities than those that are learned from. "
@@ -451,7 +442,7 @@ class ValuedRollouts(Rollouts):
 class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
 
-    def __init__(self, cfg: RoundsConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         if cfg.generation.num_answers < 2:
             raise ValueError("generation.num_answers=1 makes no pair. Set 2 or more.")
         self.answers_in_a_row = cfg.generation.num_answers

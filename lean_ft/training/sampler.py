@@ -39,7 +39,7 @@ class Sampler:
                     "generation.offload_training_state out."
                 )
             setting = "generation.offload_training_state"
-            link = open_link(model.output_weight.device, f"{setting}=true", f"{setting}=false")
+            link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
         if cfg.generation.compile and ranks.size > 1:
             raise ValueError("generation.compile=true is for one process, and here are several. Leave it out.")

@@ -150,6 +150,8 @@ class Saving:
         started = time.perf_counter()
         self.writer.wait()
         self._ranks.gather_no_more(self._model)
+        if self._beside is not None:
+            self._ranks.gather_no_more(self._beside)
         if bad_steps.doubtful and self._ranks.highest(not all_weights_finite(self._model))[0]:
             raise TrainingFailed(
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)

@@ -51,6 +51,7 @@ SAME_BITS = {
         "eval_answers=2",
     ),
     "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
+    "new rows": ("lora.targets=[]", 'model.new_tokens=["e s"," of th"]'),
     "4 bits below an adapter": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
 }
 ON_COPIES = ("8 bits in backward", "4 bits below an adapter")  # too
@@ -215,12 +216,19 @@ def test_what_ranks_cannot_do_together_is_refused_on_all(on_two):
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")
+TWO_COPIES_OF_TWO = {
+    "plainly": ("max_steps=12",),
+    "state in 8 bits": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true"),
+    "state in 4 bits": ("optimizer.name=adamw_4bit",),
+    "base in 4 bits": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4"),
+}
 
 
 def run_in_two_ways(folder: Path, whole: str, *settings: str) -> None:
     run(folder / whole, *FOUR, "max_steps=12")
     if whole == "four":
-        run(folder / "two copies of two", *FOUR, "max_steps=12", "parallel.replicate=2")
+        for name, more in TWO_COPIES_OF_TWO.items():
+            run(folder / name, *FOUR, *more, "parallel.replicate=2")
     run(folder / "parts", *FOUR, *settings)
 
 
@@ -230,8 +238,15 @@ def test_one_two_and_four_ranks_are_one_run(tmp_path):
     on_ranks(2, run_in_two_ways, tmp_path, "two", "max_steps=4")
     run_in_two_ways(tmp_path, "one", "max_steps=8")
     on_ranks(4, run_in_two_ways, tmp_path, "four", "max_steps=12")
-    for name in ("two", "four", "parts", "two copies of two"):
+    for name in ("two", "four", "parts", "plainly"):
         assert_close(numbers(tmp_path / name), numbers(tmp_path / "one"), without=frozenset({"grad_norm"}))
+    for name, settings in list(TWO_COPIES_OF_TWO.items())[1:]:
+        run(tmp_path / f"one, {name}", *FOUR, *settings)
+        ours = numbers(tmp_path / f"one, {name}")
+        assert_close(numbers(tmp_path / name), ours, without=frozenset({"grad_norm"}))
+        run(tmp_path / f"one, {name}", *FOUR, *settings, "max_steps=4")
+        run(tmp_path / name, *FOUR, *settings, "max_steps=4")  # one process goes on with what four wrote
+        assert_close(numbers(tmp_path / name), numbers(tmp_path / f"one, {name}"), without=frozenset({"grad_norm"}))
 
 
 def resident_bytes(key: str) -> int:

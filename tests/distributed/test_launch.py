@@ -16,7 +16,7 @@ from lean_ft.distributed import join
 from lean_ft.launch import Launch, launch
 from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
-from tests.distributed.processes import on_ranks
+from tests.distributed.processes import free_port, on_ranks
 from tests.distributed.test_finetune import SETTINGS
 from tests.training.toy_runs import ENVIRONMENT, digests
 
@@ -33,7 +33,7 @@ class Launched:
         self.folder = folder
         self.process = subprocess.Popen(
             [*command, *SETTINGS, *LONG, f"output_dir={folder}", *settings],
-            env={**ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -128,6 +128,31 @@ def test_wrong_input_is_told_once(tmp_path, arguments, message):
     assert err.count("error: ") == 1
     assert "Traceback" not in err
     assert message in err
+
+
+@pytest.mark.long
+def test_what_one_machine_refuses_ends_the_other_with_the_reason(tmp_path):
+    meet, wrong = (
+        ["--nproc-per-node=1", "--nnodes=2", f"--rdzv-endpoint=localhost:{free_port()}"],
+        "memory.activation_offload=true",
+    )
+    of_nodes = [
+        Launched(tmp_path / "run", "finetune", *meet, f"--node-rank={number}", *settings)
+        for number, settings in enumerate(([], [wrong]))
+    ]
+    for code, out, err in [node.end() for node in of_nodes]:
+        assert code == 2, (out, err)
+        assert "waiting     at most 10 minutes for 2 machines to meet" in out
+        assert err.startswith("error: ") and len(err.splitlines()) == 1
+        assert f"{wrong} is for one process so far, and there are 2" in err
+
+
+def test_a_machine_to_meet_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setattr("lean_ft.launch.JOIN_SECONDS", 0)
+    with pytest.raises(
+        ValueError, match=r"nothing answered at --rdzv-endpoint localhost:\d+ within .* \(Connection refu"
+    ):
+        launch(Launch(2, 2, 2, f"localhost:{free_port()}", is_host=False), [])
 
 
 def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):

@@ -18,14 +18,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lean_ft import load_model, load_tokenizer, save_model
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.data import Prompt
+from lean_ft.data import Prompt, prompt_rows
 from lean_ft.generation import Sample
-from lean_ft.losses import policy
+from lean_ft.losses import AnswerTokens, policy
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import Reward
 from lean_ft.settings_text import load_config
-from lean_ft.training import Rewards
+from lean_ft.training import Rewards, Rollouts
+from lean_ft.training.rewards import Scores
 
 SETTINGS = (
     "model.path=tiny",
@@ -238,6 +239,26 @@ def test_what_is_wrong_with_a_reward_is_said(
 def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)
+
+
+def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away(tmp_path: Path) -> None:
+    """Beside rewards of -1 float32 would round it to 6e-8: a hundredth of what stands over a small deviation."""
+    module = load_recipe(find_recipe("grpo"))
+    given = ("loss.kl=in_reward", "loss.kl_weight=0.1", "generation.num_answers=2", "batch_size=2")
+    given += ("gradient_accumulation_steps=1",)
+    cfg = load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path}", *given])
+    prompts, _ = prompt_rows(cfg.data, load_tokenizer(cfg.model), cfg.seed)
+    rollouts = Rollouts(cfg, prompts, pad_id=0)
+    samples = [Sample([5, 6], [-1.0, -1.0], True), Sample([7, 8], [-1.0, -1.0], True)]
+    rollouts.sample(lambda *_: samples, lambda *_: Scores([-1.0, -1.0], [[-1.0]] * 2, ["", ""]))  # type: ignore[arg-type]
+    (batch,) = rollouts.to_remember()
+    now, apart = torch.full((2, 2), -1.0), torch.tensor([[11.0, 0.0], [90.0, 3.0]]) * 2**-20
+    rollouts.remember(batch, AnswerTokens(now, now, None, now), now - apart)
+    rollouts.begin()
+    (batch,) = rollouts.take()
+    half = 0.1 * float(apart[1].sum() - apart[0].sum()) / 2
+    above = half / (2**0.5 * half + 1e-4)
+    assert batch.advantages.tolist() == [pytest.approx([above] * 2, rel=1e-6), pytest.approx([-above] * 2, rel=1e-6)]
 
 
 def test_filters_leave_out_what_they_say(train: Train) -> None:

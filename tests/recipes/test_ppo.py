@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lean_ft import load_model
 from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.plan.devices import choose_device
+from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
 from tests.training.toy_runs import digests, metrics
@@ -127,13 +128,17 @@ def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, 
         train(*settings)
 
 
-def test_the_value_model_is_planned(tmp_path: Path) -> None:
-    """A model of its own, with its gradients and its optimizer's state; beside an adapter nothing to speak of."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_value_model_is_planned(tmp_path: Path, processes: int) -> None:
+    """A model of its own, with its gradients and its optimizer's state, cut as the policy; beside an adapter nothing to speak of."""
     module = load_recipe(find_recipe("ppo"))
 
     def weights(*settings: str) -> int:
         given = ("loss.kl_weight=0", *settings)
-        found = rehearse(module, config(tmp_path / "run", *given), choose_device(None, "cpu"))
+        cfg = config(tmp_path / "run", *given)
+        found = rehearse(module, cfg, choose_device(None, "cpu"), Machines(processes))
         return found.peak.bytes_by_label["weights"]
 
-    assert weights() > 1.9 * weights("lora.rank=4")
+    parameters = sum(parameter.nbytes for parameter in load_model("tiny").parameters())
+    assert weights() == pytest.approx(2 * parameters / processes, rel=0.05)
+    assert weights("lora.rank=4") == pytest.approx(parameters / processes, rel=0.05)
