@@ -3,7 +3,7 @@
     python scripts/make_families_table.py [FAMILY ...]
 
 Of the families named, or of all: the rows of the others stay as they are. A cell says `passes` where every case of the family passed every test of the column, and `fails` otherwise; the script
-then exits with 1. What runs is `tests/models/test_parity.py`, the same as in the whole suite.
+then exits with 1. What runs are `tests/models/test_parity.py` and, of adapters, `tests/peft`, the same as in the whole suite.
 """
 
 import re
@@ -42,22 +42,26 @@ def main() -> int:
     if unknown := set(families) - set(FAMILIES):
         sys.exit(f"{', '.join(sorted(unknown))}: no family; expected some of {', '.join(FAMILIES)}.")
     outcomes = Outcomes()
-    tests = [f"{ROOT / 'tests' / 'models' / 'test_parity.py'}::{test}" for test in COLUMNS]
+    files = ["models/test_parity.py", "peft/test_equals_peft.py", "peft/test_experts.py"]
+    tests, columns = [str(ROOT / "tests" / file) for file in files], list(dict.fromkeys(COLUMNS.values()))
+    is_column = " or ".join(COLUMNS)
     of_them = " or ".join(case for case, (family, _) in CASES.items() if family in families)
-    pytest.main(["-q", "-m", "", "-k", of_them, "--rootdir", str(ROOT), *tests], plugins=[outcomes])
+    pytest.main(
+        ["-q", "-m", "", "-k", f"({is_column}) and ({of_them})", "--rootdir", str(ROOT), *tests], plugins=[outcomes]
+    )
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     table, _, after = rest.partition(MARKS[1])
     kept = {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
     lines = [
-        "| family | checkpoints | " + " | ".join(COLUMNS.values()) + " |",
-        "|---|---|" + "---|" * len(COLUMNS),
+        "| family | checkpoints | " + " | ".join(columns) + " |",
+        "|---|---|" + "---|" * len(columns),
     ]
     for family in FAMILIES:
         if family not in families and family in kept:
             lines.append(kept[family])
             continue
         count = sum(model_type == family for model_type, _ in CASES.values())
-        found = [outcomes.passed[family, column] for column in COLUMNS.values()]
+        found = [outcomes.passed[family, column] for column in columns]
         cells = ["passes" if results and all(results) else "fails" for results in found]
         lines.append(f"| `{family}` | {count} | " + " | ".join(cells) + " |")
     PAGE.write_text(before + "\n\n".join([MARKS[0], "\n".join(lines), MARKS[1]]) + after)

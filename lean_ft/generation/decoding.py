@@ -167,7 +167,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     if cache_gib is not None:
         return cache_gib * 2**30
     # Of the device's size, and not of what is free: waves are the same whenever a run is resumed.
-    total = memory_bytes(model.output_weight.device)
+    total = memory_bytes(model.device)
     if total is None:
         return None
     return (total - sum(parameter.nbytes for parameter in model.parameters())) / CACHE_SHARE
@@ -244,7 +244,7 @@ def _say_too_long(context: int | None) -> None:  # once, however many texts are
 def _read(model: Decoder, rows: list[_Row], capacity: int) -> tuple[KVCache, Tensor]:
     """Fills a new cache with the texts of rows, equal neighbours once; returns it and the hidden state (B, D) of each
     one's last token."""
-    device = model.output_weight.device
+    device = model.device
     groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
     caches = model.new_cache(len(rows), capacity)
     parts, lasts = [], []

@@ -73,7 +73,7 @@ class HarnessModel(TemplateLM):
                 input_ids[row, : len(asked[i][0]) - 1] = torch.tensor(asked[i][0][:-1])
             # A model in training may be compiled for rows of one shape, and what it keeps has to serve its backward pass too.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                hidden = self.model(input_ids.to(self.model.output_weight.device), return_hidden=True)  # (B, T, D)
+                hidden = self.model(input_ids.to(self.model.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
                     ids, count = asked[i]
                     found[i] = self._told(hidden[row, len(ids) - 1 - count : len(ids) - 1], ids[-count:])

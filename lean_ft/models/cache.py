@@ -21,7 +21,7 @@ from lean_ft.models.config import DecoderConfig, MixerConfig
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values."""
+    """One layer's keys and values; of latents both are the same."""
 
     keys: Tensor  # (B, C, K, D)
     values: Tensor
@@ -128,7 +128,7 @@ class KVCache:
         garbage."""
         state = StateCache(*self.states[i], self) if i in self.states else None
         kept = self.keys.get(self._sources[i])
-        return None if kept is None else LayerCache(kept[0], kept[1], self), state
+        return None if kept is None else LayerCache(kept[0], kept[-1], self), state
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
         """Makes room for `num_tokens` more in every row and returns their positions (B, T).

@@ -178,10 +178,8 @@ class DecoderConfig:
     fused_gate_up: bool = False  # one for the gate and what it gates
     # With the last two there is no gate.
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
-    mlp_multipliers: tuple[float, float] = (
-        1.0,
-        1.0,
-    )  # of gates, before their activation, and of what the layer returns
+    # Of gates, before their activation, and of what the layer returns.
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
@@ -227,11 +225,12 @@ class DecoderConfig:
         return list(dict.fromkeys(self.num_kv_heads_of(layer) for layer in range(self.num_layers)))
 
     def cached_shapes(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """Heads and features of the two things that a layer of attention keeps of each token; of none that keeps nothing."""
+        """Heads and features of what a layer of attention keeps of each token: keys and values, or latents; of none that keeps
+        nothing."""
         if not self.layers[layer].attends or self.layers[layer].keys_of is not None:
             return ()
         if self.latent is not None:
-            return (1, self.latent.rank), (1, self.head_dim)
+            return ((1, self.latent.rank + self.head_dim),)
         return ((self.num_kv_heads_of(layer), self.head_dim_of(layer)),) * 2
 
     @property

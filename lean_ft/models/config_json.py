@@ -39,10 +39,8 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
     ((), ("moe_latent_size", "clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
     ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block", "use_bias")),
-    (
-        (False, "vision"),
-        ("use_bidirectional_attention",),
-    ),  # tokens of an image see those that follow; here there are none
+    # Tokens of an image see those that follow; here there are none.
+    ((False, "vision"), ("use_bidirectional_attention",)),
     ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
     ((1e-12,), ("moe_norm_min",)),  # the least sum of a token's weights
     ((1.0,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
@@ -69,6 +67,8 @@ _LANGUAGE_MODEL_OF = {
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
+# Published under a name and with code of their own, and computed as a family here is, as which they are saved.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 _OF_IMAGES = ("image", "video", "vision", "audio")
 
 # What transformers calls the model of a family that gives one score in place of logits; other families have none there.
@@ -102,6 +102,14 @@ SCORE_ARCHITECTURES = {
         "qwen3_5_text": "Qwen3_5Text",
     }.items()
 }
+
+
+def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json under the name of the family that computes it."""
+    family = _SAME_AS.get(str(config.get("model_type")))
+    if family is None:
+        return config
+    return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": family}
 
 
 def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:

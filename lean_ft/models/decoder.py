@@ -247,6 +247,20 @@ class Decoder(nn.Module):
         return self.lm_head if self.score is None else self.score
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the arithmetic, but for what a family has wider."""
+        return self._last_norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._last_norm.device
+
+    @property
+    def _last_norm(self) -> Tensor:
+        """Which no technique replaces; `output_weight` may be made anew when it is asked for."""
+        return self.model.norm.weight  # pyright: ignore[reportReturnType]
+
+    @property
     def output_weight(self) -> Tensor:
         """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
         where they are tied. Where it has a bias, a copy (V, D + 8) with that and zeros behind, of hidden states as wide."""
@@ -329,7 +343,7 @@ class Decoder(nn.Module):
                 )
             seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
 
-        hidden = self._embed(input_ids)
+        hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
@@ -392,9 +406,6 @@ class Decoder(nn.Module):
         last = last.scatter_reduce(0, document, flat, "amax")
         return (last[document] + 1).view(positions.shape)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        return self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-
     def _scaled(self, embedded: Tensor, multiplier: float) -> Tensor:
         if self.config.embedding_multiplier_in_weight_dtype:
             multiplier = torch.tensor(multiplier, dtype=embedded.dtype).item()
@@ -413,13 +424,11 @@ class Decoder(nn.Module):
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
-        weight = self.output_weight
-        return KVCache(self.config, batch_size, capacity, weight.dtype, weight.device, self._num_head_parts)
+        return KVCache(self.config, batch_size, capacity, self.dtype, self.device, self._num_head_parts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """What such a cache takes."""
-        itemsize = self.output_weight.element_size()
-        return cache_bytes(self.config, batch_size, capacity, itemsize, self._num_head_parts)
+        return cache_bytes(self.config, batch_size, capacity, self.dtype.itemsize, self._num_head_parts)
 
     @property
     def _num_head_parts(self) -> int:

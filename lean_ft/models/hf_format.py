@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lean_ft.hub import home_of_links
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import MAX_LAYERS, decoder_config, language_model_config, score_config
+from lean_ft.models.config_json import MAX_LAYERS, as_its_family, decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.layers import XIELU_START
@@ -54,7 +54,7 @@ class Unread:
     def __init__(self, fill: Fill) -> None:
         self.fill = fill
 
-    def into(self, model: nn.Module) -> None:
+    def into(self, model: Decoder) -> None:
         for name, tensor in _tensors(model):
             self.fill(name, tensor)
 
@@ -133,7 +133,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that holds every tensor in the folder's files as it is, but for those that are in float32 anyway: bfloat16,
     float16 or float32."""
     dtype: torch.dtype | None = None
-    config = language_model_config(read_json(folder / "config.json", "it says what the model computes."))
+    config = as_its_family(read_json(folder / "config.json", "it says what the model computes."))
+    config = language_model_config(config)
     mixture = decoder_config(config, where=str(folder / "config.json")).mixture
     anyway = () if mixture is None else mixture.in_float32
     for name, tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).items():
@@ -158,9 +159,11 @@ def weights_fingerprint(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def empty_model(path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None) -> Decoder:
+def empty_model(
+    path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None, new_ids: Sequence[int] = ()
+) -> Decoder:
     """Returns the model that `load_model` would, of shapes alone: its parameters are on `meta`, and no weights are read."""
-    return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef, None)
+    return _described(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef, None, new_ids)
 
 
 def _described(
@@ -178,7 +181,7 @@ def _described(
         purpose = (
             "it is an adapter's. Give its base model as model.path, and this folder as adapter= to generate with both."
         )
-    whole = read_json(file, purpose)
+    whole = as_its_family(read_json(file, purpose))
     hf_config = language_model_config(whole, where=str(file))
     part_of, own = "" if hf_config is whole else whole["model_type"], hf_config
     if scores:
@@ -245,25 +248,29 @@ def save_model(
             f"the model's weights are not those of its config.json: {_some(different)}. With an adapter, save that "
             "(lean_ft.peft.save_adapter), or merge it."
         )
+    from huggingface_hub import split_state_dict_into_shards_factory  # here, as it takes a while
+
     folder = Path(path)
     ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = parts_on_disk(model) if weights is None else weights
-    shards = _shards(parts, max_shard_bytes)
-    for file_name, names in shards.items():
+    split = split_state_dict_into_shards_factory(
+        dict(parts),
+        get_storage_size=lambda part: part.whole_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
         write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks)
-    ranks.first(lambda: _write_what_is_beside(model, folder, shards, parts))
+    ranks.first(lambda: _write_what_is_beside(model, folder, split))
 
 
-def _write_what_is_beside(
-    model: Decoder, folder: Path, shards: dict[str, list[str]], parts: Mapping[str, Part]
-) -> None:
+def _write_what_is_beside(model: Decoder, folder: Path, split: Any) -> None:
     """The index, the configs, and no file of an earlier save."""
-    if len(shards) > 1:
-        total = sum(part.whole_bytes for part in parts.values())
-        weight_map = {name: file_name for file_name, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / WEIGHTS_INDEX, index)
-    current = {*shards, WEIGHTS_INDEX} if len(shards) > 1 else set(shards)
+    current = set(split.filename_to_tensors)
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        write_json(folder / WEIGHTS_INDEX, {"metadata": split.metadata, "weight_map": weight_map})
+        current.add(WEIGHTS_INDEX)
     for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
         if stale.name not in current:
             stale.unlink(missing_ok=True)
@@ -273,7 +280,7 @@ def _write_what_is_beside(
 def write_configs(model: Decoder, folder: Path) -> None:
     """Writes config.json, with the dtype of the model, and generation_config.json as it was."""
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
-    dtype = str(model.output_weight.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})
     if model.generation_config is not None:
         with write_whole(folder / "generation_config.json") as temporary:
@@ -548,21 +555,6 @@ def _no_weights(folder: Path) -> str:
         f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
     )
-
-
-def _shards(parts: Mapping[str, Part], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Names of tensors by file name, in the model's order; a file takes as many as fit, and at least one."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, part in parts.items():
-        if shards[-1] and filled + part.whole_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += part.whole_bytes
-    if len(shards) == 1:
-        return {_WEIGHTS: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
 def read_json(file: Path, purpose: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Multi-head latent attention: keys and values of all heads are made from one small vector a token, the latent.
 
 Each head's query and key have a part that positions turn and one that they do not; the turned part of the key is the same
-for all heads. The cache holds the latent and that part, and what it holds is made into keys and values in each pass: exact,
-and plain. Left out: weights that take in this product, so that generation attends to the latents themselves.
+for all heads. The cache holds the latent and that part, and no keys or values are made of what it holds: a new token's
+queries are taken to the latents' features, meet them as one head's keys and values, and what they attended is taken to each
+head's values, by the weights as they are in this pass.
 
-Source: DeepSeek-V2 technical report, 2024, https://arxiv.org/abs/2405.04434.
+Source: DeepSeek-V2 technical report, 2024, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C.
 
 Shapes: B batch, T tokens of a row, S tokens attended to, H heads, L latent, R turned features, N others, V value features.
 """
@@ -12,6 +13,7 @@ Shapes: B batch, T tokens of a row, S tokens attended to, H heads, L latent, R t
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lean_ft.models.attention import Attend, Prefixes, Scoring, attend, attend_filled
 from lean_ft.models.cache import LayerCache
@@ -65,18 +67,27 @@ class LatentAttention(nn.Module):
         latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent.rank, sizes[1]], -1)
         latent, shared = self.kv_a_layernorm(latent)[:, :, None], shared[:, :, None]  # (B, T, 1, L) and (B, T, 1, R)
         turned, shared = rotate_both(turned, shared, cos, sin, self.turns_neighbours)
+        if cache is not None:
+            both = torch.cat((latent, shared), -1)
+            kept, _ = cache.store(both, both)  # (B, filled, 1, L + R)
+            if not cache.owner.starts_empty:
+                return self.o_proj(self._attend_to_latents(query, turned, kept, cache).flatten(-2))
+            cu_seqlens = None
         query = self._filled(torch.cat((query, turned), -1))
-        if cache is None or cache.owner.starts_empty:
-            if cache is not None:
-                cache.store(latent, shared)
-                cu_seqlens = None
-            attended = self.attend(
-                query, *self._keys_and_values(latent, shared), cu_seqlens, self.scoring, None, prefixes
-            )
-        else:
-            keys, values = self._keys_and_values(*cache.store(latent, shared))
-            attended = attend_filled(query, keys, values, cache, self.scoring, None)
+        attended = self.attend(query, *self._keys_and_values(latent, shared), cu_seqlens, self.scoring, None, prefixes)
         return self.o_proj(attended[..., : self.latent.value_dim].flatten(-2))
+
+    def _attend_to_latents(self, query: Tensor, turned: Tensor, kept: Tensor, cache: LayerCache) -> Tensor:
+        """The attention (B, T, H, V) of both parts of queries to what the cache holds."""
+        weight = self.kv_b_proj.weight if type(self.kv_b_proj) is nn.Linear else None
+        if weight is None or is_traceable_wrapper_subclass(weight):
+            # One with an adapter, or of fewer bits: what it makes of each feature of the latents.
+            weight = self.kv_b_proj(torch.eye(self.latent.rank, dtype=kept.dtype, device=kept.device)).T
+        sizes = [self.latent.plain_dim, self.latent.value_dim]
+        to_key, to_value = weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)  # (H, N, L) and (H, V, L)
+        query = torch.cat((torch.einsum("bthn,hnl->bthl", query, to_key), turned), -1)
+        attended = attend_filled(query, kept, kept, cache, self.scoring, None)[..., : self.latent.rank]
+        return torch.einsum("bthl,hvl->bthv", attended, to_value)
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Of latents (B, S, 1, L) and the turned parts of keys (B, S, 1, R), both (B, S, H, one size)."""

@@ -1,7 +1,15 @@
 """Adapters: LoRA, DoRA and QLoRA, saved in PEFT's format, loaded from it, and merged on copies."""
 
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
-from lean_ft.peft.lora import adapted_layers, adapter_off, apply_lora, load_with_adapter, lr_ratios, quantize_as_loaded
+from lean_ft.peft.lora import (
+    adapted_layers,
+    adapter_off,
+    apply_lora,
+    has_adapter,
+    load_with_adapter,
+    lr_ratios,
+    quantize_as_loaded,
+)
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter, plain_tensors
 from lean_ft.peft.new_rows import TrainedRows
 from lean_ft.peft.nf4 import NF4Linear
@@ -28,6 +36,7 @@ __all__ = [
     "adapter_parts",
     "apply_lora",
     "base_fingerprint",
+    "has_adapter",
     "ids_of_rows",
     "is_adapter",
     "load_adapter",

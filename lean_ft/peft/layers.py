@@ -110,11 +110,8 @@ class AdaptedLayer(nn.Module):
         roots = (values[:rank] / self.shape.scaling).sqrt()
         self.lora_A.copy_(roots[:, None] * right[:, :rank].T)
         self.lora_B.copy_(left[:, :rank] * roots)
-        self.keep_as_start(self.lora_A, self.lora_B)
-
-    def keep_as_start(self, a: Tensor, b: Tensor) -> None:
-        """From now on takes scaling * b a off the weight, whatever A and B become."""
-        self.start_A, self.start_B = a.detach().clone(), b.detach().clone()
+        # What is taken off the weight from now on, whatever A and B become.
+        self.start_A, self.start_B = self.lora_A.detach().clone(), self.lora_B.detach().clone()
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """All pairs as one: A (R, I) and B (O, R), R being twice the rank with PiSSA, and 0 while the adapter is off."""

@@ -43,11 +43,6 @@ def load_with_adapter(
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
-    if model_cfg.new_tokens and ranks.size > 1:
-        raise ValueError(
-            f"model.new_tokens beside lora have rows of a frozen matrix that train, which is not cut over {ranks.size} processes. "
-            "Run one process, or leave lora out."
-        )
     model = load_model(
         model_cfg.path,
         device if ranks.size == 1 else "meta",
@@ -67,12 +62,17 @@ def load_with_adapter(
 @counted_as("weights")
 def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are. Rows of
-    tokens that are new to the model train beside it.
+    tokens that are new to the model train beside it, or alone where there are no targets.
 
     Raises ValueError where a target matches nothing or takes no adapter, or settings contradict the model.
     """
-    if adapted_layers(model):
+    if has_adapter(model):
         raise ValueError("the model has an adapter already; load it anew to give it another.")
+    if not cfg.targets and not model.new_ids:
+        raise ValueError(
+            "lora.targets=[] trains the rows of model.new_tokens alone, and there are none. Name tokens there, or layers, as "
+            "[all-linear]."
+        )
     weight = model.output_weight
     if cfg.dtype == "model" and weight.dtype == torch.float16:
         raise ValueError(
@@ -162,6 +162,11 @@ def take_adapters_off(model: nn.Module) -> None:
             isinstance(module, AdaptedLayer | TrainedRows) and not isinstance(module, ExpertsAdapter)
         ):
             model.set_submodule(name, module.base_layer)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether layers of the model have an adapter, or rows that train alone."""
+    return any(isinstance(module, AdaptedLayer | TrainedRows) for module in model.modules())
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:

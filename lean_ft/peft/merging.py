@@ -18,7 +18,7 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import own_tensors
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import SCORE, adapted_layers, take_adapters_off
+from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import base_model, ids_of_rows, load_adapter, read_adapter
@@ -56,15 +56,17 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
         weight, of_layer = _merge(layer)
         merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = weight
         squares.append(of_layer)
-    merged |= {f"{name}.weight": layer.merged_weight() for name, layer in trained_rows(model).items()}
-    return merged, _report(squares, model.output_weight.dtype)
+    for name, layer in trained_rows(model).items():
+        merged[f"{name}.weight"] = layer.merged_weight()
+        squares.append(_of_rows(layer))
+    return merged, _report(squares, model.dtype)
 
 
 @torch.no_grad()
 def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the plain model by its name there, layer by layer; those with an adapter merged, new ones, as they are asked
     for. Raises ValueError as `merge_adapter` does for quantised weights."""
-    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if adapted_layers(model) else []
+    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if has_adapter(model) else []
     frozen = {id(layer.frozen_weight): layer for layer in layers}
     for place, module in model.named_modules():
         if isinstance(module, AdaptedLayer | TrainedRows):
@@ -97,6 +99,7 @@ def load_merged(
         squares.append(of_layer)
     for layer in trained_rows(model).values():
         layer.frozen_weight.data = layer.merged_weight()
+        squares.append(_of_rows(layer))
     take_adapters_off(model)
     return model.requires_grad_(True), _report(squares, dtype)
 
@@ -108,7 +111,7 @@ def _report(squares: list[tuple[float, float, float]], dtype: torch.dtype) -> Me
 
 def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     layers = adapted_layers(model)
-    if not layers:
+    if not has_adapter(model):
         raise ValueError("the model has no adapter to merge.")
     for name, layer in layers.items():
         if isinstance(layer.base_layer, NF4Linear):
@@ -125,3 +128,12 @@ def _merge(layer: AdaptedLayer) -> tuple[Tensor, tuple[float, float, float]]:
     rounded = exact.to(weight.dtype, copy=True)
     error = (rounded.float() - exact).square().sum().item()
     return rounded, (weight.float().square().sum().item(), exact.sub_(weight).square().sum().item(), error)
+
+
+def _of_rows(layer: TrainedRows) -> tuple[float, float, float]:
+    """The same sums, of rows that train."""
+    start, exact = layer.start.float(), layer.rows.float()
+    weight, change, error = (
+        x.square().sum().item() for x in (start, exact - start, layer.rows.to(layer.start) - exact)
+    )
+    return weight, change, error

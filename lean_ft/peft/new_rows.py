@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
+from lean_ft.shards import local
 
 EMBEDDING = "model.embed_tokens"
 ENDING = ".token_adapter.trainable_tokens_delta"  # of their name in PEFT's files
@@ -47,6 +48,8 @@ class TrainedRows(nn.Module):
     def weight(self) -> Tensor:
         """The matrix (V, D) with the rows in it, in the frozen weight's dtype, through which their gradient comes."""
         weight = self.base_layer.weight
+        if local(weight) is not weight:  # cut over ranks, where it is asked what it is like and not what it holds
+            return weight
         if not self.is_on:  # a copy: what came before may still want the matrix for its backward pass
             return weight.detach().index_copy(0, self.ids, self.start)
         return _WithRows.apply(weight, self.rows, self.ids)

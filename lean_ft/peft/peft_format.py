@@ -34,7 +34,7 @@ from lean_ft.models.safetensors_file import StoredTensor, check_same, read_heade
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
-from lean_ft.peft.lora import SCORE, adapted_layers, put_adapter
+from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
@@ -43,6 +43,8 @@ from lean_ft.shards import ALONE, Part, Ranks, part_of
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+
+_NO_TARGETS = "dummy-target-modules"  # to PEFT an adapter of no layer, which an empty list is not
 
 # How the names of a layer's two matrices end.
 _OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
@@ -80,20 +82,25 @@ def save_adapter(
 
     Of a model that is cut over `ranks`, all of them call it. `weights` may be copies of what `adapter_parts` gives. Raises ValueError where the model has no adapter.
     """
-    layers = adapted_layers(model)
-    if not layers:
+    if not has_adapter(model):
         raise ValueError("the model has no adapter to save; save_model saves the model itself.")
     folder = Path(path)
     ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
-    config = json.dumps(_config(model, layers), indent=2, ensure_ascii=False) + "\n"
+    config = json.dumps(_config(model, adapted_layers(model)), indent=2, ensure_ascii=False) + "\n"
     ranks.first(lambda: (folder / CONFIG_FILE).write_text(config, encoding="utf-8"))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
     """What is here of the model's adapter as it is saved, by PEFT's names without the prefix."""
-    return {name: part_of(tensor) for name, tensor in (_named_tensors(model) | _score(model) | _rows(model)).items()}
+    layers = adapted_layers(model)
+    adapter = {
+        _stem(model, name, layers) + suffix: tensor
+        for name, layer in layers.items()
+        for suffix, tensor in _tensors(layer).items()
+    }
+    return {name: part_of(tensor) for name, tensor in (adapter | _score(model) | _rows(model)).items()}
 
 
 def adapter_bytes(model: nn.Module) -> int:
@@ -103,7 +110,7 @@ def adapter_bytes(model: nn.Module) -> int:
 
 def base_fingerprint(model: nn.Module) -> str | None:
     """Tells the weights beside the model's adapter from others; None without an adapter or without stored weights."""
-    if not adapted_layers(model):
+    if not has_adapter(model):
         return None
     folder = model.source_folder
     return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
@@ -136,7 +143,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     Several LoRA adapters of a layer are one, of the ranks' sum. Raises ValueError where a folder holds no adapter, one
     of another model, or one that asks for what is not supported.
     """
-    if adapted_layers(model):
+    if has_adapter(model):
         raise ValueError("the model has an adapter already; load it anew to give it others.")
     adapters = [_with_own_names(model, read_adapter(Path(path))) for path in paths]
     for adapter in adapters:
@@ -249,22 +256,10 @@ def _endings(layer: nn.Module) -> tuple[str, str]:
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     """The layer's adapter as it is stored: tensors by the ends of their names."""
-    tensors = dict(
-        zip(_endings(layer), layer.factors(), strict=True)
-    )  # the parameters themselves, which know their cut
+    tensors = dict(zip(_endings(layer), layer.factors(), strict=True))  # the parameters, which know their cut
     if layer.lora_magnitude_vector is not None:
         tensors[_MAGNITUDE] = layer.lora_magnitude_vector
     return tensors
-
-
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the model's adapter by PEFT's names, without the prefix."""
-    layers = adapted_layers(model)
-    return {
-        _stem(model, name, layers) + suffix: tensor
-        for name, layer in layers.items()
-        for suffix, tensor in _tensors(layer).items()
-    }
 
 
 def _name_in_peft(model: nn.Module, name: str) -> str:
@@ -284,8 +279,8 @@ def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
 
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     shapes = {_name_in_peft(model, name): _stored_as(layer) for name, layer in layers.items()}
-    (rank, alpha), _ = Counter((shape.rank, shape.alpha) for shape in shapes.values()).most_common(1)[0]
-    first = next(iter(shapes.values()))
+    first = next(iter(shapes.values()), AdapterShape(1, 1.0))  # any, where rows train alone
+    (rank, alpha), _ = Counter((s.rank, s.alpha) for s in shapes.values() or [first]).most_common(1)[0]
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
     modules = [_name_in_peft(model, name) for name in layers if name not in as_parameters]
     name_or_path, revision = _base_model(model)
@@ -297,7 +292,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT takes no other of them, even to answer with
-        "target_modules": _target_modules(model, modules),
+        "target_modules": _target_modules(model, modules) if layers else _NO_TARGETS,
         "target_parameters": sorted(
             _name_in_peft(model, name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
             for name in as_parameters
@@ -454,7 +449,7 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if shape.dora:
             expected[name + _MAGNITUDE] = (num_outputs,)
     missing = sorted(expected.keys() - adapter.tensors.keys())
-    if missing or not expected:
+    if missing or not (expected or adapter.rows):
         raise ValueError(f"{adapter.folder / WEIGHTS_FILE} lacks {missing[0] if missing else 'any adapter'}.")
     for name, ids in adapter.rows.items():
         layer = modules.get(name)

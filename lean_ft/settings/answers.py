@@ -4,8 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from lean_ft.settings.base import RegularExpression, Settings
+from lean_ft.settings.base import PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
+
+# Which tokens are drawn among.
+TopK = Annotated[PositiveInt | None, Field(description="Draw among this many likeliest tokens.")]
+TopP = Annotated[
+    PositiveShare | None, Field(description="Draw among the fewest tokens whose probabilities reach this share.")
+]
+MinP = Annotated[
+    PositiveShare | None,
+    Field(description="Draw among the tokens at least so likely as this share of the likeliest's probability."),
+]
 
 
 class GenerationConfig(Settings):
@@ -20,13 +30,9 @@ class GenerationConfig(Settings):
         None,
         description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
     )
-    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the fewest tokens whose probabilities reach this share."
-    )
-    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
-    )
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
     stop: list[str] = Field([], description="Texts that end an answer, beside the model's own end tokens.")
     steps_per_round: PositiveInt = Field(
         1,
@@ -140,13 +146,9 @@ class AskConfig(Settings):
     )
     max_new_tokens: PositiveInt = Field(256, description="Tokens after which to stop, if the text has not ended.")
     temperature: NonNegativeFloat = Field(0.0, description="0 takes the likeliest token; above it, tokens are drawn.")
-    top_k: PositiveInt | None = Field(None, description="Draw among this many likeliest tokens.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the fewest tokens whose probabilities reach this share."
-    )
-    min_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw among the tokens at least so likely as this share of the likeliest's probability."
-    )
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
     stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
     seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
     device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")

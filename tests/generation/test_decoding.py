@@ -8,6 +8,9 @@ import torch
 
 from lean_ft.generation import Sampling, decoding, sample, sample_steps
 from lean_ft.models import build_decoder, load_model
+from lean_ft.peft import apply_lora
+from lean_ft.quantization import torchao_config
+from lean_ft.settings import LoRAConfig
 from tests.generation.plain_draws import samples
 
 PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
@@ -29,10 +32,11 @@ def test_greedy_tokens_equal_transformers_and_do_not_depend_on_the_batch(make_ch
     assert greedy(model, torch.tensor([PROMPTS[3]] * 2), 24) == [expected[3]] * 2
 
 
-def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_checkpoint):
-    model = load_model(make_checkpoint("llama")[0])
+@pytest.mark.parametrize(("case", "places"), [("llama", (6, 2)), ("deepseek_v3", (0, 4))])
+def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_checkpoint, case, places):
+    model = load_model(make_checkpoint(case)[0])
     free = greedy(model, PROMPTS, 20)
-    stops = {free[0][6], free[3][2]}
+    stops = {free[0][places[0]], free[3][places[1]]}
     ends = [next((i + 1 for i, token in enumerate(tokens) if token in stops), 20) for tokens in free]
     assert min(ends) < 20 and len(set(ends)) > 2
     widths = []
@@ -155,6 +159,47 @@ def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softc
     for layer in model.layers:
         layer.self_attn.sinks.fill_(-1e9)
     assert (model(ids) - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["plain", "window", "lora", "dora", "int8"])
+def test_new_tokens_attend_to_latents_as_they_lie_in_the_cache(make_checkpoint, kind):
+    """No keys or values are made of what is there, and what trains between two rounds of answers is seen in the next."""
+    folder, reference = make_checkpoint("deepseek_v3")
+    model, said = load_model(folder), reference.config
+    torch.manual_seed(0)
+    if kind == "window":
+        layers = tuple(replace(layer, window=5) for layer in model.config.layers)
+        model = build_decoder(replace(model.config, layers=layers, initializer_range=0.2))
+    elif kind == "int8":
+        pytest.importorskip("torchao.quantization").quantize_(
+            model, torchao_config(kind, 32), filter_fn=lambda _, name: name.endswith("kv_b_proj")
+        )
+    elif kind != "plain":
+        apply_lora(model, LoRAConfig(rank=3, alpha=3.0, targets=["kv_b_proj"], dora=kind == "dora"))
+    made, token_bytes = [], (said.kv_lora_rank + said.qk_rope_head_dim) * 4
+    for layer in model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda *call: made.append(call[1][0].shape[:-1]))
+    ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(0))
+    before = 0.0
+    for _ in range(2):
+        for layer in model.layers:
+            trained = [p for p in layer.self_attn.kv_b_proj.parameters() if p.requires_grad]
+            assert trained or kind == "int8"
+            for parameter in trained:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        expected, cache = model(ids), model.new_cache(batch_size=2, capacity=30)
+        assert kind == "int8" or (expected - before).abs().max() > 0.1
+        first = model(ids[:, :11], cache=cache)
+        made.clear()
+        parts = [first, *(model(ids[:, a:b], cache=cache) for a, b in ((11, 12), (12, 29), (29, 30)))]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
+        assert set(made) <= {(said.kv_lora_rank,)} and bool(made) == (kind in ("lora", "dora", "int8"))
+        for (kept,) in cache.keys.values():
+            assert kept.nbytes == 2 * 30 * token_bytes
+        before = expected
+    print(f"a token's latents take {kept.nbytes // 60} bytes a layer")
+    assert model.cache_bytes(2, 30) == 2 * 30 * 3 * token_bytes
 
 
 def test_texts_are_read_again_where_the_frequencies_change_and_nowhere_else(make_checkpoint):

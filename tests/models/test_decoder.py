@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lean_ft.generation import Sampling, sample
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.memory import checkpoint_layers
-from lean_ft.models import build_decoder, load_model
+from lean_ft.models import Decoder, build_decoder, load_model
 from lean_ft.peft import apply_lora
 from lean_ft.settings import LoRAConfig
 
@@ -107,7 +107,7 @@ def test_return_hidden_leaves_the_output_layer_to_the_loss(make_checkpoint):
         torch.testing.assert_close(hidden @ model.output_weight.T, model(ids))
 
 
-def test_losses_see_the_bias_of_an_output_layer(make_checkpoint):
+def test_losses_see_the_bias_of_an_output_layer_and_answers_take_no_copy_of_it(make_checkpoint, monkeypatch):
     folder, reference = make_checkpoint("phimoe")
     model, ids = load_model(folder), torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(1))
     labels = F.pad(ids[:, 1:], (0, 1), value=-100)
@@ -121,6 +121,10 @@ def test_losses_see_the_bias_of_an_output_layer(make_checkpoint):
 
     with pytest.raises(ValueError, match="lm_head in lora.targets: this model's output layer has a bias"):
         apply_lora(model, LoRAConfig(targets=["lm_head"]))
+    monkeypatch.setattr(
+        Decoder, "output_weight", property(lambda _: pytest.fail("a copy of the output layer was made"))
+    )
+    assert len(sample(model, [[5, 17], [9]], Sampling(4), cache_gib=0.1)) == 2
 
 
 def test_the_multiplier_of_embeddings_is_rounded_as_it_was_in_training(make_checkpoint):

@@ -345,3 +345,19 @@ def test_layers_that_draft_further_tokens_are_neither_loaded_nor_saved(case, mak
     torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path)
     assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == stored.keys()
+
+
+def test_kimi_k2_is_loaded_and_saved_as_the_family_that_it_is(make_checkpoint, tmp_path):
+    """Its config.json is DeepSeek V3's under a name and with code of its own."""
+    folder, reference = make_checkpoint("deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    own = {
+        **config,
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(own))
+    model, ids = load_model(folder), torch.arange(3, 23)[None]
+    torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == config

@@ -21,7 +21,8 @@ from tests.optim.tiny_training import build
 
 ROWS, TOKENS, KEY_HEADS, HEADS, KEY, VALUE = 2, 21, 2, 4, 3, 5
 BOUNDS = [0, 3, 8, 8, 9, 16, 21, 21]  # begin with a chunk, in one, span three, one token, none; the end repeated
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h"]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid", "bamba"]
+HYBRIDS += ["falcon_h1", "nemotron_h"]
 
 
 @pytest.fixture(autouse=True)

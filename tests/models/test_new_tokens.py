@@ -79,12 +79,15 @@ def test_a_token_that_is_there_is_refused(tokens, message):
     assert message in str(refused.value)
 
 
-def test_beside_an_adapter_their_rows_train_as_with_peft(folder, tmp_path):
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], []], ids=["beside an adapter", "alone"])
+def test_their_rows_train_as_with_peft(folder, targets, tmp_path):
     peft = pytest.importorskip("peft")
+    torch.manual_seed(0)  # an adapter is drawn by it
     cfg = ModelConfig(path=str(folder), dtype="float32", new_tokens=NEW)
-    plain, model = load_model(cfg), load_with_adapter(cfg, LoRAConfig(rank=3, targets=["q_proj", "down_proj"]))
+    plain, model = load_model(cfg), load_with_adapter(cfg, LoRAConfig(rank=3, targets=targets))
     ids = torch.tensor([load_tokenizer(cfg).encode(TEXT)])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert targets or {name.rpartition(".")[2] for name in trained} == {"rows"}
     with torch.no_grad():
         torch.testing.assert_close(model(ids), plain(ids))
         for parameter in trained.values():
@@ -145,17 +148,22 @@ def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder
 
 
 @pytest.mark.parametrize("folder", ["untied"], indirect=True)
-def test_layers_that_have_such_rows_take_no_adapter(folder):
+def test_layers_that_have_such_rows_take_no_adapter_and_no_targets_want_some(folder):
+    with pytest.raises(
+        ValueError, match=r"lora\.targets=\[\] trains the rows of model\.new_tokens alone, and there are none"
+    ):
+        load_with_adapter(ModelConfig(path=str(folder)), LoRAConfig(targets=[]))
     with pytest.raises(ValueError, match=r"lora\.targets has lm_head, of which the rows of model\.new_tokens train"):
         load_with_adapter(ModelConfig(path=str(folder), new_tokens=NEW), LoRAConfig(targets=["q_proj", "lm_head"]))
 
 
-def test_a_run_of_an_adapter_trains_them_goes_on_and_is_exported(tmp_path):
+@pytest.mark.parametrize("lora", ["lora.rank=2", "lora.targets=[]"])
+def test_a_run_of_an_adapter_trains_them_goes_on_and_is_exported(lora, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     recipe = load_recipe(find_recipe("finetune"))
     settings = ["model.path=tiny", f"model.new_tokens={json.dumps(NEW)}", f"data.source={tmp_path}/data.jsonl"]
-    settings += ["data.max_length=32", "batch_size=2", "device=cpu", "plan=false", "log_every=1", "lora.rank=2"]
+    settings += ["data.max_length=32", "batch_size=2", "device=cpu", "plan=false", "log_every=1", lora]
     settings += ["schedule.name=constant", "optimizer.lr=1e-2", "memory.host_pool=false", "epochs=4"]
     settings += ["optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null"]
 

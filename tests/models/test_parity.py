@@ -1,6 +1,7 @@
 """Every family against transformers: what `docs/families.md` says of each is what these tests found.
 
-A test whose name is a value of `COLUMNS` runs over all cases; `scripts/make_families_table.py` writes the table.
+A test whose name is a key of `COLUMNS` runs over all cases, or in tests/peft over one a family or more;
+`scripts/make_families_table.py` writes the table.
 """
 
 import json
@@ -34,6 +35,9 @@ COLUMNS = {
     "test_generation_with_the_cache_equals_without": "generation",
     "test_loading_and_saving_gives_the_same_folder": "round trip",
     "test_an_export_in_another_dtype_opens_in_transformers": "export",
+    "test_an_adapter_of_peft_has_its_logits_and_gradients": "PEFT",
+    "test_peft_reads_what_was_saved": "PEFT",
+    "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
 ALL_GROUPS = {"n_group": 1, "topk_group": 1}
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -126,7 +130,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(checkpoint, make_checkpo
         every: dict[str, Any] = {a_token: num_experts}
         if CASES[case][0] == "phimoe":
             # transformers takes two always, here with both in the margin. Which is the first hangs on a rounding all the same,
-            # and its weight with it: of this seed's tokens about as often in ours as in theirs.
+            # and its weight with it: of this seed's tokens about as often in ours as in theirs. (Of 320 tokens one or two of
+            # either kind's differ from float32's, most with logits 0.00 to 0.09 apart where the median is 1.6; over ten seeds
+            # the errors' ratio is 0.97.)
             every = {"num_local_experts": 2, "router_jitter_noise": 50.0, "seed": 1}
         folder, reference = make_checkpoint(case, dtype=torch.bfloat16, **every, **ALL_GROUPS)
     exact = load_model(folder)  # the same bfloat16 weights, computed in float32
@@ -570,7 +576,7 @@ def test_the_table_of_families_lists_every_family_and_each_passes():
     text = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
     table = text.split("<!-- table -->")[1].split("<!-- end of table -->")[0].strip().splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    assert header[2:] == list(COLUMNS.values())
+    assert header[2:] == list(dict.fromkeys(COLUMNS.values()))
     counts = [sum(model_type == family for model_type, _ in CASES.values()) for family in FAMILIES]
     assert [row[:2] for row in rows] == [[f"`{f}`", str(n)] for f, n in zip(FAMILIES, counts, strict=True)]
     assert {cell for row in rows for cell in row[2:]} == {"passes"}

@@ -78,7 +78,7 @@ class Parrot(torch.nn.Module):
     def __init__(self, script: list[int], vocab_size: int):
         super().__init__()
         self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
-        self.script = script
+        self.script, self.device = script, torch.device("cpu")
         self.rotary, self.hf_config = {}, {}
 
     def new_cache(self, batch_size: int, capacity: int) -> "Parrot":

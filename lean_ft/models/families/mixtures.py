@@ -386,9 +386,8 @@ MIXTURES: dict[str, Family] = {
         window_kind="chunked_attention",
         reads_layer_types=True,
         of_layer=lambda fields, _, layer: {"unit_qk": fields.flag("use_qk_norm") and has_rope(fields, layer)},
-        reworded=lambda config: {
-            k: v for k, v in config.items() if k != "no_rope_layers" or v
-        },  # an empty list is none
+        # An empty list is none.
+        reworded=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},
         rope=_neighbours_or_growing_queries,
         mixture={
             "num_experts": _num_experts,
