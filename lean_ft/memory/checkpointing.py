@@ -56,11 +56,16 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
     # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_something_else)
-    chosen = layers[::every]
+    chosen: Any = layers[::every]
     for layer in chosen:
         # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in
         # every layer, and compiles it once.
         layer.forward = MethodType(_FORWARDS[keep], layer)
+        for part in layer.modules():
+            if hasattr(part, "overwrites"):
+                # Where its weights train, their gradients come to lie between, and leave holes as wide as what is saved.
+                trains = any(p.requires_grad for name, p in part.named_parameters() if name.endswith("weight"))
+                part.overwrites = keep != "products" and not trains
     return len(chosen)
 
 

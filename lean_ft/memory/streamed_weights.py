@@ -23,7 +23,9 @@ def stream_weights(model: Decoder, link: HostLink) -> None:
     model: loaded to the CPU, with all other techniques applied; it is not trained, saved or edited after this.
     """
     layers, model.model.layers = model.model.layers, nn.ModuleList()
-    model.to(link.device)
+    # Not `Module.to`, which swaps tensors where they are of shapes alone.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(link.device)
     following = None
     streamed: list[StreamedLayer] = []
     for layer in reversed(layers):

@@ -2,14 +2,15 @@
 
 All write their own backward pass where PyTorch's eager one would keep copies that can be had again for next to
 nothing: the norm keeps its input instead of three float32 tensors of that size, the product of the gate and the
-up-projection keeps its two factors and not activation(gate) as well. Compiled or not, the numbers are the same.
+up-projection keeps its two factors and not activation(gate) as well, and writes their gradients where they lie. Compiled
+or not, the numbers are the same.
 
 Shapes: D features, I intermediate features.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, scale)
         ctx.weight_offset = weight_offset
-        return (wide * scale * _with_offset(weight, weight_offset)).to(x.dtype)
+        return in_dtype(wide * scale * _with_offset(weight, weight_offset), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -65,6 +66,15 @@ class _RMSNorm(torch.autograd.Function):
         # The part of the gradient along x only changes its length, which the norm takes out.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, for what a forward pass of our own returns.
+
+    Where an operation returns the tensor that it was given, as `to` does of the same type and what works in place always, the
+    compiler of torch 2.11 loses the gradient, and says nothing.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
@@ -83,15 +93,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Activation(NamedTuple):
-    value: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient, what the activation was given) -> gradient
+    value: Callable[..., Tensor]  # with `out` where it is to be written
+    # (gradient, what the activation was given) -> gradient, in `grad_input` where given
+    backward: Callable[..., Tensor]
 
 
 ACTIVATIONS: dict[str, _Activation] = {
-    "silu": _Activation(F.silu, torch.ops.aten.silu_backward),
-    "gelu": _Activation(F.gelu, torch.ops.aten.gelu_backward),
+    "silu": _Activation(torch.ops.aten.silu, torch.ops.aten.silu_backward),
+    "gelu": _Activation(torch.ops.aten.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": _Activation(
-        partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+        partial(torch.ops.aten.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
     ),
 }
 
@@ -120,7 +131,7 @@ class _XIELU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, above: Tensor, below: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         ctx.save_for_backward(x, above, below, beta, eps)
         low = torch.expm1(torch.minimum(x, eps)).sub_(x)
-        return torch.where(x > 0, above * x * x, below * low).add_(beta * x).to(x.dtype)
+        return in_dtype(torch.where(x > 0, above * x * x, below * low) + beta * x, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -147,6 +158,10 @@ class MLP(nn.Module):
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
     """
+
+    overwrites = False
+    """Whether compiled code writes the gradients of gate and up where these lie; `checkpoint_layers` sets it. The compiler
+    would copy what backward does not compute anew, to write to the copy."""
 
     def __init__(
         self,
@@ -177,24 +192,60 @@ class MLP(nn.Module):
             return self.down_proj(self.up_proj(x).relu().square())
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
         of_gate, of_result = self.multipliers
-        down = self.down_proj(gated(gate if of_gate == 1.0 else gate * of_gate, up, self.activation))
+        gate = gate if of_gate == 1.0 else gate * of_gate
+        overwrites = self.overwrites or not torch.compiler.is_compiling()
+        down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
         return down if of_result == 1.0 else down * of_result
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, overwrites: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return ACTIVATIONS[activation].value(gate).mul_(up)
+        ctx.activation, ctx.overwrites = activation, overwrites
+        value = ACTIVATIONS[activation].value(gate)
+        return value * up if torch.compiler.is_compiling() else value.mul_(up)  # as `in_dtype` says
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
+        if ctx.overwrites and torch.compiler.is_compiling():
+            gate, up = gate.data, up.data  # autograd forbids it of a view that a function of ours made
+            overwrite_factors(grad, gate, up, ctx.activation)
+            return up, gate, None, None
         value, backward = ACTIVATIONS[ctx.activation]
-        return backward(grad * up, gate), value(gate).mul_(grad), None
+        # Of a graph that is kept, another backward pass reads them.
+        if ctx.overwrites and not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
+            return backward(up.mul_(grad), gate, grad_input=up), value(gate, out=gate).mul_(grad), None, None
+        return backward(grad * up, gate), value(gate).mul_(grad), None, None
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns activation(gate) * up, all (..., I), keeping the two for backward and nothing else."""
-    return _Gated.apply(gate, up, activation)
+@torch.library.custom_op("lean_ft::overwrite_factors", mutates_args=("gate", "up"))
+def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Of the gradient of activation(gate) * up, writes that of up to `gate` and that of gate to `up`.
+
+    The compiler would make one kernel of this, of the product that the next layer's gradient is made of and of whatever
+    else reads the same two, and hold all that they read and write at once: six tensors as wide as the layer is. This is one
+    kernel too, which holds three.
+    """
+    _compiled_overwrite(activation)(*(tensor.flatten(0, -2) for tensor in (grad, gate, up)))
+
+
+@cache
+def _compiled_overwrite(activation: str) -> Callable[[Tensor, Tensor, Tensor], None]:
+    value, backward = ACTIVATIONS[activation]
+
+    def overwrite(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+        grad_gate = backward(grad * up, gate)
+        gate.copy_(value(gate) * grad)
+        up.copy_(grad_gate)
+
+    return torch.compile(overwrite, dynamic=True, fullgraph=True)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, *, overwrites: bool = False) -> Tensor:
+    """Returns activation(gate) * up, all (..., I), keeping the two for backward and nothing else.
+
+    With `overwrites` backward writes their gradients to them: nothing else may read them any more by then.
+    """
+    return _Gated.apply(gate, up, activation, overwrites)

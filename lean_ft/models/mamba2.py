@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, Mamba2Config
 from lean_ft.models.convolution import Convolution
-from lean_ft.models.layers import RMSNorm, gated
+from lean_ft.models.layers import RMSNorm, gated, in_dtype
 from lean_ft.models.state_mixer import StateMixer, log_decay_of, read_state
 
 
@@ -71,7 +71,7 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(value, weight)
-        return torch.addcmul(_wide(read), _wide(value), _wide(weight)[:, None]).to(read.dtype)
+        return in_dtype(torch.addcmul(_wide(read), _wide(value), _wide(weight)[:, None]), read.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +88,7 @@ class _GatedNorm(torch.autograd.Function):
         product = (_wide(x) * F.silu(_wide(gate))).unflatten(-1, (num_groups, -1))
         scale = torch.rsqrt(product.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, gate, weight, scale)
-        return ((product * scale).flatten(-2) * weight).to(x.dtype)
+        return in_dtype((product * scale).flatten(-2) * weight, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,8 +39,6 @@ from lean_ft.settings import (
     models_of,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.continuation import check_output_dir
-from lean_ft.training.device import resolve_device
 from lean_ft.units import gibibytes
 
 _PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
@@ -113,13 +110,11 @@ def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
     """The settings with rows that are no longer than the longest of the data, and no more of them, where none are packed.
 
-    Prepares the data, and raises ValueError as that does, or as `start` for a device or output_dir that cannot be.
+    Prepares the data, and raises ValueError as that does.
     """
     data, model = cfg.group(DataConfig), cfg.group(ModelConfig)
     if data is None or model is None or data.packs_rows or data.streaming:
         return cfg
-    resolve_device(cfg.device)
-    check_output_dir(cfg)
     tokenizer, are_pairs = load_tokenizer(model, data.chat_template), isinstance(data, PreferenceDataConfig)
     batches, _ = prepare_batches(data, tokenizer, cfg.batch_size, cfg.seed, share_prompts=are_pairs)
     longest = batches.longest if data.longest is None else min(data.longest, batches.longest)
@@ -221,6 +216,9 @@ def _in_child(work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device
     can_fork = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
     ask = _forked if can_fork else _fresh
     answer = ask(work, recipe, cfg, device, patience_seconds)
+    # Said by torch 2.11 for CUDA, of a process that went backward without any.
+    if "Autograd-and-Fork" in answer.get("failure", ""):
+        answer = _fresh(work, recipe, cfg, device, patience_seconds)
     if "failure" in answer:
         raise RuntimeError(answer["failure"])
     return answer["result"]
@@ -231,7 +229,8 @@ def _forked(
 ) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_answer, args=(partial(work, recipe, cfg, device), sender), daemon=True)
+    rehearse = partial(work, recipe, cfg, device)
+    process = context.Process(target=lambda: sender.send_bytes(_answer(rehearse)), daemon=True)
     process.start()
     sender.close()
     try:
@@ -243,10 +242,6 @@ def _forked(
     finally:
         process.kill()
         process.join()
-
-
-def _send_answer(work: Callable[[], Any], sender: Connection) -> None:
-    sender.send_bytes(_answer(work))
 
 
 def _fresh(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch.utils._pytree import tree_iter
 
 from lean_ft.plan.trace import Trace
@@ -29,6 +31,9 @@ def fusing_backend(trace: Trace) -> Callable:
     """A backend for torch.compile whose compiled graphs report their memory and time to `trace`."""
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable:
+        # What an operation writes to is a copy to AOTAutograd, and none to Inductor where nothing reads it later.
+        reinplace_inplaceable_ops_core(graph.graph)
+        decompose_auto_functionalized(graph.graph)
         kernels = _Kernels(graph, trace)
 
         def call(arguments: list[Any]) -> Any:

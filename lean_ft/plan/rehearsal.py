@@ -127,7 +127,8 @@ def _quiet_compiler() -> Iterator[None]:
 
 
 class WatchedStage:
-    """The stage of `lean_ft.shapes_only`, which notes in a `Trace` what is made and when."""
+    """The stage of `lean_ft.shapes_only`: what the library has to work with where shapes alone are computed. It notes in a
+    `Trace` what is made and when."""
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
         """`num_sharing` of the trace's devices share each micro-batch."""
@@ -135,7 +136,7 @@ class WatchedStage:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
         self.num_ranks = trace.machines.num_devices
-        self.device_type = "cpu" if trace.device.is_cpu else "cuda"
+        self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # planned for; tensors are on the CPU all the same
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
@@ -144,15 +145,18 @@ class WatchedStage:
 
     @contextlib.contextmanager
     def counted_as(self, label: str, where: str) -> Iterator[None]:
+        """What is made inside carries the label; where: how far the step is, in words."""
         with self.trace.labelled(label, where):
             yield
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
+        """Inside, tensors are real and nobody watches."""
         with unset_fake_temporarily(), self.trace.uncounted():
             yield
 
     def repeated(self, parts: Sequence[T], shown: int) -> Iterator[T]:
+        """The first `shown` parts; the last of them takes the time of all that follow."""
         for i, part in enumerate(parts[:shown], start=1):
             before = replace(self.trace.spent)
             yield part
@@ -160,15 +164,18 @@ class WatchedStage:
                 self.trace.spent.again(before, len(parts) - shown)
 
     def batches(self, longest: Callable[[], Any]) -> "LongestBatches":
+        """Training batches in the place of `lean_ft.data.Batches`, each what `longest` makes."""
         return LongestBatches(self, longest)
 
     def watch(self, model: nn.Module) -> None:
+        """Tells what follows its forward pass apart."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
     def watch_optimizer(
         self, named_parameters: Iterable[tuple[str, Tensor]], state_bytes: int, *, streamed: bool
     ) -> None:
+        """Tells gradients apart as they are completed, before the optimizer's own hooks come to them."""
         for name, parameter in named_parameters:
             parameter.register_post_accumulate_grad_hook(self._note_gradient(name))
         if streamed:  # one step alone fetches nothing ahead
@@ -198,6 +205,7 @@ class WatchedStage:
         return note
 
     def open_link(self) -> HostLink:
+        """A link to the host's memory that copies nothing."""
         return _PlannedLink(self.trace)
 
     def update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:

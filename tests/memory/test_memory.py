@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft import load_model
 from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers, compiling
-from lean_ft.settings import MemoryConfig
+from lean_ft.peft import apply_lora, quantize_as_loaded
+from lean_ft.settings import LoRAConfig, MemoryConfig
 
 WIDTH, NUM_LAYERS = 16, 4
 
@@ -219,3 +220,24 @@ def test_a_smaller_budget_keeps_less_and_leaves_the_gradients_as_they_are(monkey
 def test_a_budget_without_a_compiler_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no compiler to choose"):
         apply_memory(Stack(), MemoryConfig(activation_checkpointing="budget"), compile=False)
+
+
+@pytest.mark.parametrize(
+    ("lora", "keep", "overwrites"),
+    [
+        ({}, "nothing", True),
+        ({"quantize": "nf4"}, "attention", True),
+        ({}, "products", False),
+        (None, "nothing", False),
+    ],
+    ids=str,
+)
+def test_gate_and_up_are_written_over_where_they_are_computed_anew_beside_an_adapter(lora, keep, overwrites):
+    if lora is None:
+        model = load_model("tiny")
+    else:
+        cfg = LoRAConfig(**lora)
+        model = load_model("tiny", dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
+        apply_lora(model, cfg)
+    checkpoint_layers(model, keep=keep)
+    assert {layer.mlp.overwrites for layer in model.layers} == {overwrites}

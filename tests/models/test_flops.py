@@ -60,6 +60,5 @@ def test_a_states_products_are_counted_as_they_are_made(corrects):
     backward = (value, query, key, value, log_decay, beta, None, linear_attention(*forward)[1], corrects)
     made = counted(linear_attention_backward._init_fn, *backward)
     told = counted(linear_attention_backward, *backward)[OPS.linear_attention_backward]
-    assert told == pytest.approx(
-        sum(made.values()), rel=CHUNK / SEGMENT / 4
-    )  # a segment's last state is not made again
+    # A segment's last state is not made again.
+    assert told == pytest.approx(sum(made.values()), rel=CHUNK / SEGMENT / 4)

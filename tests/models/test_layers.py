@@ -1,12 +1,17 @@
 """The norm and the gated layer against float64 and transformers."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from lean_ft import models, peft
 from lean_ft.models import MLP, RMSNorm
+from lean_ft.models.layers import ACTIVATIONS
 
 
 def filled(module: torch.nn.Module) -> torch.nn.Module:
@@ -83,3 +88,33 @@ def test_gated_layer_equals_autograd_in_float64(activation, exact_activation, fu
     expected_grads = torch.autograd.grad(expected.square().sum(), (exact_x, *exact))
     for own, true in zip(torch.autograd.grad(result.square().sum(), leaves), expected_grads, strict=True):
         assert (own - true).norm() < 1e-5 * true.norm()
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_a_graph_that_is_kept_goes_backward_twice(activation):
+    """Backward writes over what it read, and not where it will be read again."""
+    mlp = filled(MLP(10, 24, bias=True, activation=activation))
+    x = torch.randn(5, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    result = mlp(x).square().sum()
+    first = torch.autograd.grad(result, [x, *mlp.parameters()], retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(result, [x, *mlp.parameters()])))
+
+
+OWN_BACKWARDS = [
+    pytest.param(node, id=node.name)
+    for file in sorted([*Path(models.__file__).parent.rglob("*.py"), *Path(peft.__file__).parent.rglob("*.py")])
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
+]
+
+
+@pytest.mark.parametrize("function", OWN_BACKWARDS)
+def test_no_forward_returns_what_an_operation_was_given(function: ast.ClassDef) -> None:
+    """Compiled by torch 2.11, gradients of those that do are zeros: of `x.to(dtype)` of one type, and of work in place."""
+    forward = next(node for node in function.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    returned = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)]
+    # Of a choice by `is_compiling` what the compiler sees is the first.
+    compiled = [value.body if isinstance(value, ast.IfExp) else value for value in returned]
+    for value in compiled:
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            assert value.func.attr != "to" and not value.func.attr.endswith("_"), ast.unparse(value)

@@ -179,3 +179,10 @@ def test_what_takes_less_names_settings_and_sizes(recipe, configure):
     assert lines[0].startswith("Predicted peak ")
     assert any("memory.activation_checkpointing=full" in line and "less)" in line for line in lines)
     assert lines[-1].count("=") > 1, "the last is several together"
+
+
+def test_a_run_that_filled_memory_is_advised_though_its_folder_is_taken_by_then(recipe, configure, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    cfg = configure(f"output_dir={tmp_path / 'run'}", "resume=never", "batch_size=4", "optimizer.name=adamw")
+    assert "less)" in what_takes_less(recipe, cfg)
