@@ -40,13 +40,13 @@ def describe_environment() -> dict[str, Any]:
     import lean_ft
 
     facts: dict[str, Any] = {"lean_ft": lean_ft.__version__, "python": platform.python_version()}
-    facts |= {name: _version(name) for name in _PACKAGES}
+    facts |= {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # which tells the build, too
     facts["extras"] = ", ".join(f"{name} {_version(name)}" for name in _EXTRAS)
     facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["compiler"] = _compiler()
-    facts["cpu"] = _cpu_name()
+    facts["cpu"] = _cpu_info("model name") or platform.processor() or platform.machine()
     facts["cpu features"] = _cpu_features() or "none of those that matter here"
-    facts["cores"] = f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    facts["cores"] = f"{usable_cores()}"
     facts["threads"] = f"{torch.get_num_threads()}"
     facts["memory"] = _memory()
     facts["cuda"] = f"{torch.version.cuda or 'not in this build of torch'}"
@@ -111,13 +111,14 @@ def _cpu_info(*fields: str) -> str:
     return ""
 
 
-def _cpu_name() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
 def _cpu_features() -> list[str]:
     present = _cpu_info("flags", "Features").split()
     return [feature for feature in _CPU_FEATURES if feature in present]
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> str:

@@ -120,7 +120,7 @@ def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, ki
         {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt", **told}
     )
     config = {key: value for key, value in model.hf_config.items() if key != "torch_dtype"}
-    config["dtype"] = str(model.output_weight.dtype).removeprefix("torch.")
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     config["quantization_config"] = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(torchao_config(kind, group_size))},

@@ -8,10 +8,10 @@ itself goes through `repeated`, so that a few rounds stand for all; and what a p
 A recipe, also a copied and edited one, is thus planned as it is written, as long as it calls the library.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -20,67 +20,16 @@ class StepTaken(BaseException):
     """The step has been taken; nothing after it matters to a planner."""
 
 
-class Stage(Protocol):
-    """What a planner gives the library to work with; `lean_ft.plan` has the one there is."""
-
-    device_type: str
-    """Of the device that is planned for: `cuda` or `cpu`. Tensors are on the CPU all the same."""
-    memory_bytes: int | None
-    """Of that device."""
-    num_ranks: int
-    """Such devices that train together, of which this is the first."""
-
-    def counted_as(self, label: str, where: str) -> AbstractContextManager[None]:
-        """What is made inside carries the label; where: how far the step is, in words."""
-        ...
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside, tensors are real and nobody watches."""
-        ...
-
-    def repeated(self, parts: Sequence[T], shown: int) -> Iterator[T]:
-        """The first `shown` parts; the last of them takes the time of all that follow."""
-        ...
-
-    def batches(self, longest: Callable[[], Any]) -> Any:
-        """Training batches as `lean_ft.data.Batches`, each what `longest` makes."""
-        ...
-
-    def watch(self, model: Any) -> None:
-        """Tells what follows its forward pass apart."""
-        ...
-
-    def watch_optimizer(self, named_parameters: Iterable[tuple[str, Any]], state_bytes: int, *, streamed: bool) -> None:
-        """Tells gradients apart as they are completed, before the optimizer's own hooks come to them."""
-        ...
-
-    def update(self, states: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
-        """In place of `update(states)`."""
-        ...
-
-    def open_link(self) -> Any:
-        """A link to the host's memory that copies nothing."""
-        ...
-
-    def begin_step(self) -> None:
-        """What came before is not of the step."""
-        ...
-
-    def begin_backward(self) -> None:
-        """What comes now is the backward pass."""
-        ...
+_stage: ContextVar[Any] = ContextVar("stage", default=None)
 
 
-_stage: ContextVar[Stage | None] = ContextVar("stage", default=None)
-
-
-def stage() -> Stage | None:
-    """The planner's stage where shapes alone are computed; None in a real run."""
+def stage() -> Any:
+    """The planner's stage where shapes alone are computed, `lean_ft.plan.rehearsal.WatchedStage`; None in a real run."""
     return _stage.get()
 
 
 @contextmanager
-def shapes_only(stage: Stage) -> Iterator[None]:
+def shapes_only(stage: Any) -> Iterator[None]:
     """Turns the mode on; the caller brings the fake tensors."""
     token = _stage.set(stage)
     try:

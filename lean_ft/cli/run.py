@@ -17,6 +17,7 @@ from lean_ft.before_torch import prepare_torch
 from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
+from lean_ft.environment import usable_cores
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.launch import Launch, launch
 from lean_ft.paths import repository_name
@@ -66,6 +67,7 @@ def run(
         plan = _planned(nproc_per_node or "gpu", nnodes, rdzv_endpoint, rdzv_id, max_restarts)
         if node_rank is not None and plan.max_nodes > 1:
             plan = replace(plan, is_host=node_rank == 0)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `prepare_torch`, which is for one process
         load_run(recipe, config, overrides)  # what is wrong with it is said once, and nothing is started
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         launch(plan, ["run", *given, *(["--debug"] if debug else [])])
@@ -88,7 +90,7 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
             raise ValueError(
                 "--nproc-per-node gpu: there is no GPU on this machine. Give a number: --nproc-per-node 2."
             )
-        number = number or len(os.sched_getaffinity(0))
+        number = number or usable_cores()
     else:
         raise ValueError(f"--nproc-per-node {processes}: expected a number from 1, or gpu, cpu or auto.")
     least, _, most = nodes.partition(":")
@@ -115,7 +117,7 @@ def _quiet_libraries() -> None:
 
 def run_recipe(recipe: ModuleType, cfg: Any) -> None:
     """Runs a recipe with its settings, models of the hub held to a commit, and tells beforehand what it takes."""
-    if names_repository(cfg):
+    if any(repository_name(path) for path in models_of(cfg).values()):
         from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
 
         cfg = hold_models_to_commits(cfg)
@@ -158,9 +160,11 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Says what the run is going to take, before it loads weights."""
     from lean_ft.log import say
     from lean_ft.plan.beforehand import foresee
+    from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import resolve_device
 
-    resolve_device(cfg.device)  # one that is not there is said before anything else
+    resolve_device(cfg.device)  # one that is not there is said before anything else, as is a folder that cannot be used
+    check_output_dir(cfg)
 
     try:
         outlook = foresee(recipe, cfg)
@@ -194,11 +198,6 @@ def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
         say("profile", "pictures need matplotlib: pip install 'lean-ft[plots]'")
     else:
         say("profile", f"{measured.with_suffix('.png')}: memory over time" + (", beside the plan" if planned else ""))
-
-
-def names_repository(cfg: Any) -> bool:
-    """Whether a model comes from the Hugging Face hub."""
-    return any(repository_name(path) for path in models_of(cfg).values())
 
 
 def memory_advice(recipe: ModuleType, cfg: Any) -> str:

@@ -52,6 +52,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.data import prompt_rows
     from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
+    from lean_ft.models.hf_format import new_token_ids
     from lean_ft.peft import apply_lora, quantize_as_loaded
     from lean_ft.quantization import fake_quantize
     from lean_ft.tokenizers import load_tokenizer
@@ -86,7 +87,7 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
         notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
     elif model:
         with _gathered(problems):
-            decoder = empty_model(model.path, torch.float32)
+            decoder = empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
             if lora is not None:
                 quantize_as_loaded(lora)
                 apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights

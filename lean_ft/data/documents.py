@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from lean_ft.data.preference import PairReader, UnpairedReader, until_the_answer
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.data.workers import map_in_processes, usable_cores
+from lean_ft.data.workers import map_in_processes
+from lean_ft.environment import usable_cores
 from lean_ft.settings import (
     DataConfig,
     PreferenceDataConfig,
@@ -104,31 +104,6 @@ READERS = {
 }
 
 
-class Reader(Protocol):
-    """What an objective makes of a row."""
-
-    @property
-    def format(self) -> str:
-        """The formats of the rows, for people to read."""
-        ...
-
-    def passages(self, row: Row) -> list[Passage | Document]:
-        """The sequences of `row`, one for each of the settings' `sides`, or several times as many. Raises ValueError with
-        the row's place."""
-        ...
-
-    def values(self, row: Row) -> list[float]:
-        """What the row tells of each of them. Raises ValueError with its place."""
-        ...
-
-    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The sequences within their lengths, or none where the row is dropped; `report` counts what was lost.
-
-        Raises ValueError, with `place`, for one that is too long under `overflow=raise`.
-        """
-        ...
-
-
 def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "Renderer":
     """What makes documents of the rows of `source`: the reader that the class of `config` stands for.
 
@@ -152,7 +127,8 @@ class Renderer:
     """Maps rows to documents."""
 
     config: DataConfig
-    reader: Reader
+    reader: RowReader | PairReader
+    """What the objective makes of a row."""
     tokenizer: Tokenizer
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:

@@ -221,6 +221,7 @@ class RowReader:
         return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
     def passages(self, row: Row) -> list[Passage | Document]:
+        """The sequences of `row`, one for each of the settings' `sides`. Raises ValueError with the row's place."""
         return [self.passage(row)]
 
     def passage(self, row: Row) -> Passage | Document:
@@ -230,6 +231,7 @@ class RowReader:
             return self._read(format.name, format.fields_of(row))
 
     def values(self, row: Row) -> list[float]:
+        """What the row tells of each of them beside its text: nothing."""
         return [0.0]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:

@@ -74,6 +74,7 @@ class PairReader:
 
     @property
     def format(self) -> str:
+        """The formats, for people to read."""
         return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
     @classmethod

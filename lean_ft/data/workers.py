@@ -24,11 +24,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def usable_cores() -> int:
-    """Cores that this process may use, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
     """What `function`, which is pickled once for each process, makes of `items`, in order.
 

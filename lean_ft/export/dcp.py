@@ -84,7 +84,7 @@ def export_dcp(
                     f"{different[0]} does not read back as it was written. The disk or the memory may be failing; nothing was "
                     "kept."
                 )
-    return ExportedDCP(folder, destination, model.output_weight.dtype, len(tensors), num_bytes, merged)
+    return ExportedDCP(folder, destination, model.dtype, len(tensors), num_bytes, merged)
 
 
 def _alone(work: Callable[..., Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:

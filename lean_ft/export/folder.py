@@ -86,7 +86,7 @@ def export_folder(
     check_destination(destination, folder, force)
     model, tokenizer, merged = read_source(folder, merge, base, DTYPES[dtype] if dtype else None)
     whole = find_whole(model, folder, base) if keep_vision else None
-    wanted = model.output_weight.dtype
+    wanted = model.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
         raise ValueError(

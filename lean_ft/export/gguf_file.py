@@ -33,20 +33,6 @@ from lean_ft.whole_files import write_whole
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 # model_type to llama.cpp's architecture, and whether that turns neighbouring features of a head.
 _ARCHITECTURES = {"llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False)}
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 _ROWS = 4096  # of a matrix that are encoded at a time
 _Q8_BLOCK = 32  # numbers that share a scale
 # Half a step of the 127 to either side, and the scale's own rounding to float16, as shares of a block's largest number.
@@ -110,7 +96,8 @@ def export_gguf(
         raise ValueError(f"{folder} has no tokenizer, and a GGUF file holds one.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, architecture, kind, destination.stem, tokenizer, vocabulary)
-    tensors = dict(_tensors(model, interleaved))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_layers)
+    tensors = dict(_tensors(model, names, interleaved))
     kinds = {name: _stored_kind(tensor, kind) for name, (tensor, _) in tensors.items()}
     needed_bytes = sum(_num_bytes(tensor, kinds[name]) for name, (tensor, _) in tensors.items()) + SMALL_FILES_BYTES
 
@@ -227,17 +214,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
-def _tensors(model: Decoder, interleaved: bool) -> Iterator[tuple[str, tuple[Tensor, int | None]]]:
+def _tensors(model: Decoder, names: Any, interleaved: bool) -> Iterator[tuple[str, tuple[Tensor, int | None]]]:
     """Name in the file, tensor, and the number of heads where the rows of each are to be interleaved."""
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if interleaved else {}
     for name, parameter in model.named_parameters():
         module, _, ending = name.rpartition(".")
-        layer = ""
-        if module.startswith("model.layers."):
-            number, _, module = module.removeprefix("model.layers.").partition(".")
-            layer = f"blk.{number}."
-        assert module in _NAMES, name
-        yield f"{layer}{_NAMES[module]}.{ending}", (parameter.detach(), heads.get(module.rpartition(".")[2]))
+        yield f"{names[module]}.{ending}", (parameter.detach(), heads.get(module.rpartition(".")[2]))
     rope = _rope(model)
     if rope.scaling == "llama3":
         # What llama.cpp divides each frequency by.

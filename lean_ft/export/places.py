@@ -23,11 +23,8 @@ from lean_ft.units import gibibytes
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
 _OF_A_MODEL |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}  # that weights are exported in
+# That weights are exported in.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def check_dtype(dtype: str | None) -> None:

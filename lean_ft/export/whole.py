@@ -96,7 +96,7 @@ def _copied(name: str, stored: Readable) -> torch.Tensor:
 def _brought_up_to_date(config: dict[str, Any], model: Decoder) -> dict[str, Any]:
     """The original's config.json with the dtype and the vocabulary of the model, whose weights are not quantised."""
     said = {"vocab_size": model.config.vocab_size}
-    said |= dict.fromkeys(("dtype", "torch_dtype"), str(model.output_weight.dtype).removeprefix("torch."))
+    said |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
 
     def current(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: said.get(key, value) for key, value in settings.items() if key != "quantization_config"}

@@ -25,10 +25,8 @@ from torch import Tensor
 from lean_ft.shapes_only import device_type, repeated
 
 VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
-EAGER_ELEMENTS = {
-    "cpu": 1 << 20,
-    "other": 1 << 25,
-}  # float32 elements that the uncompiled softmax may hold at a time
+# float32 elements that the uncompiled softmax may hold at a time
+EAGER_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 25}
 ADDED_ELEMENTS = 1 << 18  # of a product that a CPU adds to a wider sum at a time
 
 LOSS, IS_RIGHT, ENTROPY, LOG_Z = range(4)  # what is told of each token

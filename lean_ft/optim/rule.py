@@ -49,9 +49,8 @@ class StepInfo:
 
     lr: float
     number: int
-    noise_seed: (
-        int | None
-    )  # stochastic rounding draws from it, so the order of updates does not matter; None: to nearest
+    # Stochastic rounding draws from it, so the order of updates does not matter; None: to nearest.
+    noise_seed: int | None
 
 
 class Rule:

@@ -26,7 +26,7 @@ class ModelConfig(Settings):
     new_tokens: list[str] = Field(
         [],
         description="Tokens to add to the model's: their rows of the embedding and of the output layer start at the mean of the "
-        "others, and train, beside an adapter too. What is saved has them in its tokenizer.json.",
+        "others, and train, beside an adapter too, or alone (lora.targets=[]). What is saved has them in its tokenizer.json.",
     )
     router_aux_loss_coef: NonNegativeFloat | None = Field(
         None,
@@ -45,9 +45,9 @@ class LoRAConfig(Settings):
     )
     targets: list[str] = Field(
         ["all-linear"],
-        min_length=1,
         description="Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names "
-        "(q_proj, lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*).",
+        "(q_proj, lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*). `[]`: none, and the rows of "
+        "model.new_tokens train alone.",
     )
     dropout: Fraction = Field(0.0, description="Share of the adapter's inputs that are dropped in training.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank), which suits high ranks, not alpha / rank.")

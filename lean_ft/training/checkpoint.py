@@ -31,7 +31,7 @@ from lean_ft.log import say
 from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
 from lean_ft.optim import Optimizer
-from lean_ft.peft import adapted_layers, adapter_bytes, adapter_parts, restore_adapter, save_adapter
+from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
 from lean_ft.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
@@ -51,10 +51,6 @@ SMALL_FILES_BYTES = 64 * 2**20  # allowance for the tokenizer, JSON and the file
 State = dict[str, Any]
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def checkpoint_step(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
     match = NAME.fullmatch(folder.name)
@@ -71,7 +67,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
     """Room that a checkpoint of `model` takes on the disk, from above."""
-    if adapted_layers(model):
+    if has_adapter(model):
         weights = adapter_bytes(model)
     else:
         weights = sum(whole_numel(p) * p.element_size() for p in model.parameters())
@@ -101,7 +97,7 @@ def write_checkpoint(
     of what `weight_parts` gives; `beside` are weights that train and are none of the model's. Raises OSError, on every rank, where the disk has too little room, before anything is
     written, and where something cannot be written.
     """
-    final = directory / checkpoint_name(step)
+    final = directory / f"step_{step:08d}"
     with ExitStack() as whole_or_not:
 
         def begin() -> Path:
@@ -124,7 +120,7 @@ def write_checkpoint(
             whole_or_not.close()
 
         folder = ranks.first(begin)
-        save = save_adapter if adapted_layers(model) else save_model
+        save = save_adapter if has_adapter(model) else save_model
         save(model, folder, ranks=ranks, weights=weights)  # pyright: ignore[reportArgumentType]
         write_file(folder / OPTIMIZER_FILE, optimizer_state, {}, ranks)
         if beside:
@@ -135,7 +131,7 @@ def write_checkpoint(
 
 def weight_parts(model: nn.Module) -> dict[str, Part]:
     """What a checkpoint of the model holds of weights, by name, and what of that is here."""
-    return adapter_parts(model) if adapted_layers(model) else parts_on_disk(model)
+    return adapter_parts(model) if has_adapter(model) else parts_on_disk(model)
 
 
 def whole_bytes(parts: Mapping[str, Part]) -> int:
@@ -271,7 +267,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     Of a model with an adapter that is the adapter: the weights beside it never changed. Raises ValueError where the
     checkpoint's tensors are not the model's, by name, shape or type.
     """
-    if adapted_layers(model):
+    if has_adapter(model):
         restore_adapter(folder, model)  # pyright: ignore[reportArgumentType]
         return
     stored: dict[str, StoredTensor] = {}

@@ -150,9 +150,8 @@ def _figure(curves: list[Curves]) -> Any:
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         if place > len(metrics) - _COLUMNS:
             axes.set_xlabel("optimizer step")
-    figure.axes[0].xaxis.set_major_locator(
-        MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10])
-    )  # of steps there are no halves
+    # Of steps there are no halves.
+    figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False)
     return figure

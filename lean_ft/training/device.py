@@ -172,17 +172,11 @@ def check_dtype(dtype: str, device: torch.device) -> list[str]:
         raise ValueError("model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu.")
     if device.type == "cpu" and dtype != "float32":
         flag = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
-        capabilities = _x86_capabilities()
-        if capabilities is not None and not any(capabilities.get(name) for name in flag):
+        get = getattr(torch.cpu, "get_capabilities", dict)  # a torch that does not tell has none
+        is_x86 = (capabilities := get()).get("architecture") == "x86_64"
+        if is_x86 and not any(capabilities.get(name) for name in flag):
             return [f"this CPU has neither {flag[0]} nor {flag[1]}: {dtype} is computed by converting, slowly"]
     return []
-
-
-def _x86_capabilities() -> dict[str, bool] | None:
-    """What instructions an x86 CPU has; None for others, and for a torch that does not tell."""
-    get = getattr(torch.cpu, "get_capabilities", None)
-    capabilities = get() if get is not None else {}
-    return capabilities if capabilities.get("architecture") == "x86_64" else None
 
 
 def describe(device: torch.device) -> str:

@@ -29,10 +29,8 @@ def _glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None)
 
 
-def return_freed_memory(
-    mmap_threshold_bytes: int = MMAP_THRESHOLD_BYTES, trim_threshold_bytes: int = TRIM_THRESHOLD_BYTES
-) -> bool:
-    """Have glibc return freed blocks of `mmap_threshold_bytes` or more at once; True if it took both settings.
+def return_freed_memory() -> bool:
+    """Have glibc return freed blocks of `MMAP_THRESHOLD_BYTES` or more at once; True if it took both settings.
 
     For the whole process and for good. False, and nothing changed, where the C library is not glibc.
     """
@@ -40,8 +38,8 @@ def return_freed_memory(
     if libc is None:
         return False
     return bool(
-        libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(mmap_threshold_bytes))
-        and libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(trim_threshold_bytes))
+        libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(MMAP_THRESHOLD_BYTES))
+        and libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(TRIM_THRESHOLD_BYTES))
     )
 
 

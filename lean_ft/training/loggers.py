@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lean_ft.log import say
 from lean_ft.redaction import redact
@@ -26,14 +26,14 @@ RECORDS_FILE = "loggers.json"  # service -> what it calls this run
 MLFLOW_FILE = "mlflow.db"
 
 
-class Logger(Protocol):
+class _Logger:
     """One place that lines go to; what it raises ends it, and not the run."""
 
     def write(self, rows: Sequence[Row]) -> None: ...
 
     def write_samples(self, step: int, rows: Sequence[Row]) -> None: ...
 
-    def close(self, *, done: bool) -> None: ...
+    def close(self, done: bool) -> None: ...
 
 
 class Loggers:
@@ -44,7 +44,7 @@ class Loggers:
 
         Raises ValueError where one cannot be opened, with its own reason: better now than after an hour.
         """
-        self._open: dict[str, Logger] = {}
+        self._open: dict[str, _Logger] = {}
         settings = {name: redact(_text(value)) for name, value in settings.items()}
         for name in cfg.to:
             if name == "jsonl":
@@ -55,29 +55,29 @@ class Loggers:
                 raise ValueError(f"log.to={name} could not be opened: {redact(str(error))}") from error
 
     def write(self, rows: Sequence[Row]) -> None:
-        for name, logger in list(self._open.items()):
-            self._guard(name, lambda logger=logger: logger.write(rows))
+        self._each(lambda logger: logger.write(rows))
 
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
         """A few answers of the model after `step` steps, as tables of the same columns where there are such."""
-        for name, logger in list(self._open.items()):
-            self._guard(name, lambda logger=logger: logger.write_samples(step, rows))
+        self._each(lambda logger: logger.write_samples(step, rows))
 
     def close(self, *, done: bool) -> None:
         """`done`: all steps were made, or early stopping ended them."""
+        self._each(lambda logger: logger.close(done))
+
+    def _each(self, call: Callable[[_Logger], None]) -> None:
         for name, logger in list(self._open.items()):
-            self._guard(name, lambda logger=logger: logger.close(done=done))
-
-    def _guard(self, name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            del self._open[name]
-            say("WARNING", f"log.to={name} failed and is left out from here on ({error}); metrics.jsonl has every line")
+            try:
+                call(logger)
+            except Exception as error:
+                del self._open[name]
+                left_out = f"log.to={name} failed and is left out from here on ({error})"
+                say("WARNING", f"{left_out}; metrics.jsonl has every line")
 
 
-class _Csv:
-    """metrics.csv: a line each of metrics.jsonl's, with a column for every name that any of them has."""
+class _Csv(_Logger):
+    """metrics.csv: a line each of metrics.jsonl's, with a column for every name that any of them has. Samples are in
+    samples.jsonl."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         self._file, self._lines = directory / "metrics.csv", directory / "metrics.jsonl"
@@ -92,12 +92,6 @@ class _Csv:
         with self._file.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
 
-    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
-        pass  # they are in samples.jsonl
-
-    def close(self, *, done: bool) -> None:
-        pass
-
     def _write_whole(self) -> None:
         rows = [_flat(json.loads(line)) for line in self._lines.read_text(encoding="utf-8").splitlines()]
         self._columns = list({name: None for row in rows for name in row})
@@ -107,7 +101,7 @@ class _Csv:
             writer.writerows(rows)
 
 
-class _TensorBoard:
+class _TensorBoard(_Logger):
     """Event files in the run directory: `tensorboard --logdir runs` shows all runs below it."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
@@ -129,11 +123,11 @@ class _TensorBoard:
         cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
-    def close(self, *, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._writer.close()
 
 
-class _WeightsAndBiases:
+class _WeightsAndBiases(_Logger):
     """A run of wandb, gone on with under the same id. It never sees the environment or the command.
 
     Its own process writes the record and ends with this one: killed together they lose what it held, which metrics.jsonl has.
@@ -166,11 +160,11 @@ class _WeightsAndBiases:
         data: Any = [list(_flat(row).values()) for row in rows]
         self._run.log({"step": step, "samples": wandb.Table(columns=list(rows[0]), data=data)})
 
-    def close(self, *, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)
 
 
-class _MLflow:
+class _MLflow(_Logger):
     """A run of MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the run directory."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
@@ -185,9 +179,8 @@ class _MLflow:
             self._id = known
             return
         experiment = self._client.get_experiment_by_name(cfg.project)
-        place = (
-            (directory / "mlflow").absolute().as_uri() if local else None
-        )  # else it would be below the working folder
+        # Else it would be below the working folder.
+        place = (directory / "mlflow").absolute().as_uri() if local else None
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project, place)
         self._id = self._client.create_run(experiment_id, run_name=cfg.name or directory.name).info.run_id
         # Its longest value, and most in one call.
@@ -208,11 +201,11 @@ class _MLflow:
         table = {"columns": list(rows[0]), "data": [list(_flat(row).values()) for row in rows]}
         self._client.log_dict(self._id, table, f"samples/step_{step:08d}.json")
 
-    def close(self, *, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._client.set_terminated(self._id, status="FINISHED" if done else "KILLED")
 
 
-_OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], Logger]] = {
+_OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], _Logger]] = {
     "csv": _Csv,
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,

@@ -101,9 +101,8 @@ class Metrics:
             "step_seconds": None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
-            "rss_growth_bytes": self.growth.note(
-                own_rss_bytes()
-            ),  # since step 10 of this start, without pages of files
+            # Since step 10 of this start, without pages of files.
+            "rss_growth_bytes": self.growth.note(own_rss_bytes()),
         }
         if skipped:
             row["skipped"] = True

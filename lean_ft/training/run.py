@@ -310,9 +310,8 @@ class Run:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
                         trim_heap()
                     self._step, self._logged = step + 1, False
-                    if (
-                        self.ranks.rank > 0
-                    ):  # what a rank draws by itself (dropout) is its own, and the same after a resume
+                    if self.ranks.rank > 0:
+                        # What a rank draws by itself (dropout) is its own, and the same after a resume.
                         torch.manual_seed(zlib.crc32(f"{self.cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._saving.place()
                     self._skipped_before = self.optimizer.skipped_steps
@@ -438,11 +437,8 @@ class Run:
         self._done_steps = done
         ending = stopping or done == self.total_steps or self._evals_say_stop
         # Rank 0's clock tells whether a save is due; a request may come to any.
-        asked, due = (
-            self._signals.take_save_request(),
-            self.ranks.rank == 0 and self._saving.is_due(done, self.steps_per_epoch),
-        )
-        saving = ending or any(self.ranks.highest(asked, due))
+        due = self.ranks.rank == 0 and self._saving.is_due(done, self.steps_per_epoch)
+        saving = ending or any(self.ranks.highest(self._signals.take_save_request(), due))
         if saving or done % self.cfg.log_every == 0:
             self._flush()
         self._saving.writer.check()

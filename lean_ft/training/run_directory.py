@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy
 import safetensors
@@ -120,9 +120,8 @@ def check_usable(directory: Path) -> None:
     while not nearest.exists():
         nearest = nearest.parent
     try:
-        tempfile.TemporaryDirectory(
-            prefix=".lean_ft-", dir=nearest
-        ).cleanup()  # to be asked is not enough: root may all
+        # To be asked is not enough: root may all.
+        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()
     except OSError as error:
         raise ValueError(
             f"output_dir={directory} cannot be written: {nearest} refuses it ({error.strerror}). Set another output_dir."
@@ -153,7 +152,7 @@ class DirectoryLock:
     def __init__(self, directory: Path):
         """Make the directory where it is missing and lock it; ValueError where another process holds the lock."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = (directory / LOCK_FILE).open("a+", encoding="utf-8")
+        self._file = (directory / LOCK_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -172,9 +171,7 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let others in. The file stays: deleting it would let two waiting processes lock two different files."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
 
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:

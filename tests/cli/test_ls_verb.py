@@ -1,6 +1,10 @@
 """`leanft ls`: what there is, and what one recipe needs."""
 
+import re
+
 import pytest
+
+from lean_ft import catalog
 
 
 def test_recipes_and_presets_are_listed(leanft, shipped):
@@ -18,8 +22,12 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
 def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch):
     """The real catalogue of this checkout, in which every comment is made by the same rule."""
     lines = {line.split()[0]: line.split()[1:] for line in leanft("ls").out.splitlines() if line.startswith("  ")}
-    assert lines["llama3_1_8b/qlora"] == ["finetune", "8.03", "B", "12", "GB", "7.7", "GiB"]
-    assert lines["qwen3_0_6b/full"] == ["full_finetune_single_device", "0.60", "B", "8", "GB", "6.1", "GiB"]
+    for name, recipe in (("llama3_1_8b/qlora", "finetune"), ("qwen3_0_6b/full", "full_finetune_single_device")):
+        text = catalog.presets()[name].read_text()
+        said = re.search(r"(\S+) B parameters.* on a GPU with (\d+) GB: (\S+) GiB", text, re.DOTALL)
+        assert said
+        parameters, card, peak = said.groups()
+        assert lines[name] == [recipe, parameters, "B", card, "GB", peak, "GiB"]
     assert lines["tiny/full"] == ["full_finetune_single_device", "0.89", "M", "-", "-"]
     gated = leanft("ls").out.splitlines()[-2]
     assert "llama3_1_8b/qlora" in gated

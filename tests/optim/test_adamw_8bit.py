@@ -108,9 +108,8 @@ def test_small_tensors_keep_float32_moments() -> None:
         ours.detach().double(), trained_in_float64_without_decay((4095,), 10), rtol=1e-4, atol=1e-5
     )
     small, large, vector = (optimizer_of(nn.Parameter(torch.zeros(shape))) for shape in ((1, 4095), (1, 4096), (4096,)))
-    assert (
-        vector.state_dict()["0.exp_avg"].dtype == torch.float32
-    )  # of any length: over many ranks few numbers lie on each
+    # Of a vector of any length: over many ranks few numbers lie on each.
+    assert vector.state_dict()["0.exp_avg"].dtype == torch.float32
     assert small.state_dict()["0.exp_avg"].dtype == torch.float32
     assert large.state_dict()["0.exp_avg"].dtype == torch.uint8
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.cli.run import run_recipe
@@ -24,7 +25,10 @@ def run(folder: Path, *settings: str) -> Path:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
+    """With all operations in the table: which are the largest depends on who else computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lean_ft.training.profiling._ROWS", 10_000)
+        return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
 
 
 def test_products_are_told_of_the_projections_that_make_them(profiled: Path) -> None:
@@ -58,6 +62,17 @@ def test_memory_is_sampled_and_drawn_beside_the_plan(
     assert (profiled / "profile" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocators_memory_is_sampled(tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    folder = run(tmp_path / "run", "device=cuda", "profile=true", "profile_steps=[1,1,2]") / "profile"
+    with (folder / "memory.csv").open() as file:
+        taken = [int(row["bytes"]) for row in csv.DictReader(file)]
+    # The embedded model's weights in float32 are there at the least; the process is resident in far more than its peak.
+    assert len(taken) > 3 and all(2.3e6 < num_bytes <= torch.cuda.max_memory_allocated() for num_bytes in taken)
+    assert len(re.findall(r" aten::.*%$", (folder / "operations.txt").read_text(), re.MULTILINE)) > 20
+
+
 def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "off", "plan=false")
     assert not (plain / "profile").exists()
@@ -70,3 +85,12 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     run(tmp_path / "short", "profile=true", "profile_steps=[1,1,2]", "plan=false", *more)
     assert "profile     nothing: it takes 4 steps (profile_steps)" in capsys.readouterr().out
     assert not any((tmp_path / "short" / "profile").iterdir())
+
+
+def test_a_profile_is_drawn_beside_the_plan_of_a_run_that_may_not_begin_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By then output_dir holds a run, which `resume=never` would not take again."""
+    folder = run(tmp_path / "once", "profile=true", "profile_steps=[1,1,1]", "resume=never", "data.packing=none")
+    assert "memory over time, beside the plan" in capsys.readouterr().out
+    assert (folder / "profile" / "memory.png").is_file()
