@@ -117,9 +117,8 @@ def measure_rungs(
     labels = {rung.name: rung.label for rung in LADDER}
     labels |= {name: f"with {beside}: {rung.label}" for name, (beside, rung) in INSTEAD.items()}
     rows = []
-    num_steps = (
-        max(warmup_steps + steps, settle_steps) + 1
-    )  # the last is never finished: the run is stopped before it would save
+    # The last is never finished: the run is stopped before it would save.
+    num_steps = max(warmup_steps + steps, settle_steps) + 1
     with tempfile.TemporaryDirectory(prefix="lean_ft_ladder_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
         text = Path(folder) / "text.jsonl"
