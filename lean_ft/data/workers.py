@@ -57,11 +57,9 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
         code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
         killed = " (killed: is memory full? Try a smaller data.num_processes)" if code == -signal.SIGKILL else ""
         raise RuntimeError(f"a process that prepares data ended with exit code {code}{killed}.") from None
-    except BaseException:  # an error, Ctrl-C, or a caller that has enough
+    finally:  # all is done, an error, Ctrl-C, or a caller that has enough
         for process in filter(_Process.is_alive, context.processes):
             process.kill()
-        raise
-    finally:
         pool.shutdown(cancel_futures=True)
 
 

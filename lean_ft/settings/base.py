@@ -27,7 +27,7 @@ RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 class Settings(BaseModel):
     """A group of settings: unknown keys are errors, values are checked and never silently converted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 GroupT = TypeVar("GroupT", bound=Settings)

@@ -157,7 +157,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimitError(f"it is longer than {MAX_SOURCE_CHARACTERS:,} characters")
         try:
             code = self.compile(_Counting().visit(self.parse(source)))
-            return jinja2.Template.from_code(self, code, self.make_globals(None))
+            return jinja2.Template.from_code(self, code, dict(self.globals))
         except (RecursionError, MemoryError, SyntaxError) as error:
             raise TemplateLimitError(f"it is nested too deeply ({type(error).__name__})") from None
         except ValueError as error:  # of constants that are computed here, such as a number too long to be written
