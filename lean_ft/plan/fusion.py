@@ -5,10 +5,13 @@ is `activation_memory_budget`). Of each graph, chains of elementwise operations 
 their intermediates in registers; a value takes memory only where a matrix product or another opaque operation reads it,
 or where it leaves the graph. That is how the Inductor backend fuses, but for its finer choices. On a GPU it also makes one
 kernel of values of one size that read the same memory, wherever they stand: what that kernel reads and writes is there at
-once, such as the six tensors of a gated layer's backward.
+once, such as the six tensors of a gated layer's backward. But a result whose elements are made of those that lie in the same
+places of something as large, which nothing else reads any more, is written over that.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +20,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
+from torch._inductor.utils import get_donated_idxs
 from torch.utils._pytree import tree_iter
 
 from lean_ft.plan.trace import Trace
 
+# What an operation is called whose elements are not made of those that lie in their places.
+_MOVING_NAMES = (
+    *("permute", "transpose", "t", "expand", "slice", "select"),
+    *("cat", "flip", "roll", "gather", "index", "repeat"),
+)
 _OPAQUE_NAMES = (
     *("mm", "addmm", "bmm", "baddbmm", "_scaled", "convolution", "embedding_dense_backward", "sort", "topk", "nonzero"),
     *("scatter", "index_put", "cumsum", "grouped", "_flash", "_efficient", "attention", "histc", "bincount"),
@@ -30,11 +39,11 @@ _OPAQUE_NAMES = (
 def fusing_backend(trace: Trace) -> Callable:
     """A backend for torch.compile whose compiled graphs report their memory and time to `trace`."""
 
-    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable:
+    def compiler(graph: fx.GraphModule, inputs: Any, is_backward: bool) -> Callable:
         # What an operation writes to is a copy to AOTAutograd, and none to Inductor where nothing reads it later.
         reinplace_inplaceable_ops_core(graph.graph)
         decompose_auto_functionalized(graph.graph)
-        kernels = _Kernels(graph, trace)
+        kernels = _Kernels(graph, trace, set(get_donated_idxs() or ()) if is_backward else set())
 
         def call(arguments: list[Any]) -> Any:
             return kernels(arguments)
@@ -43,17 +52,17 @@ def fusing_backend(trace: Trace) -> Callable:
         return call
 
     return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
+        fw_compiler=partial(compiler, is_backward=False),
+        bw_compiler=partial(compiler, is_backward=True),
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,  # as Inductor does, or what is written in place would be written twice
     )
 
 
 class _Kernels:
-    """One compiled graph."""
+    """One compiled graph. donated: which of its inputs nothing else reads."""
 
-    def __init__(self, graph: fx.GraphModule, trace: Trace) -> None:
+    def __init__(self, graph: fx.GraphModule, trace: Trace, donated: set[int]) -> None:
         self._module, self._trace = graph, trace
         self._nodes = list(graph.graph.nodes)
         returned = set(next(node for node in self._nodes if node.op == "output").all_input_nodes)
@@ -66,6 +75,9 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
+        inputs = [node for node in self._nodes if node.op == "placeholder"]
+        own = self._stored - returned | {inputs[i] for i in donated}
+        self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
         self._is_tuned = False
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -88,6 +100,8 @@ class _Kernels:
                 with trace.uncounted():
                     values[node] = node.target(*args, **kwargs)
                 if node in self._stored:
+                    if node in self._written_over:
+                        trace.overwrite(values[self._written_over[node]], values[node])
                     trace.note(values[node])
                     if not self._is_tuned and not _is_opaque(node):
                         trace.tune()
@@ -131,15 +145,14 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return readers
 
 
-def _sources(node: fx.Node, stored: set[fx.Node]) -> set[fx.Node]:
-    """The stored values and inputs that a kernel for `node` reads."""
-    sources, frontier = set(), list(node.all_input_nodes)
-    while frontier:
-        source = frontier.pop()
+def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
+    """The stored values and inputs that a kernel for `node` reads, in the order of its arguments."""
+    sources: dict[fx.Node, None] = {}
+    for source in node.all_input_nodes:
         if source in stored or source.op != "call_function":
-            sources.add(source)
+            sources[source] = None
         else:
-            frontier += source.all_input_nodes
+            sources |= _sources(source, stored)
     return sources
 
 
@@ -153,14 +166,14 @@ def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.No
     for node in nodes:
         if node not in stored:
             continue
-        sources = _sources(node, stored)
+        sources = _sources(node, stored).keys()
         needs[node] = set().union(sources & stored, *(needs[source] for source in sources & stored))
         if _is_opaque(node) or not isinstance(value := node.meta.get("val"), Tensor) or _is_view(node):
             continue
         for kernel in kernels:
             alike = kernel[0].meta["val"].numel() == value.numel()
             later = any(needs[between] & set(kernel) for between in needs[node] - set(kernel))
-            if alike and not later and any(sources & _sources(member, stored) for member in kernel):
+            if alike and not later and any(sources & _sources(member, stored).keys() for member in kernel):
                 kernel.append(node)
                 break
         else:
@@ -187,3 +200,54 @@ def _dead_after(
         if node.op != "output":
             dead.setdefault(nodes[i], []).append(node)
     return dead
+
+
+def _written_over(
+    dead_after: dict[fx.Node, list[fx.Node]],
+    reads: dict[fx.Node, dict[fx.Node, None]],
+    own: set[fx.Node],
+    together: dict[fx.Node, fx.Node],
+) -> dict[fx.Node, fx.Node]:
+    """For each value that its kernel writes over another, that one: the first that it reads of the graph's `own` that no other
+    kernel reads beside products, and nothing later, through views neither."""
+    over: dict[fx.Node, fx.Node] = {}
+    num_readers = Counter(source for node in together for source in reads[node])
+    for node, last in together.items():
+        dead = set(dead_after.get(last, ())) & own
+        for source in reads[node]:
+            alone = source in dead and num_readers[source] == 1 and _views(source) <= set(dead_after[last])
+            if alone and _is_made_in_place(node, source, reads.keys()):
+                over[node] = source
+                break
+    return over
+
+
+def _views(node: fx.Node) -> set[fx.Node]:
+    views = {user for user in node.users if _is_view(user)}
+    return views.union(*map(_views, views))
+
+
+def _is_made_in_place(node: fx.Node, source: fx.Node, stored: Collection[fx.Node]) -> bool:
+    """Whether each element of `node` is made of that of `source` in its place, and of others in sums alone, by what is fused
+    between the two."""
+    value, given = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(given, Tensor):
+        return False
+    before = _within([node], lambda made: made.all_input_nodes, stored)
+    after = _within([source], lambda made: made.users, stored)
+    between = {node, *(before & after)}
+    packets = [getattr(made.target, "overloadpacket", None) for made in between]
+    moves = any(packet is not None and packet.__name__ in _MOVING_NAMES for packet in packets)
+    return not moves and (value.dtype, value.numel()) == (given.dtype, given.numel())
+
+
+def _within(
+    frontier: list[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], stored: Collection[fx.Node]
+) -> set[fx.Node]:
+    """What is reached by steps through nodes that are not stored."""
+    reached = set[fx.Node]()
+    while frontier:
+        new = {node for node in step(frontier.pop()) if node not in stored} - reached
+        reached |= new
+        frontier += new
+    return reached

@@ -172,6 +172,14 @@ class Trace(TorchDispatchMode):
             if known is not None and known.resident_bytes < known.num_bytes:
                 self._count(known, min(known.resident_bytes + _num_bytes(tensor), known.num_bytes))
 
+    def overwrite(self, tensor: Tensor, result: Tensor) -> None:
+        """Counts `result` where `tensor` lay, which nobody reads any more, if it is as large and not counted yet."""
+        before, after = (local(t).untyped_storage() for t in (tensor, result))
+        if self._known(tensor) and not self._known(result) and before.nbytes() == after.nbytes():
+            self.relabel(tensor, self.label)
+            self._storages[after._cdata] = self._storages.pop(before._cdata)
+            weakref.finalize(after, self._free, after._cdata)
+
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Counts the tensor's storage under another label from now on."""
         known = self._known(tensor)

@@ -45,10 +45,7 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
 
     real, planned = answer(), answer("--plan")
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
-    # Of a compiled adapter the planner takes two more of the allocator's segments of 20 MiB: 4 % of so small a model, half a
-    # percent of one of 3 B.
-    segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
-    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
+    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
     if arguments is LEAN:  # of 32 layers; 28 at 3 B, of which updates round to nearest, are 4,269
         assert real["launches"] < 6000
