@@ -271,6 +271,14 @@ class PPOLossConfig(Settings):
     )
     mask_truncated: bool = Field(False, description="Learn nothing from answers that max_new_tokens cut.")
 
+    name: ClassVar[str] = "dapo"  # of the policy's loss, a mean over the step's tokens
+    correction: ClassVar[str] = "none"
+
+    @property
+    def of_tokens(self) -> dict[str, Any]:
+        """What `policy_loss` is told beside its name."""
+        return {"epsilon": self.epsilon, "epsilon_high": self.epsilon}
+
     @property
     def needs_reference(self) -> bool:
         return self.kl_weight > 0
