@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -302,8 +303,6 @@ class Trace(TorchDispatchMode):
 
     def exchange(self, func: Any, args: Any) -> None:
         """Counts what this rank sends in a collective, by a ring, and its time."""
-        import torch.distributed as dist
-
         name = func.overloadpacket.__name__
         if name not in _SENT:
             return
