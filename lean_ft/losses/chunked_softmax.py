@@ -173,9 +173,7 @@ def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tenso
     return torch.cat([losses, right, total.log() - mean_below, log_total, *columns], 1), log_total
 
 
-# What is told of each token by the part of the vocabulary whose logits are here.
-_HIGHEST, _TOTAL, _BELOW, _OF_LABEL, _SUM, _NUM_HIGHEST = range(6)
-NUM_PART_COLUMNS = 6
+NUM_PART_COLUMNS = 6  # told of each token by the part of the vocabulary whose logits are here: `_describe_part`
 
 
 def _describe_part(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:

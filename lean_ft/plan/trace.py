@@ -89,7 +89,7 @@ class _Storage:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode that fills `peak`, `timeline` and `seconds`, on a CPU with or without `memory.host_pool`.
+    """A dispatch mode that fills `peak`, `timeline` and `spent`, on a CPU with or without `memory.host_pool`.
 
     `label` names what is made from now on; `where` says in words how far the step is.
     """
@@ -259,11 +259,6 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self.stream = before
-
-    @property
-    def seconds(self) -> float:
-        """Of the device's own work so far."""
-        return self.spent.seconds
 
     # Time -----------------------------------------------------------------------------------------------------------
 
