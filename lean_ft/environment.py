@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,12 +159,17 @@ def _host_memory() -> tuple[int | None, int | None]:
 
 def available_bytes() -> int | None:
     """Host memory that a process could still take, within its container's limit; None where the system does not tell."""
-    available: int | None = None
-    path = Path("/proc/meminfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    available = told_bytes(Path("/proc/meminfo"), "MemAvailable")
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if available is not None and limit.exists() and (text := limit.read_text().strip()).isdigit():
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
+
+
+def told_bytes(file: Path, field: str) -> int | None:
+    """A line `field:  1234 kB` of a file in /proc in bytes; None where there is no such file or line."""
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -6,14 +6,13 @@ written out.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from lean_ft import catalog
-from lean_ft.settings_text import RECIPE, describe, preset_values
+from lean_ft.settings_text import RECIPE, describe, dotted, preset_values
 from lean_ft.strict_yaml import Plain, read_yaml_file, to_yaml
 
 Values = dict[str, Any]  # dotted key -> value
@@ -136,7 +135,7 @@ def convert_config(file: Path) -> Preset:
             "expected a configuration of torchtune's that trains, with model, checkpointer, dataset and optimizer"
         )
         raise ValueError(f"{file}: {expected}. Images and PPO are not converted; `leanft ls` lists recipes.")
-    left = dict(_flat(read))
+    left = _flat(read)
     for key, value in left.items():
         while isinstance(value, str) and (name := re.search(r"\$\{([\w.]+)\}", value)) and name[1] in left:
             value = value.replace(name[0], str(left[name[1]]))
@@ -166,17 +165,13 @@ def convert_config(file: Path) -> Preset:
     return preset
 
 
-def _flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, _plain(value)
+def _flat(values: Values) -> Values:
+    return {key: _plain(value) for key, value in dotted(values) if value != {}}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [dict(_flat(item)) if isinstance(item, dict) else _plain(item) for item in value]
+        return [_flat(item) if isinstance(item, dict) else _plain(item) for item in value]
     return value.value() if isinstance(value, Plain) else value
 
 

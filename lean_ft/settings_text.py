@@ -73,15 +73,18 @@ def preset_recipe(preset: Path) -> str | None:
 def preset_values(preset: Path) -> dict[str, str]:
     """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
 
-    def flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, value in values.items():
-            if isinstance(value, dict) and value:
-                yield from flatten(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value if isinstance(value, Plain) else to_yaml(value, flow=True)
-
     values, _ = read_yaml_file(preset)
-    return {k: v for k, v in flatten(values, "") if k != RECIPE} if isinstance(values, dict) else {}
+    settings = dotted(values) if isinstance(values, dict) else ()
+    return {k: v if isinstance(v, Plain) else to_yaml(v, flow=True) for k, v in settings if k != RECIPE}
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values as (`group.name`, value), in their order; a group with nothing in it is a value."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def dump(config: BaseModel) -> str:

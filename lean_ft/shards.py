@@ -2,8 +2,7 @@
 
 `lean_ft.distributed` cuts parameters by rows and hands each process its own; a parameter that is cut is a DTensor of
 torch's, whose local tensor is this process's rows. Below it, the optimizer, the losses and the files ask `Ranks` for
-what all have to agree on, and `part_of` for which part of a tensor is here. `ALONE` answers for one process, and then
-nothing of torch.distributed is imported.
+what all have to agree on, and `part_of` for which part of a tensor is here. `ALONE` answers for one process.
 """
 
 import math

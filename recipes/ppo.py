@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
 from lean_ft.distributed import cut, join, parallelize
-from lean_ft.losses import TokenLogProbs, TokenStatistics, policy_loss, value_loss
+from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss, value_loss
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -83,19 +83,10 @@ def main(cfg: Config) -> None:
     def loss_of(batch: PolicyBatch, num_tokens: int, tokens: TokenStatistics) -> Tensor:
         """The batch's share of the step's loss, of the policy and the value model; batch: on the device."""
         now = log_probs(model, batch, tokens)
-        policy = policy_loss(
-            "dapo",  # -min(r A, clip(r) A), a mean over the step's tokens
-            now.log_probs,
-            batch.old,
-            batch.advantages,
-            batch.counts,
-            num_tokens=num_tokens,
-            statistics=tokens,
-            epsilon=cfg.loss.epsilon,
-            epsilon_high=cfg.loss.epsilon,
-        )
-        values = value(batch, now)
-        error = value_loss(values, batch.values, batch.returns, batch.counts, cfg.loss.value_epsilon, num_tokens)
+        # -min(r A, clip(r) A), a mean over the step's tokens
+        policy = batch_loss(cfg, batch, now, num_tokens=num_tokens, statistics=tokens)
+        values, epsilon = value(batch, now), cfg.loss.value_epsilon
+        error = value_loss(values, batch.values, batch.returns, batch.counts, epsilon, num_tokens)
         tokens.add(policy_loss=policy * num_tokens, value_loss=error * num_tokens)
         loss = policy + cfg.loss.value_weight * error
         if now.router_loss is not None:  # of a mixture of experts

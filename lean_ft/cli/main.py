@@ -40,25 +40,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
 )
-VERBS = (
-    run.run,
-    ls.ls,
-    cp.cp,
-    cat.cat,
-    convert_config.convert_config,
-    validate.validate,
-    plan.plan,
-    plot.plot,
-    score.score,
-    serve.serve,
-    download.download,
-    export.export,
-    push.push,
-    slurm.slurm,
-    env.env,
-)
+# Each has a function of its own name.
+VERBS = (run, ls, cp, cat, convert_config, validate, plan, plot, score, serve, download, export, push, slurm, env)
 for verb in VERBS:
-    app.command(verb.__name__.replace("_", "-"))(verb)
+    name = verb.__name__.rpartition(".")[2]
+    app.command(name.replace("_", "-"))(getattr(verb, name))
 app.add_typer(data.app, name="data")
 
 

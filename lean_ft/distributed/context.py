@@ -24,19 +24,22 @@ from lean_ft.models.attention import Prefixes, Scoring, attend
 
 @dataclass
 class RowTokens:
-    """The tokens of a row that this rank has, as `lean_ft.models.decoder.TokenCut` says."""
+    """Of a row's T tokens the ones that are here, where several ranks share a row; `Decoder.tokens`."""
 
     group: str  # of the ranks that share a row
     num_slices: int  # that a row's tokens are cut into for attention's projections
     place: int  # which of them is here
     num_ranks: int  # of the group
     rows_are_whole: bool = False
+    """Whether the pass under way has all tokens of its rows here, as every pass with a cache; set as it begins."""
 
     @property
     def num_head_parts(self) -> int:
+        """Over how many ranks heads are cut, of which a cache here has one rank's."""
         return self.num_ranks // self.num_slices
 
     def of_attention(self, values: Tensor) -> Tensor:
+        """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
         return values.chunk(self.num_slices, 1)[self.place] if values.shape[1] > 1 else values
 
     def gather(self, values: Tensor) -> Tensor:
@@ -44,6 +47,7 @@ class RowTokens:
         return gather_tokens(values, self.group, self.num_ranks)
 
     def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share a row, through which gradients go."""
         return sum_over(values, self.group)
 
 

@@ -20,6 +20,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lean_ft.distributed.collectives import all_to_all
@@ -40,8 +41,6 @@ class ExpertRanks:
 
     def forward(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor, *thin: Any) -> Tensor:
         """As `Experts.forward`: tokens (N, D), weights (N, K) of the experts chosen (N, K); returns (N, D)."""
-        import torch.distributed as dist
-
         assert not thin, "an adapter beside experts was refused before"
         size, per_token = self.group.size(), chosen.shape[1]
         own = self.num_experts // size

@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lean_ft.data import PairBatch, PolicyBatch, UnpairedBatch
 from lean_ft.data.rows import IGNORED
@@ -48,8 +50,6 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     shard = check_number(cfg, size)
     if size == 1:
         return ALONE
-    from torch.distributed.device_mesh import init_device_mesh
-
     timeout = timedelta(minutes=cfg.timeout_minutes)
     if watcher is None:
         _meet(size, device, timeout, cfg)
@@ -66,8 +66,6 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
             f"WORLD_SIZE={size} tells of {size} processes, but {', '.join(missing)} is not in the environment, so they "
             "cannot meet. Start them by leanft run --nproc-per-node, or by torchrun."
         )
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         find_host(host, f"MASTER_ADDR={host}")
@@ -89,8 +87,6 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
 
 def _of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
     """What all ranks have told of their settings. Raises ValueError where one of them, on another machine, has ended instead."""
-    import torch.distributed as dist
-
     names, deadline = [f"settings of {rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -135,8 +131,6 @@ class ManyRanks(Ranks):
     """
 
     def __init__(self, mesh: Any, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
-        import torch.distributed as dist
-
         self.mesh, self.device = mesh, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
@@ -162,8 +156,6 @@ class ManyRanks(Ranks):
 
     def _divided(self, *parts: tuple[str, int]) -> Any:
         """The mesh with its second dimension divided further, by neighbours."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         names, numbers = zip(*parts, strict=True)
         shape = (self.mesh.size(0), self.num_shards // math.prod(numbers), *numbers)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD, *names))
@@ -229,38 +221,24 @@ class ManyRanks(Ranks):
             model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
-        import torch.distributed as dist
-
         dist.all_reduce(values)
         return values
 
     def sum_shards(self, value: Tensor) -> Tensor:
-        import torch.distributed as dist
-
         if self.num_shards > 1:
             dist.all_reduce(value, group=self._shards)
         return value
 
     def highest(self, *numbers: int) -> list[int]:
-        if stage() is not None:  # all are alike
-            return list(numbers)
-        import torch.distributed as dist
-
-        values = torch.tensor(numbers)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
-        return values.tolist()
+        # Where shapes alone are planned all are alike.
+        return list(numbers) if stage() is not None else self.highest_of(torch.tensor(numbers)).tolist()
 
     def highest_of(self, values: Tensor) -> Tensor:
-        if stage() is not None:
-            return values
-        import torch.distributed as dist
-
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
+        if stage() is None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
         return values
 
     def total(self, number: int) -> int:
-        import torch.distributed as dist
-
         value = torch.tensor(number)
         dist.all_reduce(value, group=self._hosts)
         return int(value)
@@ -268,8 +246,6 @@ class ManyRanks(Ranks):
     def first(self, work: Callable[[], T]) -> T:
         if stage() is not None:
             return work()
-        import torch.distributed as dist
-
         result: list[Any] = [None, None]
         error: Exception | None = None
         if self.rank == 0:
@@ -287,8 +263,6 @@ class ManyRanks(Ranks):
     def everywhere(self, work: Callable[[], T]) -> list[T]:
         if stage() is not None:
             return [work()]
-        import torch.distributed as dist
-
         mine: list[Any] = [None, None]  # what it returned, and what is told of an error
         error: Exception | None = None
         try:
@@ -305,8 +279,6 @@ class ManyRanks(Ranks):
         return [result for result, _ in all_of]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        import torch.distributed as dist
-
         all_of: list[Any] = [None] * self.size
         dist.all_gather_object(all_of, (platform.node(), what), group=self._hosts)
         _refuse_different(all_of)

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.distributed.collectives import gather_tokens, scatter_tokens, sum_over
+from lean_ft.distributed.context import RowTokens
 from lean_ft.distributed.parameters import cut_parameter
 from lean_ft.distributed.ranks import TENSOR, ManyRanks
 from lean_ft.models import Decoder
 from lean_ft.models.attention import Attention
-from lean_ft.models.decoder import TokenCut
 from lean_ft.models.layers import MLP
 from lean_ft.shards import Cut
 
@@ -44,7 +44,7 @@ class TokenExchange:
 
     group: str
     size: int
-    tokens: TokenCut
+    tokens: RowTokens
 
     def gather(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self.tokens.rows_are_whole else (gather_tokens(args[0], self.group, self.size), *args[1:])

@@ -20,6 +20,7 @@ vocabulary, P rows of it that are here.
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lean_ft.distributed.ranks import REPLICATE, SHARD, ManyRanks
@@ -37,14 +38,13 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
     whole_of_parts,
 )
-from lean_ft.losses.linear_cross_entropy import SumOfLosses
+from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, SumOfLosses, select_targets
 from lean_ft.models import Decoder
 from lean_ft.settings import ParallelConfig
 from lean_ft.shapes_only import counted_as, repeated
 
 LOOKED_UP_TOKENS = 4096  # of all ranks, whose rows of the embedding are exchanged at a time
 SMALL_WEIGHT_BYTES = 256 * 2**20  # up to which `auto` gathers: so little is no matter, and the sums stay one process's
-IGNORED_LABEL = -100
 
 
 def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> str:
@@ -149,10 +149,7 @@ class CutVocabulary:
         All ranks call it, and each goes backward from its sum times the same factor: the gradient of the rows is of all
         ranks' tokens. A chunk's logits are of `chunk_tokens` tokens of all ranks together.
         """
-        hidden, labels = hidden.flatten(0, -2), labels.flatten()
-        if num_targets < labels.numel():
-            targets = torch.nonzero_static(labels != IGNORED_LABEL, size=num_targets).squeeze(1)
-            hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
+        labels, hidden = select_targets(labels, num_targets, hidden)
         (most,) = self.ranks.highest(num_targets)
         chunk = min(most, -(-chunk_tokens // self.size)) if chunk_tokens else most
         weight, terms = self._output_rows(), Terms(softcap, label_smoothing, z_loss, vocab_size=self.vocab_size)
@@ -181,8 +178,6 @@ class CutVocabulary:
         parts = hidden.new_zeros(len(everyones), rows)
         parts[:, : len(own)] = everyones @ own.T
         received = torch.empty_like(parts)
-        import torch.distributed as dist
-
         dist.all_to_all_single(received, parts, group=self.group)
         whole = received.view(self.size, most, rows).transpose(0, 1).reshape(most, -1)
         return whole[: len(flat), : self.vocab_size].view(*hidden.shape[:-1], -1)
@@ -191,8 +186,6 @@ class CutVocabulary:
 
     def gather(self, own: Tensor) -> Tensor:
         """(n C, ...) of all ranks from (C, ...) of each."""
-        import torch.distributed as dist
-
         everyones = own.new_empty(self.size * len(own), *own.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(everyones, own.contiguous(), group=self.group)
@@ -200,8 +193,6 @@ class CutVocabulary:
 
     def sum_back(self, everyones: Tensor) -> Tensor:
         """(C, ...): the sum over ranks of what each has, in (n C, ...), for this one."""
-        import torch.distributed as dist
-
         own = everyones.new_empty(len(everyones) // self.size, *everyones.shape[1:])
         sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         sum_back(own, everyones, group=self.group)
@@ -209,8 +200,6 @@ class CutVocabulary:
 
     def sum_copies(self, gradient: Tensor) -> Tensor:
         """The sum over the copies of the model, in place."""
-        import torch.distributed as dist
-
         if self.copies is not None:
             dist.all_reduce(gradient, group=self.copies)
         return gradient

@@ -12,6 +12,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 
 from lean_ft.context import context_length
 from lean_ft.generation.choosing import Sampling
@@ -67,10 +68,8 @@ class HarnessModel(TemplateLM):
         found = dict[int, tuple[float, bool]]()
         asked = [((list(context) + list(told))[-self.max_length - 1 :], len(told)) for _, context, told in requests]
         for rows in longest_first([len(ids) for ids, _ in asked], self._tokens_at_a_time):
-            width = len(asked[rows[0]][0]) - 1
-            input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-            for row, i in enumerate(rows):
-                input_ids[row, : len(asked[i][0]) - 1] = torch.tensor(asked[i][0][:-1])
+            texts = [torch.tensor(asked[i][0][:-1], dtype=torch.int64) for i in rows]
+            input_ids = pad_sequence(texts, batch_first=True)
             # A model in training may be compiled for rows of one shape, and what it keeps has to serve its backward pass too.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 hidden = self.model(input_ids.to(self.model.device), return_hidden=True)  # (B, T, D)

@@ -106,9 +106,8 @@ def generate(
         tokenizer = load_tokenizer(model.source_folder)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
-    all_at_once = max(1, len(several))
-    sampling["max_new_tokens"] = max_new_tokens
-    return list(answers(model, tokenizer, several, batch_size=all_at_once, chat=chat, **sampling))
+    sampling |= {"max_new_tokens": max_new_tokens, "batch_size": max(1, len(several))}  # all at once
+    return list(answers(model, tokenizer, several, chat=chat, **sampling))
 
 
 def stream(

@@ -16,7 +16,7 @@ Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,9 +173,7 @@ def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tenso
     return torch.cat([losses, right, total.log() - mean_below, log_total, *columns], 1), log_total
 
 
-# What is told of each token by the part of the vocabulary whose logits are here.
-_HIGHEST, _TOTAL, _BELOW, _OF_LABEL, _SUM, _NUM_HIGHEST = range(6)
-NUM_PART_COLUMNS = 6
+NUM_PART_COLUMNS = 6  # told of each token by the part of the vocabulary whose logits are here: `_describe_part`
 
 
 def _describe_part(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
@@ -253,28 +251,6 @@ def _write_gradient(terms: Terms, logits: Tensor, labels: Tensor, log_total: Ten
     logits.copy_(gradient_of(wide, values, labels[:, None], log_total[:, None], terms) * scale[:, None])
 
 
-def describe(terms: Terms, compile: bool) -> Work:
-    """work(logits, labels (C,), rows (C, columns)): writes what is told of each token to the rows."""
-    return work_of(_describe, terms, compile)
-
-
-def describe_part(terms: Terms, compile: bool) -> Work:
-    """work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes what a part of the vocabulary tells of each token;
-    labels are counted from its first word, and may lie outside of it."""
-    return work_of(_describe_part, terms, compile)
-
-
-def describe_with_gradient(terms: Terms, compile: bool) -> Work:
-    """The same, and writes the gradient of each token's loss over its logits."""
-    return work_of(_describe_with_gradient, terms, compile)
-
-
-def gradient(terms: Terms, compile: bool, is_capped: bool = False) -> Work:
-    """work(logits, labels (C,), log Z (C,), scale (C,)): writes the gradient of each loss, times its scale, over the logits;
-    `is_capped` says that `describe` has been over them."""
-    return work_of(_write_gradient, terms, compile, is_capped)
-
-
 def _cap(logits: Tensor, softcap: float) -> None:
     # A pass of its own: in one with the softmax, a compiler would keep the tanh of every logit in float32.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -283,13 +259,25 @@ def _cap(logits: Tensor, softcap: float) -> None:
 
 def capping(softcap: float, compile: bool) -> Work:
     """work(logits): caps them, in place."""
-    return _compiled_cap(softcap) if compile else _in_blocks(_nothing, Terms(), softcap)
+    return _compiled_cap(softcap) if compile else _in_blocks(lambda terms, logits: None, Terms(), softcap)
 
 
 def work_of(function: Callable[..., None], terms: Any, compile: bool, is_capped: bool = False) -> Work:
-    """The pass `function(terms, logits (C, V), what is known or told of each token ...)`, over capped logits."""
+    """The pass `function(terms, logits (C, V), what is known or told of each token ...)`, over capped logits; `is_capped` says
+    that another pass has been over them."""
     softcap = None if is_capped else terms.softcap
     return _compiled(function, terms, softcap) if compile else _in_blocks(function, terms, softcap)
+
+
+# Of `Terms` and whether to compile. work(logits, labels (C,), rows (C, columns)): writes what is told of each token to the rows.
+describe = partial(work_of, _describe)
+# The same, and writes the gradient of each token's loss over its logits.
+describe_with_gradient = partial(work_of, _describe_with_gradient)
+# work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes what a part of the vocabulary tells of each token; labels are
+# counted from its first word, and may lie outside of it.
+describe_part = partial(work_of, _describe_part)
+# work(logits, labels (C,), log Z (C,), scale (C,)): writes the gradient of each loss, times its scale, over the logits.
+gradient = partial(work_of, _write_gradient)
 
 
 def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
@@ -305,10 +293,6 @@ def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None)
             function(terms, logits[block], *(some[block] for some in of_tokens))
 
     return work
-
-
-def _nothing(terms: Any, logits: Tensor) -> None:
-    pass
 
 
 # The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.

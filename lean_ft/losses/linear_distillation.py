@@ -69,9 +69,8 @@ class TeacherStates(NamedTuple):
 class TopLogProbs(NamedTuple):
     """What was kept of a teacher's predictions of N targets, at the temperature of the loss."""
 
-    log_probs: (
-        Tensor  # (N, k + 1) float32: of the k likeliest tokens, and of all others together; (N, k) where k is all
-    )
+    # (N, k + 1) float32: of the k likeliest tokens, and of all others together; (N, k) where k is all.
+    log_probs: Tensor
     ids: Tensor  # (N, k) int64
     vocab_size: int  # that the teacher chose from
 

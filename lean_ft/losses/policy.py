@@ -165,10 +165,10 @@ def policy_loss(
         clips = _is_clipped(name, ratio.detach(), answers.advantages, settings) * counted
         statistics.add(clip_share=clips.sum(), **({} if divergence is None else {"kl": (divergence * counted).sum()}))
 
-    if num_answers is None:
-        num_answers = max(1, int((lengths > 0).sum()))
     if divided == "tokens":
         return (losses * counted).sum() / (max(1, int(lengths.sum())) if num_tokens is None else num_tokens)
+    if num_answers is None:
+        num_answers = max(1, int((lengths > 0).sum()))
     if divided == "answers":
         return (losses * counted / lengths.clamp(min=1)).sum() / num_answers
     return (losses * counted).sum() / (num_answers * (max_length if divided == "longest" and max_length else 1))
@@ -178,16 +178,16 @@ def batch_loss(
     cfg: Any,
     batch: Any,
     now: Any,
-    reference: Tensor | None,
+    reference: Tensor | None = None,
     *,
-    num_answers: int,
+    num_answers: int | None = None,
     num_tokens: int,
     statistics: TokenStatistics | None = None,
 ) -> Tensor:
     """The share of its step's loss that a batch has, as `cfg.loss` and `cfg.generation` say.
 
     batch: on the device, as `lean_ft.data.PolicyBatch` is; now: what `TokenLogProbs` makes of it; reference (B, T), where the
-    divergence from it stands in the loss; num_answers, num_tokens: of the step.
+    divergence from it stands in the loss; num_answers, num_tokens: of the step, the former for losses that are divided by it.
     """
     old = now.log_probs.detach() if batch.old is None else batch.old  # one update a round: they are the same
     weights = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from lean_ft.losses.answer_log_probs import Answers
+from lean_ft.losses.reward import add_scores
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import PreferenceLossConfig
 from lean_ft.spelling import did_you_mean
@@ -214,16 +215,8 @@ def pair_losses(
     columns = [column for both in (answers.log_probs, reference, lengths) for column in both.unbind(1)]
     losses = preference_loss(loss.name, *columns, beta=beta, **loss.own_settings)
     log_probs = answers.log_probs.detach()
-    chosen, rejected = (beta * (log_probs - reference)).unbind(1)
-    sums = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": ((chosen - rejected).sign() + 1) / 2,
-        "logps/chosen": log_probs[:, 0],
-        "logps/rejected": log_probs[:, 1],
-    }
-    statistics.add(**{name: value.sum() for name, value in sums.items()})
+    add_scores(statistics, beta * (log_probs - reference))
+    statistics.add(**{f"logps/{side}": log_probs[:, i].sum() for i, side in enumerate(("chosen", "rejected"))})
     return losses * answers.weights
 
 

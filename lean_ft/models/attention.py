@@ -52,9 +52,8 @@ class Prefixes(NamedTuple):
     """What documents go on from: positions in a document before them, of the same row."""
 
     bounds: Tensor  # (documents, 2) int32: from and to; two equal ones for none
-    key_index: Tensor | None = (
-        None  # on CUDA: the positions that each document sees, its prefix's and its own, one by one
-    )
+    # On CUDA: the positions that each document sees, its prefix's and its own, one by one.
+    key_index: Tensor | None = None
     key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32: where those of each begin
 
     @classmethod

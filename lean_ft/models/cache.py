@@ -114,9 +114,8 @@ class KVCache:
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
         self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
         self.shortest = 0
-        self.is_even = (
-            True  # whether all rows have come as far; decided once, as compiled code takes both for unknown numbers
-        )
+        # Whether all rows have come as far; decided once, as compiled code takes both for unknown numbers.
+        self.is_even = True
         self.starts_empty = True
         self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
         self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are

@@ -20,9 +20,7 @@ class MixtureConfig:
     input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
     known_to_peft: bool = True  # that inputs are first; else it takes them for outputs, and so adapters are laid out
     gates_alternate: bool = False  # with ups; not all gates first
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = (
-        "silu"  # with the last there are ups alone, and no gates
-    )
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"  # with the last are ups alone, and no gates
     gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
     up_offset: float = 0.0  # it is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
@@ -132,9 +130,8 @@ class LayerConfig:
 
     rope: RopeConfig | None  # None: positions do not turn queries and keys
     window: int | None = None  # positions that a query sees, its own included; None: all up to its own
-    chunk: int | None = (
-        None  # positions are cut into chunks of so many, of which a query sees its own; None: they are not
-    )
+    # Positions are cut into chunks of so many, of which a query sees its own; None: they are not.
+    chunk: int | None = None
     mixer: MixerConfig | None = None  # what mixes tokens in the place of attention, or beside it
     attends: bool = True  # there is attention
     feeds: bool = True  # there is a feed-forward layer, behind what mixes tokens
@@ -196,9 +193,8 @@ class DecoderConfig:
     residual_multiplier: float = 1.0  # of what attention and feed-forward add
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
-    layer_input_dim: int = (
-        0  # each layer is given as many features of the token itself behind its feed-forward layer; 0: none
-    )
+    # Each layer is given as many features of the token itself behind its feed-forward layer; 0: none.
+    layer_input_dim: int = 0
     layer_input_vocab_size: int = 0  # of the embedding that these are read from
     layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the folder's, which does not train
     head_bias: bool = False  # the output layer has one

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
-from lean_ft.models.layers import ACTIVATIONS
-from lean_ft.models.linear_attention import document_numbers, gradients_of, has_kernels
+from lean_ft.models.layers import ACTIVATIONS, wide_dtype
+from lean_ft.models.linear_attention import chunks, document_numbers, gradients_of, has_kernels
 from lean_ft.models.state_mixer import StateMixer
 
 _BLOCK = 128  # tokens of a row at a time
@@ -39,7 +39,7 @@ def causal_convolution(
     if (kernel := _kernel(x, weight, activation)) is not None:
         return kernel(x, weight, bias, documents)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for tokens in _blocks(x):
+    for tokens in chunks(0, x.shape[1], _BLOCK):
         total = _summed(x, weight, bias, documents, tokens)
         out[:, tokens] = total if activation is None else ACTIVATIONS[activation].value(total)
     return out
@@ -65,10 +65,10 @@ def causal_convolution_backward(
         given = [x, weight] if bias is None else [x, weight, bias]
         grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), given, grad)
         return (*grads, x.new_empty(0))[:3]  # type: ignore[return-value]
-    grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), _wide(x)
+    grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), wide_dtype(x)
     grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
     num_taps = weight.shape[1]
-    for tokens in _blocks(x):
+    for tokens in chunks(0, x.shape[1], _BLOCK):
         # A token counts in the sums of the few behind it too.
         reach = slice(tokens.start, min(tokens.stop + num_taps - 1, x.shape[1]))
         grad_sum = grad[:, reach].to(wide)
@@ -133,14 +133,9 @@ def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., 
     return kernel
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
-    num_tokens = x.shape[1]
-    return (slice(start, min(start + _BLOCK, num_tokens)) for start in range(0, num_tokens, _BLOCK))
-
-
 def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, tokens: slice) -> Tensor:
     """The convolution at some tokens, in the type of sums."""
-    wide, num_taps = _wide(x), weight.shape[1]
+    wide, num_taps = wide_dtype(x), weight.shape[1]
     total = x[:, tokens].to(wide) * weight[:, -1].to(wide)
     if bias is not None:
         total += bias
@@ -157,10 +152,6 @@ def _within(values: Tensor, documents: Tensor | None, tokens: slice, distance: i
         return values
     is_same = documents[:, tokens] == documents[:, tokens.start + distance : tokens.stop + distance]
     return values.masked_fill(~is_same[..., None], 0.0)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class Convolution(nn.Module):

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -182,26 +182,6 @@ class Trunk(nn.Module):
             self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
 
 
-class TokenCut(Protocol):
-    """Of a row's T tokens the ones that are here, where several ranks share a row (`lean_ft.distributed`)."""
-
-    rows_are_whole: bool
-    """Whether the pass under way has all tokens of its rows here, as every pass with a cache; set as it begins."""
-
-    @property
-    def num_head_parts(self) -> int:
-        """Over how many ranks heads are cut, of which a cache here has one rank's."""
-        ...
-
-    def of_attention(self, values: Tensor) -> Tensor:
-        """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
-        ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks that share a row, through which gradients go."""
-        ...
-
-
 class Decoder(nn.Module):
     """A decoder-only language model.
 
@@ -233,7 +213,7 @@ class Decoder(nn.Module):
         self.generation_config: bytes | None = None
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
-        self.tokens: TokenCut | None = None
+        self.tokens: Any = None  # a `distributed.context.RowTokens`, where ranks share rows
         self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
@@ -347,10 +327,10 @@ class Decoder(nn.Module):
         balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        if tokens is not None:
-            positions = tokens.of_attention(positions)
-            text_lengths = None if text_lengths is None else tokens.of_attention(text_lengths)
-        turns = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        here: Tensor = positions if tokens is None else tokens.of_attention(positions)
+        if tokens is not None and text_lengths is not None:
+            text_lengths = tokens.of_attention(text_lengths)
+        turns = {rope: rotary(here, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
         inputs, given = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
             rope, keys_of = self.config.layers[i].rope, self.config.layers[i].keys_of

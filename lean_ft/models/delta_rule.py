@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig
 from lean_ft.models.convolution import Convolution
-from lean_ft.models.layers import RMSNorm, gated
+from lean_ft.models.layers import RMSNorm, gated, wide
 from lean_ft.models.state_mixer import StateMixer, log_decay_of, read_state
 
 
@@ -45,8 +45,7 @@ class GatedDeltaRule(StateMixer):
         query, key, value = mixed.split((self.key_size, self.key_size, self.value_size), -1)
         query, key = (part.unflatten(-1, (-1, self.config.key_dim)) for part in (query, key))
         value = value.unflatten(-1, (-1, self.config.value_dim))
-        wide = torch.promote_types(step.dtype, torch.float32)
-        log_decay = log_decay_of(self.A_log, F.softplus(step.to(wide) + self.dt_bias))
+        log_decay = log_decay_of(self.A_log, F.softplus(wide(step) + self.dt_bias))
         read = read_state(query, key, value, log_decay, beta.sigmoid(), cu_seqlens, cache, corrects=True)
         read = gated(gate.unflatten(-1, (-1, self.config.value_dim)), self.norm(read), "silu")
         return self.out_proj(read.flatten(-2))

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.models.layers import wide_dtype
 from lean_ft.models.row_attention import Rules, attend_rows, attend_rows_backward
 
 _BLOCK_QUERIES = 64
@@ -66,15 +67,15 @@ def document_attention(
     the same row; two equal ones for none. Raises ValueError for other boundaries; on a GPU that is an assertion of the
     device.
     """
+    rules = Rules(scale, window, softcap)
     if query.is_cuda:
-        rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
-        return attend_rows(query, key, value, cu_seqlens, rows, sinks, rules, prefixes)
+        return attend_rows(query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
+        softmax = _Softmax(queries, keys, sinks, rules)
         for block in blocks:
             weights = softmax(block).weights.to(query.dtype)  # (K, R, C)
             _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
@@ -113,25 +114,25 @@ def document_attention_backward(
 
     Without sinks theirs is empty.
     """
+    rules = Rules(scale, window, softcap)
     if query.is_cuda:
-        rows, rules = row_tokens or len(query), Rules(scale, window, softcap)
         grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
-            grad_out, query, key, value, cu_seqlens, rows, sinks, rules, prefixes
+            grad_out, query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes
         )
         if grad_sinks is None or sinks is None:
-            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=_wide(query))
+            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=wide_dtype(query))
         return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    wide = _wide(query)
+    wide = wide_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
         blocks = _blocks(query.shape[1], num_tokens, window, num_before)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax = _Softmax(queries, keys, sinks, scale, window, softcap)
+        softmax = _Softmax(queries, keys, sinks, rules)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
         delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, P); F.pad and not cat keeps a token's features together, so that strides come again as well
@@ -166,7 +167,7 @@ def _(
     grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    grad_sinks = query.new_empty(0, dtype=_wide(query)) if sinks is None else torch.empty_like(sinks)
+    grad_sinks = query.new_empty(0, dtype=wide_dtype(query)) if sinks is None else torch.empty_like(sinks)
     return *grads, grad_sinks
 
 
@@ -207,22 +208,13 @@ class _Weights(NamedTuple):
 class _Softmax:
     """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
-    def __init__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        sinks: Tensor | None,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        self.queries, self.dtype = queries, _wide(queries)
+    def __init__(self, queries: Tensor, keys: Tensor, sinks: Tensor | None, rules: Rules) -> None:
+        self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
-        self.scale = queries.shape[-1] ** -0.5 if scale is None else scale
-        self.window = window
-        self.softcap = softcap
+        self.scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
+        self.window, self.softcap = rules.window, rules.softcap
 
     @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
@@ -309,11 +301,6 @@ def _query_step(num_tokens: int) -> int:
 def _key_step(num_tokens: int, num_keys: int) -> int:
     """What the number of a block's keys is a multiple of."""
     return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The type of scores and of sums."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _power_of_two(n: int) -> int:

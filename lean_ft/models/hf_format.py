@@ -381,7 +381,7 @@ def _drawn(config: DecoderConfig) -> Fill:
             whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
             draw(name, whole)
             here.values.copy_(here.within(whole))
-        elif name.endswith(("dt_bias", "mamba.D")):
+        elif name.endswith(("dt_bias", "mamba.D", "layer_scalar", "router.scale", "per_expert_scale")):
             here.values.fill_(1.0)
         elif name.endswith("mamba.A_log"):
             here.values.copy_(torch.arange(1.0, len(here.values) + 1).log_())
@@ -389,8 +389,6 @@ def _drawn(config: DecoderConfig) -> Fill:
             here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
         elif name.endswith("bias"):  # of experts too, whose stacks are not modules
             here.values.zero_()
-        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
-            here.values.fill_(1.0)
         elif (own := name.rpartition(".")[2]) in XIELU_START:
             here.values.fill_(XIELU_START[own])
         elif re.search(r"norm(_\d)?\.weight$", name):

@@ -48,17 +48,17 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
+        values = wide(x)
+        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, scale)
         ctx.weight_offset = weight_offset
-        return in_dtype(wide * scale * _with_offset(weight, weight_offset), x.dtype)
+        return in_dtype(values * scale * _with_offset(weight, weight_offset), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = _wide(x) * scale
-        grad = _wide(grad)
+        normed = wide(x) * scale
+        grad = wide(grad)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -1 - weight.dim()).sum(0).to(weight.dtype)
@@ -85,11 +85,16 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
-    return weight if offset == 0.0 else _wide(weight) + offset
+    return weight if offset == 0.0 else wide(weight) + offset
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The type of sums: float32, or what is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
 
 
 class _Activation(NamedTuple):
@@ -141,9 +146,8 @@ class _XIELU(torch.autograd.Function):
         # Of those between eps and 0 the exponential does not change.
         slope = torch.where(is_above, 2 * above * x, below * torch.where(x < eps, low, -1)).add_(beta)
         low.sub_(x).masked_fill_(is_above, 0).mul_(grad)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        grad_above = (x.square().mul_(grad) * is_above).sum(dtype=wide)
-        grad_below = low.sum(dtype=wide)
+        grad_above = (x.square().mul_(grad) * is_above).sum(dtype=wide_dtype(x))
+        grad_below = low.sum(dtype=wide_dtype(x))
         return grad * slope, grad_above.to(above.dtype).view(1), grad_below.to(below.dtype).view(1), None, None
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.log import say
+from lean_ft.models.layers import wide_dtype
 
 CHUNK = 64
 SEGMENT = 8 * CHUNK  # tokens between two states that are kept
@@ -68,7 +69,7 @@ def linear_attention(
     if state is None:
         state = tokens_of.empty_state()
     with torch.autocast(query.device.type, enabled=False):
-        for tokens in _chunks(0, query.shape[1]):
+        for tokens in chunks(0, query.shape[1], CHUNK):
             if tokens.start % SEGMENT == 0:
                 states.append(state)
             chunk = _Chunk(tokens_of, tokens, state)
@@ -121,13 +122,13 @@ def linear_attention_backward(
     with torch.autocast(query.device.type, enabled=False):
         for start in reversed(range(0, num_tokens, SEGMENT)):
             state, before = states[start // SEGMENT], []
-            chunks = list(_chunks(start, min(start + SEGMENT, num_tokens)))
-            for tokens in chunks:
+            segment = list(chunks(start, min(start + SEGMENT, num_tokens), CHUNK))
+            for tokens in segment:
                 before.append(state)
-                if tokens != chunks[-1]:
+                if tokens != segment[-1]:
                     state = _Chunk(tokens_of, tokens, state).next_state()
-            while chunks:
-                tokens = chunks.pop()
+            while segment:
+                tokens = segment.pop()
                 chunk = _Chunk(tokens_of, tokens, before.pop())
                 grad_state, of_chunk = chunk.backward(tokens_of.of(grad_out, tokens), grad_state)
                 for grad, part in zip(grads, of_chunk, strict=True):
@@ -179,7 +180,7 @@ class _Tokens:
     ) -> None:
         self.corrects = corrects
         self.query, self.key, self.value, self.log_decay, self.beta = query, key, value, log_decay, beta
-        self.documents, self.dtype = documents, _wide(value)
+        self.documents, self.dtype = documents, wide_dtype(value)
         self.num_heads, self.group = value.shape[2], value.shape[2] // key.shape[2]
 
     def of(self, x: Tensor, tokens: slice) -> Tensor:
@@ -284,8 +285,9 @@ class _Chunk:
         return grad if self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
 
 
-def _chunks(start: int, end: int) -> Iterator[slice]:
-    return (slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK))
+def chunks(start: int, end: int, size: int) -> Iterator[slice]:
+    """From `start` to `end` in slices of `size`, the last of what is left."""
+    return (slice(first, min(first + size, end)) for first in range(start, end, size))
 
 
 def _inverse_length(x: Tensor) -> Tensor:
@@ -297,14 +299,10 @@ def _through_length(grad: Tensor, scaled: Tensor, inverse: Tensor) -> Tensor:
     return inverse * (grad - scaled * (scaled * grad).sum(-1, keepdim=True))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
     num_rows, num_tokens, num_heads, size = value.shape
     shape = -(-num_tokens // SEGMENT) + 1, num_rows, num_heads, key.shape[-1], size
-    return value.new_empty(shape, dtype=_wide(value))
+    return value.new_empty(shape, dtype=wide_dtype(value))
 
 
 def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, Mamba2Config
 from lean_ft.models.convolution import Convolution
-from lean_ft.models.layers import RMSNorm, gated, in_dtype
+from lean_ft.models.layers import RMSNorm, gated, in_dtype, wide
 from lean_ft.models.state_mixer import StateMixer, log_decay_of, read_state
 
 
@@ -53,8 +53,7 @@ class Mamba2(StateMixer):
             part.unflatten(-1, (heads, -1))
             for part, heads in ((value, config.num_heads), (key, config.num_key_heads), (query, config.num_key_heads))
         )
-        wide = torch.promote_types(step.dtype, torch.float32)
-        step = F.softplus(step.to(wide) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
+        step = F.softplus(wide(step) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
         read = read_state(*(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False)
         read = _Skip.apply(read, value, self.D).flatten(-2)
         if config.norm == "out":
@@ -71,13 +70,13 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(value, weight)
-        return in_dtype(torch.addcmul(_wide(read), _wide(value), _wide(weight)[:, None]), read.dtype)
+        return in_dtype(torch.addcmul(wide(read), wide(value), wide(weight)[:, None]), read.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value, weight = ctx.saved_tensors
-        grad_weight = (_wide(grad) * value).sum((0, 1, 3)).to(weight.dtype)
-        return grad, (_wide(grad) * weight[:, None]).to(value.dtype), grad_weight
+        grad_weight = (wide(grad) * value).sum((0, 1, 3)).to(weight.dtype)
+        return grad, (wide(grad) * weight[:, None]).to(value.dtype), grad_weight
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -85,7 +84,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
-        product = (_wide(x) * F.silu(_wide(gate))).unflatten(-1, (num_groups, -1))
+        product = (wide(x) * F.silu(wide(gate))).unflatten(-1, (num_groups, -1))
         scale = torch.rsqrt(product.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, gate, weight, scale)
         return in_dtype((product * scale).flatten(-2) * weight, x.dtype)
@@ -93,14 +92,10 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, gate, weight, scale = ctx.saved_tensors
-        open_gate, wide_gate, grad = F.silu(_wide(gate)), _wide(gate), _wide(grad)
-        normed = (_wide(x) * open_gate).unflatten(-1, (scale.shape[-2], -1)) * scale
+        open_gate, wide_gate, grad = F.silu(wide(gate)), wide(gate), wide(grad)
+        normed = (wide(x) * open_gate).unflatten(-1, (scale.shape[-2], -1)) * scale
         grad_weight = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(weight.dtype)
         grad = (grad * weight).view(normed.shape)
         grad = (scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))).flatten(-2)
         grad_gate = torch.ops.aten.silu_backward(grad * x, wide_gate)
         return (grad * open_gate).to(x.dtype), grad_gate.to(gate.dtype), grad_weight, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated, unit_rms
+from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated, unit_rms, wide, wide_dtype
 
 
 class Router(nn.Module):
@@ -43,13 +43,12 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.is_wide:
             with torch.autocast(tokens.device.type, enabled=False):
-                wide = torch.promote_types(self.weight.dtype, torch.float32)
-                return F.linear(tokens.to(wide), self.weight.to(wide))
+                return F.linear(tokens.to(wide_dtype(self.weight)), wide(self.weight))
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
 
     def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
         """The weights (N, K) of each token's experts, and which these are (N, K), by the router's logits (N, E)."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = wide(logits)
         if config.margin is not None:
             return _one_after_another(logits, config.experts_per_token, config.margin)
         if config.score == "softmax" and not config.corrected and config.weights_sum_to_one:
@@ -100,7 +99,7 @@ class NormedRouter(nn.Module):
         return self.proj(unit_rms(tokens, self.eps) * self.scale * tokens.shape[-1] ** -0.5)  # (N, E)
 
     def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-        best, chosen = logits.to(torch.promote_types(logits.dtype, torch.float32)).topk(config.experts_per_token)
+        best, chosen = wide(logits).topk(config.experts_per_token)
         return best.softmax(-1) * self.per_expert_scale[chosen], chosen
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lean_ft.models.layers import wide_dtype
+
 BLOCK_SCORES = 2**23  # of a block over all rows and heads, 32 MiB in float32; two to four such are alive
 _ALIGNED_QUERIES = 8  # of which a block has a multiple: tensor cores want it of 16-bit products
 
@@ -133,7 +135,7 @@ class _Softmax:
     ) -> None:
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         self.group, self.num_kv_heads = num_heads // num_kv_heads, num_kv_heads
-        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.dtype = wide_dtype(query)
         self.scale = query.shape[-1] ** -0.5 if rules.scale is None else rules.scale
         self.softcap = rules.softcap
         self.queries = _by_query(query, num_kv_heads, row_tokens)
@@ -173,7 +175,7 @@ class _Softmax:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """The products of a batch of matrices, in float32 where they are narrower."""
-    wide = torch.promote_types(left.dtype, torch.float32)
+    wide = wide_dtype(left)
     if left.dtype == wide:
         return torch.bmm(left, right)
     # Cards before Ampere give such results of float16 alone.

@@ -59,19 +59,14 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor, in memory of its own on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into(tensor)
+        self.read_part(part_of(tensor))
         return tensor
 
-    def read_into(self, target: Tensor) -> None:
-        """Fills `target`, contiguous and of this shape, on any device and in any floating dtype.
-
-        Takes no memory beyond 1 MiB; none at all where the dtype is the target's and the target is on the CPU.
-        """
-        assert target.shape == self.shape
-        self.read_part(part_of(target))
-
     def read_part(self, part: Part) -> None:
-        """The same of the elements that are here, of a tensor that is cut."""
+        """Fills what is here of a tensor of this shape, on any device and in any floating dtype.
+
+        Takes no memory beyond 1 MiB; none at all where the dtype is the part's and the part is on the CPU.
+        """
         assert self.dtype is not None
         assert part.shape == self.shape
         assert part.values.is_contiguous()
@@ -135,20 +130,25 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_same(
-    stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor | Part], folder: Path, what: str, begun_with: str
+def read_same(
+    stored: Mapping[str, StoredTensor], own: Mapping[str, Part], folder: Path, what: str, begun_with: str
 ) -> None:
-    """Raises ValueError unless what a checkpoint's folder holds is, by names, shapes and types, a run's own."""
+    """Reads the tensors of a checkpoint's folder into a run's own, bit for bit and without a second copy.
+
+    Raises ValueError unless they are these by names, shapes and types; nothing is read then.
+    """
     if different := sorted(stored.keys() ^ own.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this {what}: only {owner} has {different[0]}.")
     for name, tensor in own.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tuple(tensor.shape), tensor.dtype)
+        there, here = (stored[name].shape, stored[name].dtype), (tensor.shape, tensor.dtype)
         if there != here:
             raise ValueError(
                 f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
                 f"A run goes on with {begun_with} it began with."
             )
+    for name, part in own.items():
+        stored[name].read_part(part)
 
 
 def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> bool:

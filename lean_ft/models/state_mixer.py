@@ -6,10 +6,10 @@ Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of value
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lean_ft.models.cache import StateCache
+from lean_ft.models.layers import wide_dtype
 from lean_ft.models.linear_attention import linear_attention
 
 
@@ -59,4 +59,4 @@ def read_state(
 
 def log_decay_of(rate_log: Tensor, step: Tensor) -> Tensor:
     """-exp(rate_log) * step, in float32 at least: step (B, T, H), rate_log (H,)."""
-    return -rate_log.to(torch.promote_types(step.dtype, torch.float32)).exp() * step
+    return -rate_log.to(wide_dtype(step)).exp() * step

@@ -30,7 +30,7 @@ from lean_ft.models import Decoder
 from lean_ft.models.hf_format import read_json, weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
+from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
@@ -122,19 +122,12 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
 
     Raises ValueError where what is stored is not this model's adapter, by name, shape or type.
     """
-    folder = Path(path)
-    stored, layers = read_adapter(folder).tensors, adapted_layers(model)
-    own = adapter_parts(model)
-    check_same(stored, own, folder, what="adapter", begun_with="the lora settings")
-    if any(part.values.shape != part.shape for part in own.values()):
-        for name, part in own.items():
-            stored[name].read_part(part)
-        return
-    for name, tensor in (_score(model) | _rows(model)).items():
-        tensor.copy_(_read(stored[name]))
+    folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
+    read_same(read_adapter(folder).tensors, own, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
-        stem = _stem(model, name, layers)
-        _set_values(layer, {suffix: _read(stored[stem + suffix]) for suffix in _tensors(layer)})
+        if layer.start_A is not None:  # PiSSA's two pairs are one in the file: what was read is a copy
+            stem = _stem(model, name, layers)
+            _set_values(layer, {suffix: own[stem + suffix].values for suffix in _tensors(layer)})
 
 
 def load_adapter(model: Decoder, *paths: str | Path) -> None:

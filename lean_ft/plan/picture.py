@@ -16,10 +16,7 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
     `planned` says of which model on which device. Raises ValueError where matplotlib is not installed.
     """
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--png needs matplotlib; install it with: pip install 'lean-ft[plots]'") from None
     seconds, alive = zip(*rehearsal.timeline, strict=True)
@@ -30,7 +27,8 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
         for label in [*LABELS, *(most.keys() - set(LABELS))]
         if most[label] > _SMALLEST_SHOWN * rehearsal.peak_bytes
     ]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
     axes.stackplot(
         seconds,
         [[moment.get(label, 0) / GIB for moment in alive] for label in shown],
@@ -50,7 +48,6 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
     )
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def draw_measured(memory_file: Path, planned: Sequence[tuple[float, int]], path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lean_ft.plan.trace import Trace
@@ -23,7 +24,6 @@ def pretended_ranks(trace: Trace) -> Iterator[None]:
     if trace.machines.num_devices == 1:
         yield
         return
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a process of a run on many does not plan"

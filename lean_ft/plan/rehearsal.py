@@ -143,11 +143,9 @@ class WatchedStage:
         self._cublas_workspaces: list[Tensor] = []
         self._updated: set[tuple] = set()  # shapes and types of parameters
 
-    @contextlib.contextmanager
-    def counted_as(self, label: str, where: str) -> Iterator[None]:
+    def counted_as(self, label: str, where: str) -> contextlib.AbstractContextManager[None]:
         """What is made inside carries the label; where: how far the step is, in words."""
-        with self.trace.labelled(label, where):
-            yield
+        return self.trace.labelled(label, where)
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +83,7 @@ class _Rehearsals:
 
     def of(self, wanted: Overrides) -> Candidate | None:
         """What a step takes with `wanted` in place; None where the recipe refuses them."""
-        overrides = {key: value for key, value in wanted.items() if current(self.cfg, key) != value}
+        overrides = {key: value for key, value in wanted.items() if attrgetter(key)(self.cfg) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
             self.progress(_command_line(overrides) or "the settings as they are")
@@ -236,10 +237,3 @@ def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
 
 def _command_line(overrides: Overrides) -> str:
     return " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in overrides.items())
-
-
-def current(cfg: Any, key: str) -> Any:
-    """The value of a `group.name` key."""
-    for name in key.split("."):
-        cfg = getattr(cfg, name)
-    return cfg

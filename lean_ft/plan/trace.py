@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +89,7 @@ class _Storage:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode that fills `peak`, `timeline` and `seconds`, on a CPU with or without `memory.host_pool`.
+    """A dispatch mode that fills `peak`, `timeline` and `spent`, on a CPU with or without `memory.host_pool`.
 
     `label` names what is made from now on; `where` says in words how far the step is.
     """
@@ -267,11 +268,6 @@ class Trace(TorchDispatchMode):
         finally:
             self.stream = before
 
-    @property
-    def seconds(self) -> float:
-        """Of the device's own work so far."""
-        return self.spent.seconds
-
     # Time -----------------------------------------------------------------------------------------------------------
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -310,8 +306,6 @@ class Trace(TorchDispatchMode):
 
     def exchange(self, func: Any, args: Any) -> None:
         """Counts what this rank sends in a collective, by a ring, and its time."""
-        import torch.distributed as dist
-
         name = func.overloadpacket.__name__
         if name not in _SENT:
             return

@@ -76,7 +76,7 @@ class GenerationConfig(Settings):
     @property
     def drawn(self) -> dict[str, Any]:
         """How long answers may be and which tokens can be in them, as `Sampling` is told."""
-        return {name: getattr(self, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
+        return self.model_dump(include={"max_new_tokens", "top_k", "top_p", "min_p"})
 
     @property
     def narrows(self) -> bool:
@@ -156,5 +156,4 @@ class AskConfig(Settings):
     @property
     def sampling(self) -> dict[str, Any]:
         """How tokens are chosen and what ends an answer."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed")
-        return {name: getattr(self, name) for name in names}
+        return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed"})

@@ -93,8 +93,7 @@ class PreferenceLossConfig(Settings):
     @property
     def own_settings(self) -> dict[str, float]:
         """What is given of the settings that some losses alone read."""
-        values = {name: getattr(self, name) for name in ("label_smoothing", "gamma", "alpha")}
-        return {name: value for name, value in values.items() if value is not None}
+        return self.model_dump(include={"label_smoothing", "gamma", "alpha"}, exclude_none=True)
 
     @property
     def needs_reference(self) -> bool:
@@ -218,8 +217,7 @@ class PolicyLossConfig(Settings):
     @property
     def own_settings(self) -> dict[str, float]:
         """What is given of the settings that some losses alone read."""
-        values = {name: getattr(self, name) for name in ("epsilon", "epsilon_high", "epsilon_max")}
-        return {name: value for name, value in values.items() if value is not None}
+        return self.model_dump(include={"epsilon", "epsilon_high", "epsilon_max"}, exclude_none=True)
 
     @property
     def needs_reference(self) -> bool:
@@ -270,6 +268,14 @@ class PPOLossConfig(Settings):
         0.05, description="What each token's divergence from the reference costs of the reward; 0 has no reference."
     )
     mask_truncated: bool = Field(False, description="Learn nothing from answers that max_new_tokens cut.")
+
+    name: ClassVar[str] = "dapo"  # of the policy's loss, a mean over the step's tokens
+    correction: ClassVar[str] = "none"
+
+    @property
+    def of_tokens(self) -> dict[str, Any]:
+        """What `policy_loss` is told beside its name."""
+        return {"epsilon": self.epsilon, "epsilon_high": self.epsilon}
 
     @property
     def needs_reference(self) -> bool:

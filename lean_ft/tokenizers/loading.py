@@ -227,13 +227,10 @@ def _added_tokens(
     for content in special:
         if content not in known:
             known.add(content)
-            full = next((config[key] for key in NAMED_TOKENS if _is_full(config.get(key), content)), content)
+            in_full = (config[key] for key in NAMED_TOKENS if isinstance(config.get(key), dict))
+            full = next((token for token in in_full if token["content"] == content), content)
             tokens.append((None, _token(full, special=True)))
     return tokens
-
-
-def _is_full(value: Any, content: str) -> bool:
-    return isinstance(value, dict) and value.get("content") == content
 
 
 def _token(value: str | dict[str, Any], special: bool | None = None) -> AddedToken:

@@ -259,12 +259,7 @@ class Tokenizer:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
-            # Named templates lie in a folder of their own.
-            target = (
-                folder / file.name
-                if file.suffix != ".jinja" or file.name == "chat_template.jinja"
-                else folder / file.parent.name / file.name
-            )
+            target = folder / file.relative_to(self.folder)  # named templates lie in a folder of their own
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)

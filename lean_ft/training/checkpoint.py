@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lean_ft.log import say
 from lean_ft.models import parts_on_disk, save_model
-from lean_ft.models.safetensors_file import StoredTensor, check_same, read_header, write_file
+from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
 from lean_ft.shards import ALONE, Part, Ranks, part_of, whole_numel
@@ -273,10 +273,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
-    parts = parts_on_disk(model)
-    check_same(stored, parts, folder, what="model", begun_with="the model and the model.dtype")
-    for name, part in parts.items():
-        stored[name].read_part(part)
+    read_same(stored, parts_on_disk(model), folder, what="model", begun_with="the model and the model.dtype")
 
 
 def trained_parts(module: nn.Module | None) -> dict[str, Part]:
@@ -288,10 +285,8 @@ def trained_parts(module: nn.Module | None) -> dict[str, Part]:
 def restore_beside(folder: Path, module: nn.Module) -> None:
     """Read what trained beside the model into the live parameters of `module`. Raises ValueError as `restore_weights` does."""
     stored = read_header(folder / BESIDE_FILE) if (folder / BESIDE_FILE).is_file() else {}
-    parts = trained_parts(module)
-    check_same(stored, parts, folder, what="model beside it", begun_with="the models and the model.dtype")
-    for name, part in parts.items():
-        stored[name].read_part(part)
+    own, begun_with = trained_parts(module), "the models and the model.dtype"
+    read_same(stored, own, folder, what="model beside it", begun_with=begun_with)
 
 
 def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.spelling import did_you_mean
+from lean_ft.training.loggers import as_text, is_number
 from lean_ft.training.metrics import Row
 from lean_ft.training.run_directory import METRICS_FILE, read_starts
 from lean_ft.units import GIB, gibibytes, number
@@ -64,7 +65,7 @@ class Curves:
         if metric == "memory":
             told = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
         else:
-            told = [(row["step"], row[metric]) for row in self.rows if _is_number(row.get(metric))]
+            told = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
         return [step for step, _ in told], [value for _, value in told]
 
 
@@ -109,8 +110,6 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
     curves = read_curves(runs)
     try:
         import matplotlib
-
-        matplotlib.use("Agg")
     except ImportError:
         raise ValueError("pictures need matplotlib; install it with: pip install 'lean-ft[plots]'") from None
     figure = _figure(curves)
@@ -159,7 +158,7 @@ def _figure(curves: list[Curves]) -> Any:
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
     """What any of the runs has told, in the order of the panels -> their titles."""
-    told = {name: None for run in curves for row in run.rows for name, value in row.items() if _is_number(value)}
+    told = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     own = [name for name in told if name not in _COUNTS and name not in _FIRST and name not in _LAST]
     # A held-out value beside its own: rewards/margins, eval_rewards/margins.
     own.sort(key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
@@ -209,7 +208,7 @@ def _ends(curves: list[Curves]) -> str:
 def _differences(curves: list[Curves]) -> str:
     """The settings in which the runs differ, as a table; nothing for one."""
     keys = {key: None for run in curves for key in run.settings if key != "output_dir"}
-    rows = [[key, *(_plain(run.settings[key]) if key in run.settings else "-" for run in curves)] for key in keys]
+    rows = [[key, *(as_text(run.settings[key]) if key in run.settings else "-" for run in curves)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
 
@@ -219,11 +218,3 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     return "<table>" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "</table>\n"
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

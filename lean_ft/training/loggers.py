@@ -45,7 +45,7 @@ class Loggers:
         Raises ValueError where one cannot be opened, with its own reason: better now than after an hour.
         """
         self._open: dict[str, _Logger] = {}
-        settings = {name: redact(_text(value)) for name, value in settings.items()}
+        settings = {name: redact(as_text(value)) for name, value in settings.items()}
         for name in cfg.to:
             if name == "jsonl":
                 continue
@@ -136,7 +136,7 @@ class _WeightsAndBiases(_Logger):
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         import wandb
 
-        known = _record(directory, "wandb") if start_step else None
+        known = _records(directory).get("wandb") if start_step else None
         self._run = wandb.init(
             project=cfg.project,
             name=cfg.name or directory.name,
@@ -173,7 +173,7 @@ class _MLflow(_Logger):
 
         local = cfg.offline or not os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(f"sqlite:///{(directory / MLFLOW_FILE).absolute()}" if local else None)
-        known = _record(directory, "mlflow") if start_step else None
+        known = _records(directory).get("mlflow") if start_step else None
         if known is not None:
             self._client.update_run(known, status="RUNNING")
             self._id = known
@@ -215,11 +215,11 @@ _OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], _Logger]] = 
 
 def _numbers(row: Row) -> dict[str, float]:
     """What of a line is a number and no count of steps."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
-    }
+    return {name: float(value) for name, value in row.items() if is_number(value) and name != "step"}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _flat(row: Row) -> Row:
@@ -227,16 +227,14 @@ def _flat(row: Row) -> Row:
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _record(directory: Path, service: str) -> str | None:
+def _records(directory: Path) -> dict[str, str]:
     file = directory / RECORDS_FILE
-    return json.loads(file.read_text(encoding="utf-8")).get(service) if file.exists() else None
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _keep_record(directory: Path, service: str, record: str) -> None:
-    file = directory / RECORDS_FILE
-    records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    write_json(file, records | {service: record})
+    write_json(directory / RECORDS_FILE, _records(directory) | {service: record})

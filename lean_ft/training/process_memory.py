@@ -11,12 +11,13 @@ more of its data a run has read, the more of that is resident, until the kernel 
 Source: proc(5), `/proc/[pid]/status` (VmRSS, VmHWM).
 """
 
-import contextlib
 import resource
 import sys
 from pathlib import Path
 
 import torch
+
+from lean_ft.environment import told_bytes
 
 STATUS = Path("/proc/self/status")
 SETTLED_STEPS = 10  # after so many a step does nothing for the first time
@@ -24,29 +25,20 @@ WINDOW_STEPS = 25  # the least resident size of so many steps is that of what st
 GROWING_SHARE = 0.005  # of the resident size, over three windows: what is less may be noise
 
 
-def _status_bytes(field: str) -> int | None:
-    """A `VmXXX:  1234 kB` line of /proc/self/status in bytes; None where there is no such file or line."""
-    with contextlib.suppress(OSError):
-        for line in STATUS.read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def rss_bytes() -> int | None:
     """Resident size of this process now, in bytes; None off Linux, where only the peak is to be had cheaply."""
-    return _status_bytes("VmRSS")
+    return told_bytes(STATUS, "VmRSS")
 
 
 def own_rss_bytes() -> int | None:
     """Resident size now without the pages of files, libraries and data, which the kernel may drop; None off Linux."""
-    resident, of_files = _status_bytes("VmRSS"), _status_bytes("RssFile")
+    resident, of_files = told_bytes(STATUS, "VmRSS"), told_bytes(STATUS, "RssFile")
     return None if resident is None or of_files is None else resident - of_files
 
 
 def peak_rss_bytes() -> int:
     """Largest resident size of this process since it started, in bytes."""
-    peak = _status_bytes("VmHWM")
+    peak = told_bytes(STATUS, "VmHWM")
     if peak is None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lean_ft.data.preference import until_the_answer_ends
 from lean_ft.generation import longest_first
@@ -59,9 +60,7 @@ def score(
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, list[float]]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
-        input_ids = torch.zeros(len(rows), len(sequences[rows[0]]), dtype=torch.int64)
-        for row, i in enumerate(rows):
-            input_ids[row, : len(sequences[i])] = torch.as_tensor(sequences[i])
+        input_ids = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
         hidden = model(input_ids.to(weight.device), return_hidden=True)
         scores = (hidden.float() @ weight.T)[..., 0].tolist()
         found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))

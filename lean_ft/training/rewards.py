@@ -62,10 +62,8 @@ def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequen
     return [float(right(said, str(expected))) for said, expected in zip(completions, answer, strict=True)]
 
 
-def format_found(pattern: str | None, completions: Sequence[str], **_: Any) -> list[float]:
+def format_found(pattern: str, completions: Sequence[str], **_: Any) -> list[float]:
     """1 where the whole completion is as `pattern` says, a dot standing for any character."""
-    if pattern is None:
-        raise ValueError("the reward `format` looks for a regular expression: give its pattern.")
     return [float(re.fullmatch(pattern, said.strip(), re.DOTALL) is not None) for said in completions]
 
 

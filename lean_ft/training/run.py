@@ -71,7 +71,7 @@ from lean_ft.training.run_directory import (
     settings_of,
     told_of_run,
 )
-from lean_ft.training.saving import Carried, Place, Saving
+from lean_ft.training.saving import Place, Saving
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
 from lean_ft.units import gibibytes, number
 
@@ -82,8 +82,9 @@ class Run:
     `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
     the last of an epoch what is left.
 
-    `ranks` are all that train the model, each of which makes its Run and calls it as often. `carried` goes into checkpoints
-    and comes back from them, as do the parameters of `beside`, a module that trains with the model and is no part of it.
+    `ranks` are all that train the model, each of which makes its Run and calls it as often. `carried` is what the loop carries
+    from step to step beside the rest: its `state_dict`, of plain numbers, text and scalar tensors, goes into checkpoints and
+    comes back by `load_state_dict`, as do the parameters of `beside`, a module that trains with the model and is no part of it.
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
@@ -101,7 +102,7 @@ class Run:
         tokenizer: Tokenizer,
         held_out: Iterable[Batch] | None = None,
         ranks: Ranks = ALONE,
-        carried: Carried | None = None,
+        carried: Any = None,
         beside: nn.Module | None = None,
     ):
         self.ranks, self._carried, self._beside = ranks, carried, beside
@@ -127,7 +128,6 @@ class Run:
         self.total_steps = max(1, math.ceil(cfg.epochs * self.steps_per_epoch - 1e-9))
         if cfg.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.max_steps)
-        self.start_step = 0
         self._saving = Saving(cfg, model, optimizer, batches, tokenizer, ranks, carried=carried, beside=beside)
 
         self._step = 1  # the step under way, from 1

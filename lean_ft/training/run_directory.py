@@ -25,7 +25,7 @@ import lean_ft
 from lean_ft.log import say
 from lean_ft.redaction import redact, shorten_home
 from lean_ft.settings import RecipeConfig
-from lean_ft.settings_text import dump
+from lean_ft.settings_text import dotted, dump
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 from lean_ft.whole_files import LEFTOVER, remove, write_whole
 
@@ -40,17 +40,7 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 def settings_of(cfg: RecipeConfig) -> Settings:
     """All settings by dotted key, as JSON values; `~` stands for the user's home."""
-    flat: Settings = {}
-
-    def walk(group: dict[str, Any], prefix: str) -> None:
-        for name, value in group.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = _shortened(value)
-
-    walk(json.loads(cfg.model_dump_json()), "")
-    return flat
+    return {key: _shortened(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
 
 
 def told_of_run(cfg: RecipeConfig, batches: Any) -> Settings:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,14 +36,6 @@ AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
 AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take
 
 
-class Carried(Protocol):
-    """What a loop carries from step to step beside model, optimizer and data, as plain numbers, text and scalar tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Place:
     """What a checkpoint holds beside weights and optimizer state, as it was between two steps."""
@@ -67,7 +59,7 @@ class Saving:
         tokenizer: Tokenizer,
         ranks: Ranks,
         *,
-        carried: Carried | None,
+        carried: Any,
         beside: nn.Module | None,
     ) -> None:
         self.newest: Path | None = None

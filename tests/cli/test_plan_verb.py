@@ -46,8 +46,9 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
 @pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
 def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
     figures = []
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    drawn = pytest.importorskip("matplotlib.figure").Figure
+    save = drawn.savefig
+    monkeypatch.setattr(drawn, "savefig", lambda figure, *to, **how: figures.append(figure) or save(figure, *to, **how))
     timeline = [(0.0, {"weights": GIB}), (1.0, {"weights": GIB, "loss": GIB, "batch": 10}), (2.0, {"weights": GIB})]
     peak = Moment("loss", {"weights": GIB, "loss": GIB, "batch": 10})
     picture.draw_timeline(Rehearsal(peak, 2.0, 8, 4, timeline), tmp_path / "step.png", "tiny on T4", budget_bytes)

@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 
 from lean_ft.models.safetensors_file import read_header, write_file
+from lean_ft.shards import part_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 
@@ -38,7 +39,7 @@ def test_reading_equals_the_library_and_a_cast(tmp_path, target, monkeypatch):
     assert stored.keys() == expected.keys()
     for name, tensor in stored.items():
         result = torch.full(tensor.shape, 77.0, dtype=target)
-        tensor.read_into(result)
+        tensor.read_part(part_of(result))
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(result, expected[name].to(target)), name
 
@@ -84,7 +85,7 @@ def test_a_file_cut_while_reading_is_noticed(tmp_path):
     stored = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="cut short while it was read"):
-        stored.read_into(torch.empty(400))
+        stored.read_part(part_of(torch.empty(400)))
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
