@@ -311,7 +311,7 @@ def _read_tensors(file: Path) -> None:
     """Every tensor that the header promises, as a model would: into memory of its shape."""
     for tensor in read_header(file).values():
         if tensor.dtype is not None:
-            tensor.read_into(torch.empty(tensor.shape, dtype=tensor.dtype))
+            tensor.read()
 
 
 def _smaller(tokenizer: dict[str, Any]) -> dict[str, Any]:
