@@ -11,7 +11,6 @@ What is here runs on a CPU, and is tested there; kinds that torchao has for GPUs
 Source: torchao's quantize_ and QATConfig; straight-through estimation, Bengio et al. 2013, arXiv:1308.3432.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.hf_format import tensors_on_disk
+from lean_ft.models.hf_format import tensors_on_disk, write_configs
 from lean_ft.models.moe import Experts
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, RecipeConfig
 from lean_ft.tokenizers import Tokenizer
@@ -119,17 +118,13 @@ def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, ki
     save_file(
         {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt", **told}
     )
-    config = {key: value for key, value in model.hf_config.items() if key != "torch_dtype"}
-    config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config["quantization_config"] = {
+    how = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(torchao_config(kind, group_size))},
         "modules_to_not_convert": _STAY,
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if model.generation_config is not None:
-        (folder / "generation_config.json").write_bytes(model.generation_config)
+    write_configs(model, folder, quantization_config=how)
     if tokenizer is not None:
         tokenizer.save(folder)

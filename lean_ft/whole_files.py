@@ -4,6 +4,7 @@ That name is `.NAME.tmp-NUMBER`; what is replaced is called `.NAME.old-NUMBER` w
 killed leaves these behind, and never half of anything under its own name.
 """
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LEFTOVER = re.compile(r"\..+\.(tmp|old)-\d+")
 
@@ -37,6 +39,12 @@ def write_whole(path: Path, *, on_disk: bool = False) -> Iterator[Path]:
         remove(aside)
     finally:
         remove(temporary)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file as those of a model's folder are."""
+    with write_whole(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def delete_whole(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
-from lean_ft.settings import DataConfig, Settings
+from lean_ft.settings import DataConfig, KeepTeacherConfig, Settings
 
 
 class _Rows(Settings):
@@ -65,9 +65,16 @@ def score(
         raise ValueError(f"expected one DEST and settings key=value, came {', '.join(map(str, destinations))}.")
     destination = destinations[0] if destinations else None
     if top_k is not None:
+        from lean_ft.training.teacher_cache import keep_teacher
+
         if per_token or force:
             raise ValueError("--per-token and --force are of a reward model's scores; leave them out with --top-k.")
-        _keep(model, file, destination, overrides, top_k, temperature, device, dtype)
+        if destination is None:
+            raise ValueError("--top-k writes a folder: give DEST, behind FILE.")
+        own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
+        own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
+        given = [f"{key}={value}" for key, value in own.items()]
+        keep_teacher(load_config(KeepTeacherConfig, None, [*given, *overrides]))
         return
     data = load_config(_Rows, None, [f"data.source={file}", *overrides]).data
     if destination is not None and destination.exists() and not force:
@@ -81,24 +88,3 @@ def score(
     with write_whole(destination) as temporary, temporary.open("w", encoding="utf-8") as out:
         count = sum(1 for line in lines if out.write(line + "\n"))
     typer.echo(f"scored {count:,} rows: {destination}")
-
-
-def _keep(
-    model: str,
-    file: str,
-    destination: Path | None,
-    overrides: list[str],
-    top_k: int,
-    temperature: float,
-    device: str,
-    dtype: str | None,
-) -> None:
-    from lean_ft.settings import KeepTeacherConfig
-    from lean_ft.settings_text import load_config
-    from lean_ft.training.teacher_cache import keep_teacher
-
-    if destination is None:
-        raise ValueError("--top-k writes a folder: give DEST, behind FILE.")
-    own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
-    own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
-    keep_teacher(load_config(KeepTeacherConfig, None, [*(f"{key}={value}" for key, value in own.items()), *overrides]))

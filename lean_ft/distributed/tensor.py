@@ -54,7 +54,8 @@ class TokenExchange:
             total = sum_over(partial, self.group)
         else:
             total = scatter_tokens(partial, self.group, self.size)
-        bias = getattr(_out_of(layer), "bias", None)  # once, and not on every rank
+        out_of_layer = layer.get_submodule("o_proj" if isinstance(layer, Attention) else "down_proj")
+        bias = getattr(out_of_layer, "bias", None)  # once, and not on every rank
         return total if bias is None else total + bias
 
 
@@ -142,10 +143,6 @@ def _cut_parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
             part = getattr(layer, name, None)
             if isinstance(part, Attention | MLP):
                 yield f"model.layers.{i}.{name}", part
-
-
-def _out_of(layer: nn.Module) -> nn.Module:
-    return layer.get_submodule("o_proj" if isinstance(layer, Attention) else "down_proj")
 
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Any, int]]:

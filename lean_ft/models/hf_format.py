@@ -28,7 +28,7 @@ from lean_ft.settings import ModelConfig
 from lean_ft.shapes_only import counted_as, outside, stage
 from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.whole_files import write_whole
+from lean_ft.whole_files import write_json, write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -277,11 +277,11 @@ def _write_what_is_beside(model: Decoder, folder: Path, split: Any) -> None:
     write_configs(model, folder)
 
 
-def write_configs(model: Decoder, folder: Path) -> None:
-    """Writes config.json, with the dtype of the model, and generation_config.json as it was."""
+def write_configs(model: Decoder, folder: Path, **more: Any) -> None:
+    """Writes config.json, with the dtype of the model and what `more` says, and generation_config.json as it was."""
     spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
     dtype = str(model.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype)})
+    write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype), **more})
     if model.generation_config is not None:
         with write_whole(folder / "generation_config.json") as temporary:
             temporary.write_bytes(model.generation_config)
@@ -565,11 +565,6 @@ def read_json(file: Path, purpose: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a JSON object.")
     return content
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    with write_whole(file) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -14,7 +14,6 @@ PiSSA is saved as an adapter of twice the rank over the unchanged model, so that
 Shapes: I inputs, O outputs, R rank.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
 from lean_ft.shards import ALONE, Part, Ranks, part_of
+from lean_ft.whole_files import write_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -88,8 +88,7 @@ def save_adapter(
     ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
-    config = json.dumps(_config(model, adapted_layers(model)), indent=2, ensure_ascii=False) + "\n"
-    ranks.first(lambda: (folder / CONFIG_FILE).write_text(config, encoding="utf-8"))
+    ranks.first(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lean_ft.whole_files import write_json
+
 # What of a model's folder tells special tokens, beside the tokenizer's own files.
 _BESIDE = ("config.json", "generation_config.json")
 
@@ -49,16 +51,12 @@ def copy_with_new_tokens(
     spec["added_tokens"] += [
         {"id": number, "content": token, **flags, "special": token in special} for token, number in added.items()
     ]
-    _write(copy / "tokenizer.json", spec)
+    write_json(copy / "tokenizer.json", spec)
     if (copy / "tokenizer_config.json").is_file():
         config = json.loads((copy / "tokenizer_config.json").read_text(encoding="utf-8"))
         if "added_tokens_decoder" in config:
             own = {str(first_id + i): {"content": token, **flags, "special": False} for i, token in enumerate(new)}
-            _write(
+            write_json(
                 copy / "tokenizer_config.json", {**config, "added_tokens_decoder": config["added_tokens_decoder"] | own}
             )
     return copy
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

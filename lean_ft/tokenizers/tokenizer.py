@@ -16,6 +16,7 @@ from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import Turns, WrittenDifferentlyError, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
+from lean_ft.whole_files import write_json
 
 TrainOn = Literal["completion", "assistant", "last", "all"]
 Messages = list[dict[str, Any]]
@@ -267,9 +268,8 @@ class Tokenizer:
             shutil.copyfile(self.own_template, folder / "chat_template.jinja")
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if self._own_pad_token is not None and (folder / name).is_file():
-                config = json.loads((folder / name).read_text(encoding="utf-8")) | {"pad_token": self._own_pad_token}
-                text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-                (folder / name).write_text(text, encoding="utf-8")
+                config = json.loads((folder / name).read_text(encoding="utf-8"))
+                write_json(folder / name, config | {"pad_token": self._own_pad_token})
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._chat_templates:
