@@ -29,7 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 import yaml
 from results import RESULTS, ROOT, print_result, require_hardware, write_result
