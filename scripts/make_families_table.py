@@ -2,8 +2,9 @@
 
     python scripts/make_families_table.py [FAMILY ...]
 
-Of the families named, or of all: the rows of the others stay as they are. A cell says `passes` where every case of the family passed every test of the column, and `fails` otherwise; the script
-then exits with 1. What runs are `tests/models/test_parity.py` and, of adapters, `tests/peft`, the same as in the whole suite.
+Of the families named, or of all: the rows of the others stay as they are. A cell says `passes` where every case of the family
+passed every test of the column, and `fails` otherwise; the script then exits with 1. What runs are
+`tests/models/test_parity.py` and, of adapters, `tests/peft`, the same as in the whole suite.
 """
 
 import re
