@@ -127,14 +127,15 @@ def on_two() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_vocabulary_gives_the_numbers_of_one_process(on_two, name):
     expected = outcome(*CASES[name])
+    is_coded = name == "8 bits"  # steps of code are larger than what sums in another order differ by
     for found in (of_rank[name] for of_rank in on_two):
         for ours, theirs in zip(found["numbers"], expected["numbers"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6)
+            assert ours == pytest.approx(theirs, rel=1e-5 if is_coded else 1e-6)
         assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-6)
         assert found["answers"] == expected["answers"]
         assert found["weights"].keys() == expected["weights"].keys()
         for key, tensor in expected["weights"].items():
-            if name == "8 bits":  # whose steps of code are larger than what sums in another order differ by
+            if is_coded:
                 if tensor.is_floating_point():
                     assert (found["weights"][key] - tensor).norm() <= 1e-3 * tensor.norm(), key
                 continue

@@ -225,7 +225,8 @@ def test_techniques_change_no_gradient(case, technique, hybrid):
         loss = F.cross_entropy(packed(one, ids), ids_of(32, 3))
         results.append(torch.autograd.grad(loss, [*one.parameters()]))
     for own, true in zip(*results, strict=True):
-        torch.testing.assert_close(own, true, atol=1e-6, rtol=1e-4)
+        # To the rounding of sums in another order, which is as large for small elements as for others.
+        torch.testing.assert_close(own, true, atol=2e-5 * true.abs().max().item(), rtol=0)
 
 
 @pytest.mark.long
