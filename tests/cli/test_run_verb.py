@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lean_ft.cli.run import _planned
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import Outlook
 
@@ -229,3 +230,8 @@ def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(
 def test_no_output_is_lost_in_a_pipe(leanft_process, toy_recipe):
     answer = leanft_process("run", toy_recipe, "model.path=m")
     assert (answer.code, answer.out, answer.err) == (0, "ran with m 2\n", "")
+
+
+@pytest.mark.gpu
+def test_as_many_processes_are_started_as_there_are_gpus():
+    assert _planned("gpu", "1", None, "", 0).processes_a_node == torch.cuda.device_count() > 0
