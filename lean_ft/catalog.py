@@ -195,6 +195,10 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
             f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. "
             "`leanft cp RECIPE DEST` gives you one to start from."
         )
+    try:
+        config_class.model_rebuild()  # a field of a type that no setting can have is told of here, with the file
+    except Exception as error:
+        raise ValueError(f"{recipe}: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -184,6 +184,7 @@ def test_wrong_input_is_told_and_runs_nothing(leanft, shipped, arguments, words)
         ("def f():\n    return 1 / 0\n\nf()\n", "line 2: ZeroDivisionError: division by zero"),
         ("x = 1\n", "is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`"),
         ("Config = dict\ndef main(cfg): pass\n", "is not a recipe"),
+        (TRAINING_RECIPE.replace("data: ", "view: memoryview\n    data: "), "Unable to generate"),
     ],
 )
 def test_a_recipe_that_cannot_be_loaded_names_its_file_and_line(leanft, tmp_path, source, message):
