@@ -89,9 +89,9 @@ def test_two_ranks_train_what_one_does(on_two: tuple[Path, list[Any]], tmp_path:
     run(name, tmp_path / "one", *CASES[name])
     for row, other in zip(metrics(theirs), metrics(tmp_path / "one"), strict=True):
         row, other = ({key: value for key, value in one.items() if key not in TIMES} for one in (row, other))
-        # A gain is the difference of sums near 100, whose last bit is 8e-6.
-        gain = {"gain": row.pop("gain", 0.0)}
-        assert gain == pytest.approx({"gain": other.pop("gain", 0.0)}, abs=1e-5), row["step"]
+        # These are differences of sums near 100, whose last bit is 8e-6.
+        differences, of_one = ([one.pop(key, 0.0) for key in ("gain", "baseline")] for one in (row, other))
+        assert differences == pytest.approx(of_one, abs=1e-5), row["step"]
         assert row == pytest.approx(other, rel=1e-5, abs=2e-6), row["step"]
     step, weights = "step_00000002", 0
     for file in (tmp_path / "one" / step).glob("*.safetensors"):
