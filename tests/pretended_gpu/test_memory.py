@@ -45,7 +45,10 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
 
     real, planned = answer(), answer("--plan")
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
-    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02)
+    # What the compiler takes to try its kernels hangs on which it has tried before, on this machine: for an adapter of so small
+    # a model two of the allocator's segments of 20 MiB more than planned, or less.
+    segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
+    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
     if arguments is LEAN:  # of 32 layers; 28 at 3 B, of which updates round to nearest, are 4,269
         assert real["launches"] < 6000
