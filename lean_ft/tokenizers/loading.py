@@ -228,7 +228,7 @@ def _added_tokens(
         if content not in known:
             known.add(content)
             in_full = (config[key] for key in NAMED_TOKENS if isinstance(config.get(key), dict))
-            full = next((token for token in in_full if token["content"] == content), content)
+            full = next((token for token in in_full if token.get("content") == content), content)
             tokens.append((None, _token(full, special=True)))
     return tokens
 
