@@ -17,6 +17,8 @@ Each variable is read once by torch or a library in it:
   threads sleep at once (OMP_WAIT_POLICY=PASSIVE); but alone that makes 4,700 tokens a second, this 11,700, spinning 12,600.
   At half a billion parameters it costs 3 % (15.6 s a step, 15.1 with 300,000); 30,000 costs 1 %, and beside fifteen others
   took twice the time of this. A machine of one's own has GOMP_SPINCOUNT=300000 for it.
+- `TORCHINDUCTOR_CACHE_DIR`: with `ATEN_CPU_CAPABILITY` set, a cache of compiled code for that capability alone. torch.compile
+  finds code by a key without the capability: code written for 16 numbers at a time, compiled again for 8, computes nonsense.
 - `TORCH_CPP_LOG_LEVEL=ERROR`: a machine that loses another is told so in a line, and not in C++'s stack, forty lines of it.
 - `KINETO_LOG_LEVEL=99`: what profiles (`profile=true`) says nothing of its own beginning and end.
 - `OMP_NUM_THREADS`: as many as the container may use at once. torch counts the machine's cores, of which a quota may leave
@@ -29,6 +31,7 @@ lru_cache.hpp. Figures of caches and threads: an Intel Xeon with AMX, torch 2.13
 
 import math
 import os
+import tempfile
 from pathlib import Path
 
 # The first of these that is set is the one torch takes.
@@ -45,6 +48,9 @@ def prepare_torch() -> None:
     _set_default(WAITING_VARIABLES, "10000")
     _set_default(("TORCH_CPP_LOG_LEVEL",), "ERROR")
     _set_default(("KINETO_LOG_LEVEL",), "99")
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        _set_default(("TORCHINDUCTOR_CACHE_DIR",), f"{tempfile.gettempdir()}/torchinductor_{user}_{capability}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # elsewhere there are no quotas
     if (quota := _quota()) is not None and quota < cores:
         _set_default(("OMP_NUM_THREADS",), str(math.ceil(quota)))

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.shapes_only import stage
+from lean_ft.torch_private import version_of
 
 IN_FLIGHT_BYTES = 128 * 2**20  # most that is kept on the device only because a copy still reads it
 
@@ -42,7 +43,7 @@ class Sent:
     def __init__(self, host: Tensor, source: Tensor | None = None) -> None:
         self.host = host
         self.source = source  # while it is still on the device; one that never was has been on the host all along
-        self.version = None if source is None else source._version  # when it was sent
+        self.version = None if source is None else version_of(source)  # when it was sent
         self.arrival: int | None = None  # the number of its copy back, if one has begun
 
 
@@ -166,7 +167,7 @@ class HostLink:
     def fetch(self, sent: Sent) -> Tensor:
         """The tensor on the device, for computation queued from now on; a later call fetches it anew."""
         if sent.source is not None:
-            if sent.source._version != sent.version:
+            if version_of(sent.source) != sent.version:
                 raise RuntimeError("a tensor was changed in place while backward, or its copy on the host, needed it")
             return sent.source
         self.prefetch(sent)

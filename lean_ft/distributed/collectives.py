@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.torch_private import collectives
+
 
 def gather_tokens(values: Tensor, group: str, size: int) -> Tensor:
     """From each rank's tokens (B, T / n, D) those of all, (B, T, D), on each; gradients add up over the ranks."""
@@ -34,26 +36,24 @@ def sum_over(values: Tensor, group: str) -> Tensor:
 
 
 def _gathered(values: Tensor, group: str, size: int) -> Tensor:
-    every = torch.ops._c10d_functional.all_gather_into_tensor(values.contiguous(), size, group)
-    every = torch.ops._c10d_functional.wait_tensor(every)  # (n * B, T / n, D)
+    every = collectives.all_gather_into_tensor(values.contiguous(), size, group)
+    every = collectives.wait_tensor(every)  # (n * B, T / n, D)
     return every.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _scattered(values: Tensor, group: str, size: int) -> Tensor:
     by_rank = values.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)  # (n * B, T / n, D)
-    own = torch.ops._c10d_functional.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group)
-    return torch.ops._c10d_functional.wait_tensor(own)
+    own = collectives.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group)
+    return collectives.wait_tensor(own)
 
 
 def _exchanged(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    received = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receive, send, group)
-    return torch.ops._c10d_functional.wait_tensor(received)
+    received = collectives.all_to_all_single(rows.contiguous(), receive, send, group)
+    return collectives.wait_tensor(received)
 
 
 def _summed(values: Tensor, group: str) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(
-        torch.ops._c10d_functional.all_reduce(values.contiguous(), "sum", group)
-    )
+    return collectives.wait_tensor(collectives.all_reduce(values.contiguous(), "sum", group))
 
 
 class _GatherTokens(torch.autograd.Function):

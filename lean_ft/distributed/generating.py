@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -23,7 +23,7 @@ def generating(model: Decoder, ranks: Ranks, gather: Literal["layer", "whole"]) 
         yield
         return
     try:
-        with _whole(model) if gather == "whole" else nullcontext():
+        with _whole(model, ranks) if gather == "whole" else nullcontext():
             if gather == "layer" or EXPERTS in ranks.groups:
                 with _in_step(model, ranks):
                     yield
@@ -46,29 +46,20 @@ def _in_step(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(model: Decoder) -> Iterator[None]:
-    """Inside, all weights are gathered."""
-    # What FSDP2's set_reshard_after_forward sets; it comes back as it was, unit by unit.
-    units: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = [group for one in units for group in _groups(one._get_fsdp_state()) if group is not None]
-    before = [group.post_forward_mesh_info for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info = None
+def _whole(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
+    """Context manager in which all weights are gathered."""
+    units = [module for module in model.modules() if module in ranks.resharded]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
     try:
         _pass_of_one_token(model)
         yield
     finally:
-        for group, info in zip(groups, before, strict=True):
-            group.post_forward_mesh_info = info
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 
 
 @torch.no_grad()
 def _pass_of_one_token(model: Decoder) -> None:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(token, cache=model.new_cache(1, 1), return_hidden=True)
-
-
-def _groups(state: Any) -> list[Any]:
-    """Of the parameters of an FSDP unit: several since they may be cut over different ranks."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else groups

@@ -57,12 +57,17 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
     placement = _placement(model, ranks)
+    units: list[nn.Module] = []  # that follow cfg.reshard_after_forward
     for layer in model.layers:
         routers = (module for module in layer.modules() if isinstance(module, Router) and module.weight.requires_grad)
         for router in routers:  # FSDP2 gathers tensors of one dtype together
             if router.weight.dtype != model.dtype:
                 fully_shard(router, reshard_after_forward=cfg.reshard_after_forward, **how)
+                units.append(router)
+        units.append(layer)
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
+    if cfg.reshard_after_forward:
+        ranks.resharded.update(units)
     gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:
         how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
@@ -73,10 +78,12 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         ends.append(trunk.embed_tokens if model.head is None else model.head)
     if gathered and model.head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
+        ranks.resharded.add(trunk.embed_tokens)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]
     if model.config.layer_input_dim:
         fully_shard(trunk.embed_tokens_per_layer, reshard_after_forward=True, **how)
+        ranks.resharded.add(trunk.embed_tokens_per_layer)
         trunk.embed_tokens_per_layer.set_unshard_in_backward(False)  # type: ignore[operator]
     fully_shard(ends, reshard_after_forward=False, **how)
     fully_shard(model, **how)
@@ -112,24 +119,24 @@ def _placement(model: Decoder, ranks: ManyRanks) -> Any:
         return None
     from torch.distributed.tensor import Shard
 
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-    except ImportError:
+    from lean_ft.torch_private import fsdp_common
+
+    if not hasattr(fsdp_common, "ShardPlacementResult"):
         raise ValueError(
             f"parallel.tensor and parallel.experts need an FSDP2 that cuts parameters over different ranks, which torch "
             f"{torch.__version__} has not. Set them to 1, or take a newer torch."
-        ) from None
+        )
 
     meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
     infos = {
-        over: FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        over: fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         if mesh.ndim == 1
-        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        else fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for over, mesh in meshes.items()
     }
 
     def place(parameter: nn.Parameter) -> Any:
         cut: Cut | None = getattr(parameter, "cut", None)
-        return None if cut is None else ShardPlacementResult(Shard(0), infos[cut.over])
+        return None if cut is None else fsdp_common.ShardPlacementResult(Shard(0), infos[cut.over])
 
     return place

@@ -152,6 +152,7 @@ class ManyRanks(Ranks):
                 self._meshes[over] = self._divided((over, number))
                 self.groups[over] = self._meshes[over].get_group(over)
         self.layers_are_cut = WeakSet[nn.Module]()  # those that `cut` was given
+        self.resharded = WeakSet[nn.Module]()  # FSDP units that free their gathered weights after forward
         self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
 
     def _divided(self, *parts: tuple[str, int]) -> Any:

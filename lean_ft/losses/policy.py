@@ -7,8 +7,8 @@ a part of it.
 
 In the formulas: r = exp(now - old), A the advantage, s the log of the ratio to the reference.
 
-Sources are named at each. Where implementations differ: `grpo` and `gspo` divide by the answers that count, and answers whose
-mask is empty do not (TRL counts them).
+Sources are named at each. Where implementations differ: `grpo` and `gspo` divide by the answers with a token in their mask (TRL
+divides by all).
 
 Shapes: B answers, T tokens of the longest, P prompts, G answers to each.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.own_functions import check_shape, is_own, load_function
 from lean_ft.spelling import did_you_mean
 
 # Is added to a standard deviation, as TRL does. Where a divergence in the reward alone tells answers apart, what rounds it
@@ -117,7 +118,8 @@ def policy_loss(
     """The loss `name` of a whole step, a scalar; of a part of it its share, so that the parts' sum is the step's.
 
     Args:
-        name: one of `LOSSES`.
+        name: one of `LOSSES`, or FILE.py:FUNCTION: a function of `Answers` to a value for each token, (B, T), of which the
+            loss is the mean over the step's tokens.
         logps: log-probabilities of the sampled tokens, (B, T), with the temperature that they were sampled at.
         old_logps: the same before the first update on these answers, (B, T).
         advantages: of each answer, (B,), or of each token, (B, T).
@@ -135,18 +137,17 @@ def policy_loss(
     Raises:
         ValueError: for a loss that is not there, a setting that it does not read, or what it lacks.
     """
-    if name not in LOSSES:
+    if name not in LOSSES and not is_own(name):
         raise ValueError(
             f"no policy loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
         )
+    reads = () if is_own(name) else settings_of(name)
     for setting in settings:
-        if setting not in settings_of(name):
-            raise ValueError(
-                f"the loss {name} does not read {setting}; it reads {', '.join(settings_of(name))}. Leave it out."
-            )
+        if setting not in reads:
+            raise ValueError(f"the loss {name} does not read {setting}; it reads {', '.join(reads)}. Leave it out.")
     if kl not in KINDS_OF_KL:
         raise ValueError(f"kl={kl} is no estimate of a divergence; expected one of {', '.join(KINDS_OF_KL)}.")
-    loss, divided = LOSSES[name]
+    loss, divided = (_own(name), "tokens") if is_own(name) else LOSSES[name]
     if divided == "longest" and max_length is None:
         raise ValueError(f"the loss {name} divides by the longest answer that there may be: give max_length.")
     if kl_weight and reference_logps is None:
@@ -162,8 +163,10 @@ def policy_loss(
         divergence = _divergence((logps - reference_logps) * counted, ratio, kl)
         losses = losses + kl_weight * divergence
     if statistics is not None:
-        clips = _is_clipped(name, ratio.detach(), answers.advantages, settings) * counted
-        statistics.add(clip_share=clips.sum(), **({} if divergence is None else {"kl": (divergence * counted).sum()}))
+        statistics.add(**({} if divergence is None else {"kl": (divergence * counted).sum()}))
+        if not is_own(name):
+            clips = _is_clipped(name, ratio.detach(), answers.advantages, settings) * counted
+            statistics.add(clip_share=clips.sum())
 
     if divided == "tokens":
         return (losses * counted).sum() / (max(1, int(lengths.sum())) if num_tokens is None else num_tokens)
@@ -172,6 +175,15 @@ def policy_loss(
     if divided == "answers":
         return (losses * counted / lengths.clamp(min=1)).sum() / num_answers
     return (losses * counted).sum() / (num_answers * (max_length if divided == "longest" and max_length else 1))
+
+
+def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    function = load_function(name)
+
+    def loss(answers: Answers) -> tuple[Tensor, Tensor]:
+        return check_shape(name, function(answers), answers.log_probs.shape), answers.log_ratio.exp()
+
+    return loss
 
 
 def batch_loss(

@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid, relu
 from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.reward import add_scores
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.own_functions import check_shape, is_own, load_function
 from lean_ft.settings import PreferenceLossConfig
 from lean_ft.spelling import did_you_mean
 
@@ -172,7 +173,7 @@ def preference_loss(
     """The loss `name` of each of P pairs.
 
     Args:
-        name: one of `LOSSES`.
+        name: one of `LOSSES`, or FILE.py:FUNCTION, called as these are.
         chosen, rejected: sums of the answers' log-probabilities, (P,); they may have gradients.
         reference_chosen, reference_rejected: the same under the reference, (P,); zeros where there is none.
         num_chosen, num_rejected: tokens that were summed, (P,).
@@ -185,11 +186,12 @@ def preference_loss(
     Raises:
         ValueError: for a loss that is not there, a setting that the loss does not read, or one out of its range.
     """
-    if name not in LOSSES:
+    loss = load_function(name) if is_own(name) else LOSSES.get(name)
+    if loss is None:
         raise ValueError(
             f"no preference loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
         )
-    reads = settings_of(name)
+    reads = () if is_own(name) else settings_of(name)
     for setting, value in settings.items():
         if setting not in reads:
             raise ValueError(
@@ -199,7 +201,8 @@ def preference_loss(
             bound = "above 0" if name == "exo" else "from 0"
             raise ValueError(f"label_smoothing={value} of the loss {name}: expected {bound} to below 0.5.")
     pairs = Pairs(chosen, rejected, reference_chosen, reference_rejected, num_chosen, num_rejected)
-    return LOSSES[name](pairs, beta, **settings)
+    losses = loss(pairs, beta, **settings)
+    return losses if name in LOSSES else check_shape(name, losses, chosen.shape)
 
 
 def pair_losses(

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lean_ft.torch_private import CHECKPOINT_LOGGER
+
 # What a name's operations are, by a part of their own names.
 KEPT_OPERATIONS = {
     "nothing": (),
@@ -55,7 +57,7 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
     # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_something_else)
+    logging.getLogger(CHECKPOINT_LOGGER).addFilter(_is_of_something_else)
     chosen: Any = layers[::every]
     for layer in chosen:
         # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in

@@ -7,7 +7,7 @@ A compiler that sees forward and backward together can choose what to keep betwe
 share of what it would keep if nothing were computed twice, and it drops what is cheapest to have again: from 1, where
 only what costs next to nothing is recomputed, to 0, where a layer keeps its inputs alone, as full checkpointing does.
 
-Source: torchtitan's per-block compilation; PyTorch's activation memory budget (`torch._functorch.config`), which solves
+Source: torchtitan's per-block compilation; PyTorch's activation memory budget, which solves
 a knapsack of bytes against arithmetic.
 """
 
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch._functorch import config as functorch_config
 
 from lean_ft.shapes_only import stage
+from lean_ft.torch_private import functorch_config, lookup_backend
 
 
 def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
+from lean_ft.torch_private import storage_key, version_of
 
 SMALLEST_BYTES = 2**20
 AHEAD_BYTES = IN_FLIGHT_BYTES  # fetched before backward asks for it
@@ -67,7 +68,7 @@ class Offloaded:
     ) -> None:
         self._link = link
         # Quantised weights are buffers.
-        self._of_model = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._of_model = {storage_key(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self._order: list[ReferenceType[Sent]] = []  # autograd owns them: a graph that is dropped drops them
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
@@ -95,7 +96,7 @@ class Offloaded:
         tensor = tensor.detach()
         if (
             tensor.nbytes < self._smallest_bytes
-            or _memory(tensor) in self._of_model
+            or storage_key(tensor.untyped_storage()) in self._of_model
             or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: it is smaller than it looks
         ):
             return tensor
@@ -113,7 +114,7 @@ class Offloaded:
                 sent = reference()
                 if sent is None or sent.source is None:  # gone from the device: its memory may be another's
                     continue
-                if sent.version == tensor._version and _same_memory(sent.source, tensor):
+                if sent.version == version_of(tensor) and _same_memory(sent.source, tensor):
                     if references is not self._shared:
                         self._link.keep(sent)
                         self._shared.append(reference)
@@ -137,11 +138,7 @@ class Offloaded:
         return tensor
 
 
-def _memory(tensor: Tensor) -> int:
-    """Tells tensors of the same memory from others; unlike an address it is there for tensors of shapes alone."""
-    return tensor.untyped_storage()._cdata
-
-
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    same_start = _memory(a) == _memory(b) and a.storage_offset() == b.storage_offset()
+    same_memory = storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
+    same_start = same_memory and a.storage_offset() == b.storage_offset()
     return same_start and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

@@ -47,7 +47,9 @@ class Fields:
         value = self._required(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < MAX_NUMBER or (value == 0 and not or_0):
-            raise ValueError(f"{self.where}: {name} is {value!r}; expected {'0 or ' if or_0 else ''}a positive number.")
+            raise ValueError(
+                f"{self.where}: {name} is {value!r}; expected {'0 or ' if or_0 else ''}a positive number, below {MAX_NUMBER:.0e}."
+            )
         return float(value)
 
     def positive_or_null(self, name: str) -> float | None:

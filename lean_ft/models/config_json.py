@@ -64,11 +64,39 @@ _LANGUAGE_MODEL_OF = {
     "gemma4_unified": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "llama4": {"llama4_text": "Llama4ForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "qwen2_vl": {"qwen2": "Qwen2ForCausalLM"},
+    "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
+    "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
-# Published under a name and with code of their own, and computed as a family here is, as which they are saved.
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
+# Published under another name and computed as a family here, as which they are saved: the family, what transformers calls
+# it, and what absent fields mean.
+_SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", {}),
+    "glm4_moe_lite": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "kv_lora_rank": 512}
+        | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "moe_intermediate_size": 1536}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8}
+        | {"max_position_embeddings": 202_752},
+    ),
+    "helium": (
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        {"rms_norm_eps": 1e-8, "rope_theta": 100_000.0, "head_dim": 128, "max_position_embeddings": 4096}
+        | {"tie_word_embeddings": False},
+    ),
+    "internlm3": (
+        "llama",
+        "LlamaForCausalLM",
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
+    ),
+    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
+}
 _OF_IMAGES = ("image", "video", "vision", "audio")
 
 # What transformers calls the model of a family that gives one score in place of logits; other families have none there.
@@ -106,10 +134,24 @@ SCORE_ARCHITECTURES = {
 
 def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json under the name of the family that computes it."""
-    family = _SAME_AS.get(str(config.get("model_type")))
-    if family is None:
+    if str(config.get("model_type")) not in _SAME_AS:
         return config
-    return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": family}
+    family, architecture, defaults = _SAME_AS[config["model_type"]]
+    config = {key: value for key, value in config.items() if key != "auto_map"}
+    if isinstance(kinds := config.pop("mlp_layer_types", None), list):  # dense layers, then experts
+        num_dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+        if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
+            raise ValueError(f"mlp_layer_types of config.json is {kinds}; expected dense layers, then sparse ones.")
+        config["first_k_dense_replace"] = num_dense
+    return defaults | config | {"model_type": family, "architectures": [architecture]}
+
+
+def _of_text(rope: Any) -> Any:
+    """Rotary settings without the sections that only positions of images tell apart."""
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return rope
+    kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
 
 def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
@@ -118,8 +160,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     if not isinstance(model_type, str) or model_type not in _LANGUAGE_MODEL_OF:
         return config
     text = config.get("text_config")
+    if text is None and "hidden_size" in config:  # Qwen2.5-VL is published with the fields of both in one
+        text = {"rope_scaling": config.get("rope_scaling")}
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected the settings of the language model, an object.")
+    text = {key: _of_text(value) if key.startswith("rope_") else value for key, value in as_its_family(text).items()}
     architectures = _LANGUAGE_MODEL_OF[model_type]
     family = text.get("model_type", next(iter(architectures)))
     if family not in architectures:
@@ -338,9 +383,9 @@ def _refuse_other_mathematics(config: Mapping[str, Any], handled: set[str], wher
                 f"{where}: {name} is {value!r}, which changes the mathematics in a way that is not supported; "
                 f"expected {allowed}."
             )
-    for name, value in config.items():
-        if re.search(r"(?<!classifier_)(dropout|pdrop)$", name) and value not in (None, 0):
-            raise ValueError(
-                f"{where}: {name} is {value!r}; dropout is not supported. Set it to 0.0 in config.json to train "
-                "without it."
-            )
+
+
+def dropouts(config: Mapping[str, Any]) -> list[str]:
+    """The dropout settings of a config.json that are above 0, as `name=value`. The decoder trains without dropout."""
+    is_dropout = re.compile(r"(?<!classifier_)(dropout|pdrop)(_prob|_rate)?$")
+    return [f"{name}={value}" for name, value in config.items() if is_dropout.search(name) and value]

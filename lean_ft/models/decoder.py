@@ -27,6 +27,7 @@ from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
 from lean_ft.models.state_mixer import StateMixer
 from lean_ft.shards import Cut
+from lean_ft.torch_private import assert_on_device
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
 _INTO_ATTENTION, _AFTER_ATTENTION, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -431,6 +432,6 @@ def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None
         f"{num_rows * num_tokens}."
     )
     if cu_seqlens.is_cuda:
-        torch.ops.aten._assert_async.msg(fits, message)
+        assert_on_device(fits, message)
     elif not fits:
         raise ValueError(message)

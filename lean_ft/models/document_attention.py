@@ -1,7 +1,8 @@
 """Causal attention document by document, in plain matrix products: exact, lean, and fast on a CPU.
 
 Queries go through in blocks. A block's scores against the keys that it sees exist in float32 just long enough for
-their softmax; the products with values and gradients run in the tensors' own dtype. Backward computes the softmax
+their softmax; the products with values and gradients run in the tensors' own dtype (in float32 on a CPU without
+16-bit instructions). Backward computes the softmax
 again rather than keeping it, so nothing of shape (T, T) outlives a block, and the heads of a group are stacked as rows
 of one product, so keys and values are never copied once for each query head.
 
@@ -35,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
 from lean_ft.models.row_attention import Rules, attend_rows, attend_rows_backward
 
@@ -70,14 +72,14 @@ def document_attention(
     rules = Rules(scale, window, softcap)
     if query.is_cuda:
         return attend_rows(query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax = _Softmax(queries, keys, sinks, rules)
+        softmax, values = _Softmax(queries, keys, sinks, rules), values.to(dtype)
         for block in blocks:
-            weights = softmax(block).weights.to(query.dtype)  # (K, R, C)
+            weights = softmax(block).weights.to(dtype)  # (K, R, C)
             _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
     return out
 
@@ -125,13 +127,13 @@ def document_attention_backward(
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    wide = wide_dtype(query)
+    wide, dtype = wide_dtype(query), product_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
         blocks = _blocks(query.shape[1], num_tokens, window, num_before)
-        keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
+        keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, rules)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
         delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
@@ -140,19 +142,19 @@ def document_attention_backward(
         grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
         for block in blocks:
             weights, slope, sink_weights = softmax(block)
-            weights = weights.to(query.dtype)  # (K, R, C)
-            grad_rows = _rows(grads, block)  # (K, R, D)
+            weights = weights.to(dtype)  # (K, R, C)
+            grad_rows = _rows(grads, block).to(dtype)  # (K, R, D)
             grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
             # Delta rides along as three more features, whose sum is it to 24 bits: subtracted inside the product,
             # where sums are float32, not after the difference of two large numbers has been rounded.
             rows_delta = _rows(delta, block)  # (K, R, 1)
-            minus_delta = _in_three(-rows_delta, query.dtype)
+            minus_delta = _in_three(-rows_delta, dtype)
             grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
             grad_scores *= weights
             if slope is not None:
                 grad_scores *= slope
             _put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
-            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block))
+            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block).to(dtype))
             if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
         for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):

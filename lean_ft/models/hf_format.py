@@ -6,7 +6,6 @@ Only safetensors files are read; pickled weights (.bin, .pth) can run code when 
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -20,15 +19,16 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import MAX_LAYERS, as_its_family, decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.paths import resolve_model_path
-from lean_ft.settings import ModelConfig
+from lean_ft.settings import ModelConfig, spelled_out
 from lean_ft.shapes_only import counted_as, outside, stage
 from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.whole_files import write_json, write_whole
+from lean_ft.whole_files import read_json, write_json, write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -63,7 +63,7 @@ class Unread:
 def load_model(
     path: str | Path | ModelConfig,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
@@ -88,9 +88,10 @@ def load_model(
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
         new_ids, path = new_token_ids(path), path.path
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}.")
+    dtype = torch_dtype(dtype)
     watcher = stage()
+    if watcher is None:
+        use_float32_products()
     random_init = random_init or watcher is not None  # where shapes alone are computed, there is nothing to read
     folder = resolve_model_path(path, weights=not random_init)
     model = _described(folder, dtype, router_aux_loss_coef, scores, new_ids)
@@ -103,10 +104,22 @@ def load_model(
     else:
         _fill(model, device, fill, after_module)
     generation_config = folder / "generation_config.json"
+    ends = read_json(generation_config).get("eos_token_id")
+    if not all(one is None or type(one) is int for one in (ends if isinstance(ends, list) else [ends])):
+        raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id, or a list of them.")
     model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if watcher is not None:
         watcher.watch(model)
     return model
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype that models compute in, given itself or by name: `bfloat16`, `torch.bfloat16` or `bf16`."""
+    name = spelled_out(dtype)
+    found = next((one for one in _DTYPES if str(one) == f"torch.{name}"), None)
+    if found is None:
+        raise ValueError(f"dtype is {dtype}; expected float32, bfloat16 or float16, as a torch.dtype or its name.")
+    return found
 
 
 def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
@@ -553,18 +566,6 @@ def _no_weights(folder: Path) -> str:
         f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} with the files it names.{found} "
         "To build the model with random weights, set random_init."
     )
-
-
-def read_json(file: Path, purpose: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}: {purpose}")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, nested too deeply, a number too long
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object.")
-    return content
 
 
 def _some(names: Iterable[str]) -> str:

@@ -13,13 +13,13 @@ Shapes: B batch, T tokens of a row, S tokens attended to, H heads, L latent, R t
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lean_ft.models.attention import Attend, Prefixes, Scoring, attend, attend_filled
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import RMSNorm
 from lean_ft.models.rope import rotate_both
+from lean_ft.torch_private import is_wrapper_tensor
 
 _NORM_EPS = 1e-6  # whatever config.json has, as in transformers
 
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
     def _attend_to_latents(self, query: Tensor, turned: Tensor, kept: Tensor, cache: LayerCache) -> Tensor:
         """The attention (B, T, H, V) of both parts of queries to what the cache holds."""
         weight = self.kv_b_proj.weight if type(self.kv_b_proj) is nn.Linear else None
-        if weight is None or is_traceable_wrapper_subclass(weight):
+        if weight is None or is_wrapper_tensor(weight):
             # One with an adapter, or of fewer bits: what it makes of each feature of the latents.
             weight = self.kv_b_proj(torch.eye(self.latent.rank, dtype=kept.dtype, device=kept.device)).T
         sizes = [self.latent.plain_dim, self.latent.value_dim]

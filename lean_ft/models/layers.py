@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.torch_private import graph_is_kept
+
 
 class RMSNorm(nn.Module):
     """Scales each vector to a root mean square of 1, then by a weight a feature, computed in float32.
@@ -219,7 +221,7 @@ class _Gated(torch.autograd.Function):
             return up, gate, None, None
         value, backward = ACTIVATIONS[ctx.activation]
         # Of a graph that is kept, another backward pass reads them.
-        if ctx.overwrites and not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
+        if ctx.overwrites and not graph_is_kept():
             return backward(up.mul_(grad), gate, grad_input=up), value(gate, out=gate).mul_(grad), None, None
         return backward(grad * up, gate), value(gate).mul_(grad), None, None
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.config_fields import MAX_NUMBER, Fields, head_dim_of, listed
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.spelling import did_you_mean
 
@@ -107,7 +107,7 @@ def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict
     values: dict[str, Any] = {"attention_factor": attention_factor}
     for spelled, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
         divisors = settings.get(spelled)
-        valid = isinstance(divisors, list) and all(isinstance(x, int | float) and x > 0 for x in divisors)
+        valid = isinstance(divisors, list) and all(isinstance(x, int | float) and 0 < x < MAX_NUMBER for x in divisors)
         if not valid or len(divisors) != num_frequencies:
             raise ValueError(
                 f"{settings.where}: {spelled} is {divisors!r}; expected a list of {num_frequencies} positive numbers."

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.torch_private import assert_on_device, softmax_backward
 
 BLOCK_SCORES = 2**23  # of a block over all rows and heads, 32 MiB in float32; two to four such are alive
 _ALIGNED_QUERIES = 8  # of which a block has a multiple: tensor cores want it of 16-bit products
@@ -89,7 +90,7 @@ def attend_rows_backward(
             # (B, K, queries, G): rows of a group stand side by side
             of_rows = of_rows.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)
             grad_sinks -= of_rows.sum((0, 2)).flatten()
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, softmax.dtype)
+        grad_scores = softmax_backward(grad_weights, weights, -1, softmax.dtype)
         del grad_weights
         grad_values[:, block.keys] += _product(weights.to(query.dtype).mT, grad_rows)
         if slope is not None:
@@ -202,7 +203,7 @@ def _visible(
         if window is not None:
             begin = torch.maximum(begin, begin + (of_row - starts) + (end - begin) - (window - 1))
         prefix = begin - row_starts, end - row_starts
-    torch.ops.aten._assert_async.msg(
+    assert_on_device(
         fits & (starts >= row_starts).all(),
         f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, no document may go over the end of a row of "
         f"{row_tokens}, and its prefix lies before it in the row.",

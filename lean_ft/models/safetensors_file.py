@@ -38,8 +38,9 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ORDER = list(_NAMES)
-# The library's limit too: a header is kilobytes, and a length beyond this is no header.
-_MAX_HEADER_BYTES = 100_000_000
+# The largest models published have 100,000 tensors, over many files. More would be read for minutes.
+_MAX_HEADER_BYTES = 2**25
+MAX_TENSORS, MAX_NAME_CHARACTERS = 2**17, 1000
 _STAGING_BYTES = 2**20
 
 
@@ -117,6 +118,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         spans = [(name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+    if len(spans) > MAX_TENSORS or max(map(len, header), default=0) > MAX_NAME_CHARACTERS:
+        raise ValueError(
+            f"{file} is damaged: expected at most {MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters."
+        )
     tensors, end = {}, 0
     for name, dtype_name, shape, offsets in spans:
         if not _follows(end, shape, offsets, _DTYPES.get(str(dtype_name))):

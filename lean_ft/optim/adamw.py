@@ -22,6 +22,7 @@ from torch import Tensor
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
 from lean_ft.shards import whole_numel
+from lean_ft.torch_private import fused_adamw_
 
 
 class Moment:
@@ -93,7 +94,7 @@ class AdamW(Rule):
             self._update_fused(members, step, decay, torch.full((), float(step.number), device=device))
 
     def _update_fused(self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor) -> None:
-        torch.ops.aten._fused_adamw_(
+        fused_adamw_(
             [state.param.detach() for state in members],
             [state.grad for state in members],
             [state.tensors["exp_avg"] for state in members],

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.optim.slices import flat, slice_length, slices
+from lean_ft.torch_private import foreach_mul_
 
 
 def gradient_norm(grad: Tensor) -> Tensor:
@@ -38,13 +39,13 @@ def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     # torch's own function: the operator of that name, called by itself, takes a factor that is a tensor for a number,
     # and asks the device for it.
     if not (isinstance(factor, Tensor) and factor.is_cuda):
-        torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_mul_(list(grads), factor)
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for grad in grads:
         by_dtype[grad.dtype].append(grad)
     for dtype, members in by_dtype.items():  # of one type they are a few launches
-        torch._foreach_mul_(members, factor.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+        foreach_mul_(members, factor.to(dtype))
 
 
 def all_finite(scalars: Sequence[Tensor]) -> bool:

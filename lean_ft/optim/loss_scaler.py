@@ -6,6 +6,8 @@ it. The constants are those of torch.amp.GradScaler, which itself is not used, f
 torch.optim.Optimizer to look into.
 """
 
+import math
+
 from torch import Tensor
 
 INITIAL_SCALE = 2.0**16
@@ -43,5 +45,7 @@ class LossScaler:
         return {"scale": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in state.values()):
+            raise ValueError(f"cannot resume: the loss scale is damaged ({state}).")
         self.value = float(state["scale"])
         self._good_steps = int(state["good_steps"])

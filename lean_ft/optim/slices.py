@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.shapes_only import device_type, repeated
+from lean_ft.torch_private import dynamo
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
 CPU_COMPILED_SLICE = 1 << 20
@@ -82,7 +83,7 @@ class Sliced:
         part = part.data
         if device_type(part.device) != "cpu" and span < self._block:
             part = part.view(-1, self._block // span)
-            torch._dynamo.mark_static(part, 1)
+            dynamo.mark_static(part, 1)
         return part
 
 

@@ -39,6 +39,7 @@ from lean_ft.settings import (
     models_of,
 )
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.process_memory import rss_bytes
 from lean_ft.units import gibibytes
 
 _PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
@@ -58,6 +59,7 @@ class Outlook:
     device: str
     pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
     reserved_bytes: int = 0  # what the allocator takes from the device for the peak, where that is more
+    process_bytes: int = 0  # on a CPU, what this process and its libraries hold already; the metrics count both
 
     @property
     def fits(self) -> bool:
@@ -65,11 +67,12 @@ class Outlook:
 
     def __str__(self) -> str:
         room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
+        own = f", and the process itself {gibibytes(self.process_bytes)}" if self.process_bytes else ""
         if not self.where:
-            return f"takes less than {gibibytes(self.peak_bytes)}{room}"
+            return f"takes less than {gibibytes(self.peak_bytes)}{room}{own}"
         pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
         more = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
-        return f"will take {gibibytes(self.peak_bytes)}{more}{room}, at its highest in: {self.where}{pinned}"
+        return f"will take {gibibytes(self.peak_bytes)}{more}{room}, at its highest in: {self.where}{pinned}{own}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -78,11 +81,16 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     Raises ValueError for data that cannot be read, and RuntimeError where the rehearsal fails for another reason.
     """
     device, room_bytes = choose_device(None, cfg.device), _room_bytes(cfg.device)
+    process_bytes = (rss_bytes() or 0) if device.is_cpu else 0
 
     def bound_is_enough(cfg: RecipeConfig) -> Outlook | None:
         bound = upper_bound_bytes(cfg)
         enough = bound is not None and (room_bytes is None or bound < room_bytes // 2)
-        return Outlook(bound, "", room_bytes, device.name) if bound is not None and enough else None
+        return (
+            Outlook(bound, "", room_bytes, device.name, process_bytes=process_bytes)
+            if bound is not None and enough
+            else None
+        )
 
     try:
         outlook = bound_is_enough(cfg)
@@ -97,7 +105,7 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     if found is None:
         return None
     peak_bytes, where, pinned_bytes, reserved_bytes = found
-    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes, reserved_bytes)
+    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes, reserved_bytes, process_bytes)
 
 
 def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
@@ -304,5 +312,9 @@ def _answer(work: Callable[[], Any]) -> bytes:
     except ValueError:
         answer = {"result": None}
     except BaseException as error:
-        answer = {"failure": traceback.format_exception_only(error)[-1].strip()}
+        answer = (
+            {"failure": f"{error}"}
+            if type(error).__name__ == "NotSimulatedError"
+            else {"failure": traceback.format_exception_only(error)[-1].strip()}
+        )
     return json.dumps(answer).encode()

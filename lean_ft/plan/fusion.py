@@ -14,16 +14,18 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
-from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
-from torch._inductor.utils import get_donated_idxs
-from torch.utils._pytree import tree_iter
 
 from lean_ft.plan.trace import Trace
+from lean_ft.torch_private import (
+    OpOverload,
+    aot_autograd,
+    decompose_auto_functionalized,
+    donated_inputs,
+    min_cut_partition,
+    reinplace_operations,
+    tree_iter,
+)
 
 # What an operation is called whose elements are not made of those that lie in their places.
 _MOVING_NAMES = (
@@ -41,20 +43,22 @@ def fusing_backend(trace: Trace) -> Callable:
 
     def compiler(graph: fx.GraphModule, inputs: Any, is_backward: bool) -> Callable:
         # What an operation writes to is a copy to AOTAutograd, and none to Inductor where nothing reads it later.
-        reinplace_inplaceable_ops_core(graph.graph)
+        reinplace_operations(graph.graph)
         decompose_auto_functionalized(graph.graph)
-        kernels = _Kernels(graph, trace, set(get_donated_idxs() or ()) if is_backward else set())
+        kernels = _Kernels(graph, trace, set(donated_inputs() or ()) if is_backward else set())
 
         def call(arguments: list[Any]) -> Any:
             return kernels(arguments)
 
-        call._boxed_call = True  # its arguments come in a list, which it empties, so that they are freed on the way
+        vars(call)["_boxed_call"] = (
+            True  # its arguments come in a list, which it empties, so that they are freed on the way
+        )
         return call
 
     return aot_autograd(
         fw_compiler=partial(compiler, is_backward=False),
         bw_compiler=partial(compiler, is_backward=True),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=min_cut_partition,
         keep_inference_input_mutations=True,  # as Inductor does, or what is written in place would be written twice
     )
 
@@ -124,16 +128,18 @@ class _Kernels:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
-    if node.target.namespace not in ("aten", "prims"):
+    if target.namespace not in ("aten", "prims"):
         return True
-    return any(part in node.target.__name__ for part in _OPAQUE_NAMES)
+    return any(part in target.__name__ for part in _OPAQUE_NAMES)
 
 
 def _is_view(node: fx.Node) -> bool:
+    target: Any = node.target
     return node.op == "call_function" and (
-        not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view or "view" in node.target.__name__
+        not isinstance(target, OpOverload) or target.is_view or "view" in target.__name__
     )
 
 

@@ -8,12 +8,14 @@ Source: PyTorch's fake process group, which its own tests of parallelism run on.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lean_ft.plan.trace import Trace
+from lean_ft.torch_private import wrapped_gathering
 
 GATHERED = "gathered weights"
 
@@ -24,7 +26,7 @@ def pretended_ranks(trace: Trace) -> Iterator[None]:
     if trace.machines.num_devices == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from lean_ft.torch_private import FakeStore
 
     assert not dist.is_initialized(), "a process of a run on many does not plan"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trace.machines.num_devices)
@@ -35,36 +37,17 @@ def pretended_ranks(trace: Trace) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def watched_sharding(trace: Trace) -> Iterator[None]:
-    """FSDP2 gives storages memory and takes it back, which no operation shows: the trace is told."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+def watched_sharding(trace: Trace) -> AbstractContextManager[None]:
+    """Context manager in which `trace` counts the weights that FSDP2 gathers: FSDP2 resizes their storages."""
 
-    def gathering(function: Callable[..., Any], notes: bool) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(function: Callable[..., Any], resizes: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with trace.labelled(GATHERED, trace.where):
                 result = function(*args, **kwargs)
-                if notes:
+                if resizes:
                     trace.note([arg for arg in args if isinstance(arg, Tensor)])
                 return result
 
-        return watched
+        return call
 
-    alloc, free = (
-        gathering(function, notes=True) for function in (_fsdp_param.alloc_storage, _fsdp_param.free_storage)
-    )
-    replaced = [
-        (_fsdp_param, "alloc_storage", alloc),
-        (_fsdp_param, "free_storage", free),
-        (_fsdp_param_group, "alloc_storage", alloc),
-    ]
-    for name in ("foreach_all_gather", "foreach_all_gather_copy_out"):
-        replaced.append((_fsdp_param_group, name, gathering(getattr(_fsdp_param_group, name), notes=False)))
-    before = [getattr(module, name) for module, name, _ in replaced]
-    for module, name, function in replaced:
-        setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for (module, name, _), function in zip(replaced, before, strict=True):
-            setattr(module, name, function)
+    return wrapped_gathering(watched)

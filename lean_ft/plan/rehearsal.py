@@ -8,17 +8,19 @@ Of many devices the step is the first's: its process group (`lean_ft.plan.ranks`
 
 import contextlib
 import logging
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from lean_ft.catalog import is_shipped
 from lean_ft.environment import memory_bytes
 from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.memory import wants_host_pool
@@ -28,6 +30,7 @@ from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.ranks import pretended_ranks
 from lean_ft.plan.trace import Moment, Trace
 from lean_ft.shapes_only import StepTaken, shapes_only
+from lean_ft.torch_private import FakeTensorMode, functorch_config, unset_fake_temporarily
 
 T = TypeVar("T")
 
@@ -65,7 +68,7 @@ def rehearse(
     Without `takes_step` it ends where that step begins: then nothing is told but what would be refused before.
 
     Raises ValueError as the recipe would for settings that contradict each other, for a model folder without a
-    config.json, and for a recipe that takes no step.
+    config.json, and for a recipe that takes no step; NotSimulatedError for a line of the user's that needs values.
     """
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
@@ -73,7 +76,7 @@ def rehearse(
     parallel = getattr(cfg, "parallel", None)
     num_sharing = 1 if parallel is None else parallel.context * parallel.tensor
     stage = WatchedStage(trace, num_sharing, takes_step)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with (
             pretended_ranks(trace),
@@ -91,14 +94,17 @@ def rehearse(
         )
     except StepTaken:
         pass
-    except RuntimeError as error:
-        if "overflow" not in str(error):
+    except ValueError:
+        raise
+    except Exception as error:
+        _raise_with_line(recipe, error)
+        if not isinstance(error, RuntimeError) or "overflow" not in str(error):
             raise
         raise ValueError(
             "a tensor of this step would have more elements than 64 bits can count. Lower data.max_length or batch_size."
         ) from None
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return Rehearsal(
         peak=trace.peak,
         reserved_bytes=trace.reserved_bytes,
@@ -124,6 +130,29 @@ def _quiet_compiler() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+class NotSimulatedError(RuntimeError):
+    """A line of the user's code that needs values of tensors, where there are shapes alone."""
+
+
+def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
+    """Raise NotSimulatedError with the line of the user's own recipe or function that failed; return if none is involved."""
+    own = {module.__file__ for name, module in sys.modules.items() if name.startswith("own_functions.")}
+    folder = None if is_shipped(recipe) else Path(recipe.__file__ or "").parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename in own or Path(frame.filename).parent == folder
+    ]
+    if frames:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise NotSimulatedError(
+            f"{frames[-1].filename}, line {frames[-1].lineno}: `{frames[-1].line}` cannot be simulated ({reason}). The plan "
+            "runs the recipe on tensors that have shapes and no values, so shapes that depend on values, such as x[mask] or "
+            "nonzero(), are unknown. The run itself can still work. Use torch.where or multiply by the mask; or measure "
+            "the peak of a short run: max_steps=5."
+        ) from error
 
 
 class WatchedStage:

@@ -34,19 +34,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.memory.host_pool import SMALLEST_BYTES
+from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.shards import local
+from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, storage_key, tree_iter
 from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
-_READ = torch.ops.aten._local_scalar_dense.default  # what the host asks a tensor for its value by
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
+# Matrix products -> which argument is their first factor; the second follows.
+_FIRST_FACTOR = {
+    **dict.fromkeys(("aten.mm", "aten.bmm", "lean_ft.sum_of_products", "lean_ft.grouped_matmul"), 0),
+    **dict.fromkeys(("aten.addmm", "aten.baddbmm"), 1),
+}
 WAITS_FOR_OTHERS = "loss"  # the label under which nothing goes on until a collective is over
 FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
 
@@ -97,6 +100,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, device: Device, host_pool: bool = False, machines: Machines = ONE_DEVICE) -> None:
         super().__init__()
         self.device, self.machines = device, machines
+        self._converted = slow_dtypes() if device.is_cpu else frozenset()
         self._fills_pages = device.is_cpu and not host_pool
         self._heap_limit = SMALLEST_BYTES if host_pool else MMAP_THRESHOLD_BYTES
         self.label = "other"
@@ -122,7 +126,7 @@ class Trace(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _READ and self._counting and isinstance(args[0], FakeTensor):
+        if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
         result = func(*args, **(kwargs or {}))
         if self._counting and func.namespace != "prim":  # what asks for a device or a layout moves nothing
@@ -148,7 +152,7 @@ class Trace(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, written: bool) -> None:
         storage = local(tensor).untyped_storage()
-        address, num_bytes = storage._cdata, storage.nbytes()
+        address, num_bytes = storage_key(storage), storage.nbytes()
         if address in self._pinned:
             return
         known = self._storages.get(address)
@@ -178,8 +182,8 @@ class Trace(TorchDispatchMode):
         before, after = (local(t).untyped_storage() for t in (tensor, result))
         if self._known(tensor) and not self._known(result) and before.nbytes() == after.nbytes():
             self.relabel(tensor, self.label)
-            self._storages[after._cdata] = self._storages.pop(before._cdata)
-            weakref.finalize(after, self._free, after._cdata)
+            self._storages[storage_key(after)] = self._storages.pop(storage_key(before))
+            weakref.finalize(after, self._free, storage_key(after))
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Counts the tensor's storage under another label from now on."""
@@ -191,7 +195,7 @@ class Trace(TorchDispatchMode):
             self._count(known, resident_bytes)
 
     def _known(self, tensor: Tensor) -> _Storage | None:
-        return self._storages.get(local(tensor).untyped_storage()._cdata)
+        return self._storages.get(storage_key(local(tensor).untyped_storage()))
 
     def _count(self, storage: _Storage, resident_bytes: int) -> None:
         grown = resident_bytes - storage.resident_bytes
@@ -231,9 +235,16 @@ class Trace(TorchDispatchMode):
         """The tensors that an operation makes for itself, in bytes.
 
         PyTorch's flash attention adds the queries' gradient up in float32, each document filled up to 128 tokens and each
-        head to 32 or 64 features; and makes one of the keys and of the values for each query head.
+        head to 32 or 64 features; and makes one of the keys and of the values for each query head. A CPU that computes 16-bit
+        products in float32 converts its operands block by block.
         """
-        if self.device.is_cpu or str(func.overloadpacket) != "lean_ft.document_attention_backward":
+        if self.device.is_cpu:
+            first = _FIRST_FACTOR.get(str(func.overloadpacket))
+            if first is None or args[first].dtype not in self._converted:
+                return []
+            left, right = args[first : first + 2]
+            return block_bytes(left, right if left.ndim == right.ndim else right[0])  # grouped: one group's matrix
+        if str(func.overloadpacket) != "lean_ft.document_attention_backward":
             return []
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         query, key, cu_seqlens = named["query"], named["key"], named["cu_seqlens"]
@@ -274,7 +285,7 @@ class Trace(TorchDispatchMode):
         """Adds the time of one operation, and what it takes and gives back inside itself."""
         self._occupy(self._inside(func, args))
         moved = sum(_num_bytes(tensor) for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor))
-        self.spend(self._flops(func, args, kwargs, result), moved, _itemsize(result))
+        self.spend(self._flops(func, args, kwargs, result), moved, self._product_itemsize(result))
 
     def spend(self, flops: float, moved_bytes: float, itemsize: int = 2) -> None:
         """Adds the time of so much arithmetic and traffic in one kernel."""
@@ -286,8 +297,8 @@ class Trace(TorchDispatchMode):
     def pin(self, tensor: Tensor) -> None:
         """Counts memory of the host that a link holds, until it is freed."""
         storage = tensor.untyped_storage()
-        weakref.finalize(storage, self._pinned.pop, storage._cdata)
-        self._pinned[storage._cdata] = storage.nbytes()
+        weakref.finalize(storage, self._pinned.pop, storage_key(storage))
+        self._pinned[storage_key(storage)] = storage.nbytes()
         self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
 
     def travel(self, num_bytes: int) -> None:
@@ -326,6 +337,13 @@ class Trace(TorchDispatchMode):
             self.spent.seconds += seconds
         else:
             self.spent.exchange_seconds += seconds
+
+    def _product_itemsize(self, result: Any) -> int:
+        """Bytes of a number in the products that gave `result`."""
+        first = next((tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)), None)
+        if first is None:
+            return 2
+        return 4 if first.dtype in self._converted else first.element_size()
 
     def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func.overloadpacket
@@ -384,8 +402,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _num_bytes(tensor: Tensor) -> int:
     return local(tensor).numel() * tensor.element_size()
-
-
-def _itemsize(result: Any) -> int:
-    first = next((tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)), None)
-    return 2 if first is None else first.element_size()

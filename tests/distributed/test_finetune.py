@@ -43,11 +43,11 @@ SAME_BITS = {
     "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
     "recomputed": ("memory.activation_checkpointing=full", "data.packing=bfd"),
     "random": ("model.random_init=true", "save_async=true", "save_every=1"),
-    "adapter": ("lora.rank=4",),
+    "adapter": ("lora.rank=4", "data.shuffle=false"),
     "evaluated and asked in float16": (
         "model.dtype=float16",
-        "data.validation_source=tiny/validation.jsonl",
-        "eval_every=1",
+        "data.validation_fraction=0.1",
+        "eval_every=2",
         "eval_answers=2",
     ),
     "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
@@ -56,11 +56,11 @@ SAME_BITS = {
 }
 ON_COPIES = ("8 bits in backward", "4 bits below an adapter")  # too
 # 56 rows are 14 batches, so an epoch's fifth step of three has two: fewer than go round.
-CLOSE = ("gradient_accumulation_steps=3", "max_steps=12", "optimizer.name=sgd", "data.validation_fraction=0.3")
+CLOSE = ("gradient_accumulation_steps=3", "max_steps=6", "optimizer.name=sgd", "data.validation_fraction=0.3")
 
 
-def run(folder: Path, *settings: str) -> None:
-    recipe = load_recipe(find_recipe("finetune"))
+def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
+    recipe = load_recipe(find_recipe(recipe_name))
     given = [setting.replace("MIXTURE", os.environ.get("MIXTURE", "")) for setting in settings]
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
@@ -100,9 +100,9 @@ def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
             assert said["held"][name] < 0.5 * alone + 64 * 1024
 
 
-def refusal(folder: Path, *settings: str) -> str:
+def refusal(folder: Path, *settings: str, recipe_name: str = "finetune") -> str:
     with pytest.raises(ValueError) as raised:
-        run(folder, *settings)
+        run(folder, *settings, recipe_name=recipe_name)
     return str(raised.value)
 
 
@@ -125,6 +125,12 @@ def work(folder: Path) -> dict[str, Any]:
     rows = [{"prompt": "a", "completion": f"{rank} {i}"} for i in range(40)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said["data"] = refusal(folder / "other data", "data.source=rows.jsonl")
+    pairs = [{"prompt": "a", "chosen": f"{rank} {i}", "rejected": "c"} for i in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    said["pairs"] = refusal(
+        folder / "other pairs", "data.source=pairs.jsonl", f"data.cache_dir={own}", recipe_name="full_dpo_distributed"
+    )
+    said["references"] = [path.name for path in own.glob("reference-*")]
     os.chdir(folder)
 
     take, calls = Batches.take, iter(range(100))
@@ -214,7 +220,9 @@ def test_what_ranks_cannot_do_together_is_refused_on_all(on_two):
         )
         assert "memory.activation_offload=true is for one process so far" in said["offload"]
         assert "output_dir=run is not the folder of rank 0 for rank 1" in said["disk"]
-        assert "is of another run than rank 0" in said["data"] and "data fingerprint: " in said["data"]
+        for kind in ("data", "pairs"):
+            assert "is of another run than rank 0" in said[kind] and "data fingerprint: " in said[kind]
+        assert said["references"] == []  # refused before the reference model has computed anything
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")

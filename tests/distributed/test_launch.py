@@ -18,7 +18,7 @@ from lean_ft.settings import ParallelConfig
 from lean_ft.settings_text import load_config
 from tests.distributed.processes import free_port, on_ranks
 from tests.distributed.test_finetune import SETTINGS
-from tests.training.toy_runs import ENVIRONMENT, digests
+from tests.training.toy_runs import digests
 
 LONG = ("data.source=tiny/train.jsonl", "optimizer.name=adamw_8bit", "optimizer.in_backward=true", "save_every=5")
 
@@ -33,7 +33,6 @@ class Launched:
         self.folder = folder
         self.process = subprocess.Popen(
             [*command, *SETTINGS, *LONG, f"output_dir={folder}", *settings],
-            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

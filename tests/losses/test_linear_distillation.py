@@ -115,7 +115,7 @@ def test_value_and_gradients_equal_the_plain_computation(loss: Any, frozen: Any,
         assert ours(given, teacher_of(given, 1.1), chunk_tokens=chunk_tokens, **loss) == value
 
 
-@pytest.mark.parametrize("loss", [LOSSES[3], LOSSES[5]], ids=str)
+@pytest.mark.parametrize("loss", [LOSSES[3], pytest.param(LOSSES[5], marks=pytest.mark.long)], ids=str)
 def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
     torch._dynamo.reset()
     exact = problem()

@@ -264,7 +264,7 @@ def test_advantages_are_those_computed_plainly(kind: str, rewards: list[list[flo
 
 
 def test_settings_and_losses_name_the_same() -> None:
-    assert get_args(PolicyLossConfig.model_fields["name"].annotation) == tuple(LOSSES)
+    assert get_args(get_args(PolicyLossConfig.model_fields["name"].annotation)[0]) == tuple(LOSSES)
     assert {name: settings_of(name) for name in LOSSES} == POLICY_LOSS_READS
 
 
@@ -281,3 +281,19 @@ def test_settings_and_losses_name_the_same() -> None:
 def test_what_cannot_be_is_refused(name: str, settings: dict, message: str, answers: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match=message):
         policy_loss(name, *(answers[key] for key in ("logps", "old_logps", "advantages", "mask")), **settings)
+
+
+def test_a_function_of_ones_own_is_a_mean_over_the_steps_tokens(answers: dict[str, Tensor], tmp_path: Any) -> None:
+    """Without a clip the loss equals dapo's with bounds out of reach, divergence and weights included."""
+    (tmp_path / "own.py").write_text(
+        "def mine(answers): return -answers.log_ratio.exp() * answers.advantages\ndef wrong(answers): return answers.mask[0]\n"
+    )
+    given = [answers[key] for key in ("logps", "old_logps", "advantages", "mask")]
+    more = {"reference_logps": answers["reference"], "kl_weight": 0.1, "weights": answers["mask"] / 2, "num_tokens": 31}
+    found = policy_loss(f"{tmp_path / 'own.py'}:mine", *given, **more)
+    torch.testing.assert_close(found, policy_loss("dapo", *given, epsilon=1 - 1e-9, epsilon_high=1e9, **more))
+    statistics = TokenStatistics()
+    policy_loss(f"{tmp_path / 'own.py'}:mine", *given, statistics=statistics, **more)
+    assert statistics.means(1).keys() == {"kl"}  # nothing is known of a clip
+    with pytest.raises(ValueError, match=r"own.py:wrong returned shape \[\d\]; expected a tensor of shape \[6, "):
+        policy_loss(f"{tmp_path / 'own.py'}:wrong", *given)

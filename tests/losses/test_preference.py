@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.preference import LOSSES, log_odds, preference_loss, settings_of
+from lean_ft.settings import LOSS_READS, PreferenceLossConfig
 
 NUM_PAIRS, NUM_TOKENS = 5, 9
 
@@ -213,7 +214,25 @@ def test_what_a_loss_does_not_read_is_refused(name: str, settings: Any, message:
 
 
 def test_the_settings_know_every_loss_and_what_it_reads() -> None:
-    from lean_ft.settings import LOSS_READS, PreferenceLossConfig
-
-    assert set(get_args(PreferenceLossConfig.model_fields["name"].annotation)) == set(LOSSES)
+    assert set(get_args(get_args(PreferenceLossConfig.model_fields["name"].annotation)[0])) == set(LOSSES)
     assert {name: LOSS_READS.get(name, ()) for name in LOSSES} == {name: settings_of(name) for name in LOSSES}
+
+
+def test_a_function_of_ones_own_is_called_as_those_that_are_there(answers: Any, tmp_path: Any) -> None:
+    (tmp_path / "own.py").write_text(
+        "from lean_ft.losses.preference import ipo, sigmoid as mine\ndef wrong(pairs, beta): return pairs.margin.sum()\n"
+    )
+    file = f"{tmp_path / 'own.py'}:"
+    torch.testing.assert_close(
+        ours(f"{file}mine", answers, beta=0.3), ours("sigmoid", answers, beta=0.3), rtol=0, atol=0
+    )
+    for name, settings, message in (
+        ("wrong", {}, r"own.py:wrong returned shape \[\]; expected a tensor of shape \[\d"),
+        ("mine", {"label_smoothing": 0.1}, "own.py:mine does not read label_smoothing; it reads beta"),
+        ("none", {}, "own.py has no function none; it has wrong|ipo"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours(file + name, answers, **settings)
+    assert PreferenceLossConfig(name=f"{file}ipo").needs_reference
+    with pytest.raises(ValueError, match="own.py has no function none"):
+        PreferenceLossConfig(name=f"{file}none")

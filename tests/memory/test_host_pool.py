@@ -63,8 +63,10 @@ for step in range(4):
 print(highest, most_alive, faults() - started)
 """
 
-# Each tensor is larger than any that was freed, and what is kept between them keeps the free ranges apart.
+# First each tensor is larger than any that was freed, and what is kept between them keeps the free ranges apart. Then four threads
+# make and free tensors at once.
 GROWING = """
+import threading
 import torch
 from lean_ft.memory import pool_host_memory
 
@@ -80,14 +82,6 @@ for mebibytes in range(8, 72, 4):
     torch.full((mebibytes * 2**20,), 7, dtype=torch.uint8)
     kept.append(torch.full((2**20,), 7, dtype=torch.uint8))
 print(peak_bytes() - before, mebibytes * 2**20 + sum(tensor.nbytes for tensor in kept))
-"""
-
-THREADS = """
-import threading
-import torch
-from lean_ft.memory import pool_host_memory
-
-pool_host_memory()
 wrong = []
 
 
@@ -127,13 +121,9 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
     assert faults < unpooled_faults / 5
 
 
-def test_free_memory_that_nothing_fits_into_goes_back_before_there_is_more() -> None:
+def test_memory_that_nothing_fits_into_goes_back_before_there_is_more_and_threads_never_get_each_others() -> None:
     peak, most_alive = map(int, python(GROWING).split())
     assert peak < most_alive + 16 * MEBIBYTE
-
-
-def test_four_threads_never_get_each_others_memory() -> None:
-    python(THREADS)
 
 
 @pytest.mark.long
@@ -165,19 +155,32 @@ def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) >= 3
 
 
-def test_without_a_compiler_it_is_refused_with_the_reason(tmp_path: Path) -> None:
-    done = run_recipe(
-        tmp_path, "memory.host_pool=true", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path / "built")
-    )
-    assert done.returncode == 2
-    message = " ".join(done.stderr.split())
-    assert "memory.host_pool=true cannot be had: the C++ compiler no-such-compiler does not start" in message
-    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+# Two runs in one process, of which the first is refused and changes nothing.
+RUNS = """
+import pathlib, sys
+from lean_ft.cli.main import run_command_line
+
+for more in (["memory.host_pool=true"], []):
+    try:
+        run_command_line([*sys.argv[1:], *more])
+    except SystemExit as ended:
+        print("code", ended.code, [path.name for path in pathlib.Path().iterdir()], flush=True)
+"""
 
 
-def test_where_nothing_is_said_a_run_has_it_if_it_can(tmp_path: Path) -> None:
+def test_without_a_compiler_it_is_refused_with_the_reason_and_left_out_if_not_asked_for(tmp_path: Path) -> None:
     assert wants_host_pool(MemoryConfig()) and wants_host_pool(MemoryConfig(host_pool=True))
     assert not wants_host_pool(MemoryConfig(host_pool=False))
-    done = run_recipe(tmp_path, "max_steps=1", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
-    assert done.returncode == 0, done.stderr
-    assert "no memory.host_pool: the C++ compiler no-such-compiler does not start" in " ".join(done.stdout.split())
+    settings = ("run", "--config", "tiny/full", "device=cpu", "max_steps=1", "plan=false", "eval_answers=0")
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, *settings, "batch_size=2", "data.validation_source=null"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path.parent / "built")},
+    )  # fmt: skip
+    message = " ".join(done.stderr.split())
+    assert "memory.host_pool=true cannot be had: the C++ compiler no-such-compiler does not start" in message
+    assert "Traceback" not in done.stderr
+    refused, _, trained = done.stdout.partition("code 2 []\n")
+    assert not refused
+    assert "no memory.host_pool: the C++ compiler no-such-compiler does not start" in " ".join(trained.split())
+    assert trained.endswith("code 0 ['runs']\n")

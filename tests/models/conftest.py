@@ -63,6 +63,8 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("gemma3_text", {**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
+    "Qwen2_5_VL": ("qwen2", {}, {}),
+    "Qwen3VL": ("qwen3", {}, {"vision_start_token_id": 96}),
     "Qwen3_5": ("qwen3_5_text", {}, {"vision_start_token_id": 96}),
     "Qwen3_5Moe": ("qwen3_5_moe_text", {}, {"vision_start_token_id": 96}),
     "Gemma4": (
@@ -72,18 +74,23 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 _OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-_OF_QWEN |= {"patch_size": 4, "num_position_embeddings": 16}
+_OF_QWEN |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+
+
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}  # of heads of 8 features
 
 
 def whole_model(name: str) -> Reference:
     """A random tiny model that reads images too; ids up to 95 are text."""
     case, vision, others = WHOLES[name]
     model_type, text = CASES[case]
+    if name in ("Qwen2_5_VL", "Qwen3VL"):
+        text = {**text, "rope_parameters": _MROPE}
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
         text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _OF_QWEN, **ids, **others
     )
-    config.tie_word_embeddings = config.text_config.tie_word_embeddings
+    config.tie_word_embeddings = getattr(config.text_config, "tie_word_embeddings", False)
     config.text_config._experts_implementation = "eager"
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():

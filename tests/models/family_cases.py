@@ -342,11 +342,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
         },
     ),
-    "seed_oss": ("seed_oss", {"head_dim": 20, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "seed_oss": ("seed_oss", {"head_dim": 20}),
     "seed_oss_other_biases": (
         "seed_oss",
         {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
-        | {"attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": True},
+        | {"tie_word_embeddings": True},
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 20}),
     "ernie4_5_untied_biases": (

@@ -6,8 +6,10 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from lean_ft.models import RopeConfig, decoder_config
+from lean_ft.models import RopeConfig, decoder_config, load_model
+from lean_ft.models.config_json import language_model_config
 from lean_ft.models.families import FAMILIES
+from lean_ft.training.summary import describe_model
 
 LLAMA = {
     "model_type": "llama",
@@ -26,8 +28,6 @@ LLAMA3_ROPE = {
 }
 
 PHIMOE = {"model_type": "phimoe", "architectures": ["PhimoeForCausalLM"], "lm_head_bias": True}
-
-WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}  # which transformers has, left out, in seed_oss
 
 # As published, but for ids of tokens and library versions.
 LLAMA_3_2_1B = json.loads("""{
@@ -167,7 +167,7 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same(config, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_mean_what_they_mean_to_transformers(family):
     sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
-    sizes |= {"num_attention_heads": 32, **WITHOUT_DROPOUT}
+    sizes |= {"num_attention_heads": 32}
     said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
     assert len(said_in_full) > len(sizes) + 20
     assert decoder_config({"model_type": family, **sizes}) == decoder_config(said_in_full)
@@ -176,7 +176,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_null_means_what_it_means_to_transformers_or_is_refused(family):
     sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
-    sizes |= {"num_attention_heads": 32, **WITHOUT_DROPOUT}
+    sizes |= {"num_attention_heads": 32}
     said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
     compared = set()
     for name in sorted({*said_in_full, *FAMILIES[family].defaults, "rope_scaling"} - {"model_type"}):
@@ -191,6 +191,36 @@ def test_a_null_means_what_it_means_to_transformers_or_is_refused(family):
     turns = {"rope_parameters"} & set(said_in_full)  # nothing turns in nemotron_h
     assert {"rope_scaling", *turns} <= compared
     assert turns or family == "nemotron_h"
+
+
+def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
+    """As Qwen2.5-VL is published."""
+    config = QWEN2_5_0_5B | {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vision_config": {"depth": 1},
+        "vision_start_token_id": 96,
+        "image_token_id": 98,
+        "max_window_layers": 70,
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "rope_theta": 1e6,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert "hidden_size" in theirs["text_config"] and "hidden_size" not in theirs
+    ours = decoder_config(language_model_config(config))
+    assert ours == decoder_config(language_model_config(theirs)) == decoder_config(QWEN2_5_0_5B)
+
+
+def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):
+    settings = {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.0, "classifier_dropout": 0.3}
+    assert decoder_config({**LLAMA, **settings}) == decoder_config(LLAMA)
+    # Its default is attention_dropout=0.1, as published.
+    folder, _ = make_checkpoint("seed_oss", residual_dropout=0.05)
+    described = describe_model(load_model(folder).train())
+    assert described.endswith("; without dropout (attention_dropout=0.1, residual_dropout=0.05 of config.json)")
+    folder, _ = make_checkpoint("llama")
+    assert "dropout" not in describe_model(load_model(folder))
 
 
 def test_linear_scaling_in_its_oldest_spelling():
@@ -230,8 +260,6 @@ def test_head_dim_and_key_heads_are_derived():
             {"hidden_activation": "gelu"},
             "hidden_act is 'silu' and hidden_activation is 'gelu'; expected one activation",
         ),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; dropout is not supported"),
-        ({"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"sliding_window": 512}, "sliding_window is 512"),

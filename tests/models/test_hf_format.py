@@ -294,8 +294,15 @@ def test_an_index_leads_nowhere_else(folder, name, message):
 
 
 def test_a_dtype_that_is_none_for_weights_is_refused(folder):
-    with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected one of torch\.float32"):
-        load_model(folder, dtype=torch.int8)
+    for dtype in (torch.int8, "int8", "bf32"):
+        with pytest.raises(ValueError, match=rf"dtype is {dtype}; expected float32, bfloat16 or float16"):
+            load_model(folder, dtype=dtype)
+
+
+def test_a_dtype_is_given_itself_or_by_name(folder):
+    for name, short in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")):
+        for dtype in (getattr(torch, name), name, f"torch.{name}", short):
+            assert load_model(folder, dtype=dtype).dtype == getattr(torch, name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from /proc")

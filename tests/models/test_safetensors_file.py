@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from lean_ft.models import safetensors_file
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.shards import part_of
 
@@ -100,3 +101,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_file(file, {"a": torch.zeros(4)}, {})
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
     assert safetensors.torch.load_file(file)["a"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(("number", "name"), [(101, "{}"), (1, "{}" + "a" * 1001)])
+def test_a_header_of_too_many_or_too_long_names_is_refused(tmp_path, monkeypatch, number, name):
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", 100)
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({name.format(i): entry for i in range(number)}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="at most 100 tensors, with names of 1,000 characters"):
+        read_header(file)

@@ -123,9 +123,7 @@ for name, settings in ELEMENTWISE.items():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets the peak resident size through /proc")
 def test_the_workspace_of_a_step_does_not_grow_with_the_largest_tensor() -> None:
     """In a process of its own: what the allocator keeps in holes counts as well."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_WORKSPACE], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", MEASURE_WORKSPACE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     workspace_mib = {name: int(mib) for name, mib in (line.split() for line in done.stdout.splitlines())}
     assert workspace_mib.keys() == ELEMENTWISE.keys()

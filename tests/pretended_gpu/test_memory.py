@@ -35,7 +35,6 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
     def answer(*more: str) -> dict:
         done = subprocess.run(
             [sys.executable, str(ROOT / "benchmarks" / "pretended_steps.py"), *arguments, *own, *more],
-            cwd=ROOT,
             env={**os.environ, "PRETENDED_GPU_TOUCH": "65536"},
             capture_output=True,
             text=True,
