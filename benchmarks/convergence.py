@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py               # the embedded model on its own data
     python benchmarks/convergence.py --task gsm8k  # a small model from random weights, on GSM8K
+    python benchmarks/convergence.py --task trained --model FOLDER --seeds 4    # a trained model of yours
     python benchmarks/convergence.py --only float32,seed,adamw_4bit --steps 100
 
 Every row is the recipe `full_finetune_single_device` with the same data in the same order; only the settings that it
@@ -9,11 +10,16 @@ names differ from float32 AdamW. A loss is told as the mean over the last steps 
 each against the float32 run's. The row `seed` is that run with another order of the data: what lies within its distance
 is no difference. A row has its bound, and one that goes beyond it makes the script exit with 1.
 
+With `--seeds N` each row runs N times, with N orders of the data that are the same for all rows. A loss is then a mean over the
+seeds and a difference the mean of the differences from float32's run with the same seed, each with its standard error.
+
 Writes `results/convergence_<task>_<hardware>.json` and a chart of the curves beside it.
 """
 
 import json
+import math
 import shutil
+import statistics
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +75,16 @@ TASKS = {
             "data.packing": "bfd",
         },
     ),
+    "trained": Task(
+        "finetuning of a trained model on the embedded model's conversations, 8 a step",
+        "convergence_trained",
+        {
+            "data.source": "tiny/train.jsonl",
+            "data.validation_source": "tiny/validation.jsonl",
+            "data.max_length": 256,
+            "batch_size": 8,
+        },
+    ),
 }
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}  # where it is not as the embedded model
 
@@ -95,6 +111,8 @@ LEAN = {
 ROWS = (
     Row("float32", "float32 AdamW", FLOAT32, 0.0),
     Row("seed", "float32 AdamW, another order of the data", {**FLOAT32, "seed": 1}, 0.05),
+    Row("float32_8bit", "float32 AdamW, 8-bit states", {**FLOAT32, "optimizer.name": "adamw_8bit"}, 0.05),
+    Row("float32_backward", "float32 AdamW, in backward", {**FLOAT32, "optimizer.in_backward": True}, 0.0),
     Row("bfloat16", "bfloat16 AdamW, rounded to nearest", {"optimizer.stochastic_rounding": False}, None),
     Row("rounding", "bfloat16 AdamW, stochastic rounding", {}, 0.05),
     Row("adamw_8bit", "+ 8-bit states", {"optimizer.name": "adamw_8bit"}, 0.05),
@@ -116,23 +134,30 @@ def write_small_model(folder: Path) -> Path:
     return folder
 
 
-def train(row: Row, base: dict[str, Any], *, steps: int, device: str, timeout_seconds: float) -> dict[str, Any]:
-    """Runs one row in a process of its own; returns its losses, or why there are none."""
+def train(
+    row: Row, base: dict[str, Any], *, steps: int, seeds: int, device: str, timeout_seconds: float
+) -> dict[str, Any]:
+    """Runs one row, each seed in a process of its own; returns its losses, or why there are none."""
     result: dict[str, Any] = {"name": row.name, "label": row.label, "settings": row.settings, "bound": row.bound}
-    with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as folder:
-        metrics = Path(folder) / "run/metrics.jsonl"
-        settings = {**base, **row.settings, "max_steps": steps, "device": device, "output_dir": metrics.parent}
-        measured = run_measured(recipe_command(RECIPE, settings), timeout_seconds=timeout_seconds)
-        result |= {"status": measured.status, "reason": measured.reason}
-        if measured.status == "ok":
+    last_losses, eval_losses, curves = list[float](), list[float](), list[list[float]]()
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as folder:
+            metrics = Path(folder) / "run/metrics.jsonl"
+            settings = {"seed": seed, **base, **row.settings, "max_steps": steps, "device": device}
+            command = recipe_command(RECIPE, {**settings, "output_dir": metrics.parent})
+            measured = run_measured(command, timeout_seconds=timeout_seconds)
+            result |= {"status": measured.status, "reason": measured.reason}
+            if measured.status != "ok":
+                return result
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-            losses = [line["loss"] for line in read_steps(metrics)]
-            last = losses[-LAST_STEPS:]
-            result["losses"] = [round(loss, 5) for loss in losses]
-            result["last_loss"] = sum(last) / len(last)
-            result["eval_loss"] = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
-            result["state"] = state_told(measured.output)
-    return result
+            curves.append([line["loss"] for line in read_steps(metrics)])
+            last_losses.append(statistics.fmean(curves[-1][-LAST_STEPS:]))
+            eval_losses.append(next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line))
+    result["losses"] = [round(statistics.fmean(losses), 5) for losses in zip(*curves, strict=True)]
+    result["last_loss"], result["eval_loss"] = statistics.fmean(last_losses), statistics.fmean(eval_losses)
+    if seeds > 1:
+        result |= {"last_losses": last_losses, "eval_losses": eval_losses}
+    return result | {"state": state_told(measured.output)}
 
 
 def state_told(output: str) -> str:
@@ -156,6 +181,7 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"{TASKS[settings['task']].description}, {settings['steps']} steps; loss is the mean of the last "
         f"{settings['last_steps']} steps, differences are from float32 AdamW"
+        + (f"; {seeds} seeds, with standard errors" if (seeds := settings.get("seeds", 1)) > 1 else "")
     )
 
 
@@ -168,10 +194,20 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
             continue
         shown = [row["label"], row["state"]]
         for name in ("last_loss", "eval_loss"):
-            change = "-" if row is reference else f"{row[name] / reference[name] - 1:+.1%}"
-            shown += [f"{row[name]:.4f}", change]
+            ours, theirs = (one.get(f"{name}es", [one[name]]) for one in (row, reference))
+            changes = [100 * (loss / other - 1) for loss, other in zip(ours, theirs, strict=True)]
+            shown.append(with_error(ours, ".4f"))
+            shown.append("-" if row is reference else with_error(changes, "+.1f" if len(ours) == 1 else "+.2f", " %"))
         cells.append([*shown, "-" if row is reference or row["bound"] is None else f"{row['bound']:+.0%}"])
     return cells
+
+
+def with_error(values: list[float], form: str, unit: str = "") -> str:
+    """The mean, and of several values its standard error."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}{unit.strip()}"
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):{form}} ± {error:{form.replace('+', '')}}{unit}"
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
@@ -209,6 +245,10 @@ def main(
     task: Annotated[str, typer.Option(help=f"What is trained on what: {' or '.join(TASKS)}.")] = "embedded",
     data: Annotated[Path | None, typer.Option(help="GSM8K's training split, for that task.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 300,
+    model: Annotated[
+        Path | None, typer.Option(help="A trained model's folder, for that task.", envvar="TRAINED_MODEL")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of every row, with other orders of the data.")] = 1,
     only: Annotated[str, typer.Option(help=f"Some of {', '.join(r.name for r in ROWS)}, with commas.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     jobs: Annotated[int, typer.Option(help="Runs at a time: losses do not mind.")] = 1,
@@ -222,12 +262,14 @@ def main(
     hardware = require_hardware(device)
     if task not in TASKS:
         raise typer.BadParameter(f"no task is called {task!r}; expected {' or '.join(TASKS)}")
-    base = {**BASE, **TASKS[task].settings}
+    base = base_told = {**BASE, **TASKS[task].settings}
+    if task == "trained" and model is None:
+        raise typer.BadParameter("expected a trained model's folder", param_hint="--model")
     if task == "gsm8k":
         data = data or find_gsm8k()
         if data is None:
             raise typer.BadParameter("expected GSM8K's training split as JSONL", param_hint="--data")
-        base |= {"data.source": data}
+        base = {**base, "data.source": data}
     names = [name.strip() for name in only.split(",") if name.strip()] or [row.name for row in ROWS]
     if unknown := [name for name in names if name not in {row.name for row in ROWS}]:
         raise typer.BadParameter(f"no row is called {unknown[0]!r}; expected some of {', '.join(r.name for r in ROWS)}")
@@ -237,20 +279,29 @@ def main(
 
     def run(row: Row) -> dict[str, Any]:
         result = train(
-            row, base | path_of_model, steps=steps, device=hardware["device"], timeout_seconds=budget.timeout_seconds()
+            row,
+            base | own,
+            steps=steps,
+            seeds=seeds,
+            device=hardware["device"],
+            timeout_seconds=budget.timeout_seconds(),
         )
         last = f"{result['last_loss']:.4f}" if result["status"] == "ok" else result["reason"]
         console.print(f"{row.label:<45} {last}", markup=False)
         return result
 
     with tempfile.TemporaryDirectory(prefix="lean_ft_convergence_") as name, ThreadPoolExecutor(jobs) as pool:
-        path_of_model = {"model.path": write_small_model(Path(name) / "model")} if task == "gsm8k" else {}
+        own: dict[str, Any] = {}
+        if task == "gsm8k":
+            own = {"model.path": write_small_model(Path(name) / "model")}
+        elif task == "trained":
+            own = {"model.path": model}
         rows = list(pool.map(run, [row for row in ROWS if row.name in names]))
     path = write_result(
         TASKS[task].result,
         benchmark="convergence",
         hardware=hardware,
-        settings={"task": task, "steps": steps, "last_steps": LAST_STEPS, "base": BASE | TASKS[task].settings},
+        settings={"task": task, "steps": steps, "last_steps": LAST_STEPS, "seeds": seeds, "base": base_told},
         rows=rows,
         folder=results_dir,
     )

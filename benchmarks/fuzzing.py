@@ -1,21 +1,26 @@
-"""Feeds broken input to everything that reads a file somebody else may have written.
+"""Feeds broken input to everything that reads a file or a request that somebody else may have made.
 
-    python benchmarks/fuzzing.py                        # 140,000 cases, as many as fit into ten minutes
-    python benchmarks/fuzzing.py --cases 2000 --only config.json
+    python benchmarks/fuzzing.py                        # 1,000,000 cases: about 20 minutes of one core
+    python benchmarks/fuzzing.py --cases 20000 --only config.json
 
 Each case is a valid input with a few things broken: a value of its JSON or YAML replaced by a hostile one (a huge number,
 deep nesting, half a surrogate pair, another type), taken out or doubled, or bytes turned, cut, repeated or put in. Whole
 inputs are small, so a failing one needs no shrinking and none of hypothesis' cost a case. Cases are counted by target and
-seed: a run with the same arguments feeds the same ones.
+seed: a run with the same arguments feeds the same ones. How many a target gets goes by its share, which is less where a
+case takes longer.
 
-A case passes that is read, or refused by a message of ours (a ValueError, exit code 2). It fails with any other
-exception, after 10 seconds of processor time, or where it asks for 1 GiB more memory. A worker that dies or no longer
-answers is itself a failure, and the case that it had is known.
+A case passes that is read, or refused by a message of ours (a ValueError, exit code 2) that can be printed in 2,000
+characters. It fails with any other exception, after 10 seconds of processor time, or where it asks for 2 GiB more memory.
+A worker that dies or no longer answers is itself a failure, and the case that it had is known.
 
 Writes `results/fuzzing_<hardware>.json`.
 """
 
+import copy
+import gzip
+import importlib
 import json
+import mmap
 import os
 import random
 import re
@@ -25,30 +30,53 @@ import struct
 import tempfile
 import time
 import traceback
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
+from lean_ft.data import sft_batches
 from lean_ft.data.formats import RowReader
-from lean_ft.data.text_files import read_text_file
+from lean_ft.data.sources import read_rows
+from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
-from lean_ft.settings import SFTDataConfig
+from lean_ft.optim.loss_scaler import LossScaler
+from lean_ft.peft import apply_lora, load_adapter, save_adapter
+from lean_ft.peft.peft_format import read_adapter
+from lean_ft.redaction import MAX_MESSAGE_CHARACTERS, printable
+from lean_ft.settings import LoRAConfig, SFTDataConfig
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.checkpoint import RANDOM_STATE_FILE, TRAINING_STATE_FILE, check_whole, read_training_state
+from lean_ft.training import loggers
+from lean_ft.training.checkpoint import (
+    OPTIMIZER_FILE,
+    RANDOM_STATE_FILE,
+    TRAINING_STATE_FILE,
+    _manifest,
+    check_whole,
+    from_checkpoint,
+    read_random_state,
+    read_training_state,
+)
+from lean_ft.training.continuation import compare_base, compare_data, compare_identity, compare_settings
+from lean_ft.training.curves import read_curves
+from lean_ft.training.metrics import trim_metrics
+from lean_ft.training.random_state import capture_random_state, restore_random_state
+from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
 
 CASE_CPU_SECONDS = 10.0
-CASE_MEMORY_BYTES = 2**30
+CASE_MEMORY_BYTES = 2**31
 WORKER_SILENCE_SECONDS = 120.0  # of the clock: a machine may be busy
-CASES_A_WORKER = 500
-COLUMNS = ["input", "cases", "read", "refused with a message", "failed", "slowest", "cases a second"]
+CASES_A_WORKER = 4000
+COLUMNS = ["input", "cases", "read", "refused with a message", "failed", "slowest", "most memory", "cases a second"]
 MESSAGES = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "What is 2 + 2?"},
@@ -183,16 +211,17 @@ def break_safetensors(content: bytes, chance: random.Random) -> bytes:
 
 
 class Target:
-    """A file that is broken, and what reads it."""
+    """A file that is broken, what reads it, and its share of all cases."""
 
     def __init__(
         self,
+        share: int,
+        file: Path,
         seeds: list[bytes],
         breaks: Callable[[bytes, random.Random], bytes],
-        file: Path,
         read: Callable[[], object],
     ):
-        self.seeds, self.breaks, self.file, self.read = seeds, breaks, file, read
+        self.share, self.file, self.seeds, self.breaks, self.read = share, file, seeds, breaks, read
 
     def case(self, name: str, seed: int, number: int) -> bytes:
         chance = random.Random(f"{name} {seed} {number}")
@@ -201,18 +230,19 @@ class Target:
 
 def targets(folder: Path) -> dict[str, Target]:
     """Everything that is fed, with valid files to begin from under `folder`."""
-    inputs = write_inputs(folder / "model")
-    model = load_model(inputs, random_init=True)
-    write_file(inputs / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()}, {"format": "pt"})
-    tokenizer = load_tokenizer(inputs)
     found: dict[str, Target] = {}
+    for kind in (_settings, _rows, _models, _adapters, _tokenizers, _runs, _requests):
+        (folder / kind.__name__).mkdir()
+        found |= kind(folder / kind.__name__)
+    for target in found.values():
+        target.file.write_bytes(target.seeds[0])
+        target.read()  # a seed that is refused would find nothing
+    return found
 
+
+def _settings(folder: Path) -> dict[str, Target]:
     presets = [p.read_bytes() for p in sorted((ROOT / "configs").rglob("*.yaml"))]
-    settings = folder / "settings.yaml"
-    read_preset = lambda: load_config(recipe.Config, settings, ["output_dir=x"])  # noqa: E731
-    found["settings YAML"] = Target(presets, break_yaml, settings, read_preset)
-
-    overrides = folder / "overrides"
+    preset, overrides = folder / "settings.yaml", folder / "overrides"
     lines = b"batch_size=4\nmodel.path=x\noutput_dir=runs/a\noptimizer.betas=[0.9, 0.99]\ndata.source=[a, b]\n"
     lines += (
         b"optimizer.lr=1e-5\ndata.columns.prompt=question\nsave_async=true\nclip_grad_norm=null\ndata.source=a.jsonl"
@@ -222,9 +252,21 @@ def targets(folder: Path) -> dict[str, Target]:
         text = overrides.read_bytes().decode("utf-8", "surrogateescape")  # as sys.argv is
         load_config(recipe.Config, None, text.split("\n"))
 
-    found["settings on the command line"] = Target([lines], break_bytes, overrides, read_overrides)
+    def read_preset() -> None:
+        load_config(recipe.Config, preset, ["output_dir=x"])
 
-    rows = folder / "rows.jsonl"
+    return {
+        "settings YAML": Target(3, preset, presets, break_yaml, read_preset),
+        "settings on the command line": Target(2, overrides, [lines], break_bytes, read_overrides),
+    }
+
+
+def _rows(folder: Path) -> dict[str, Target]:
+    tokenizer = load_tokenizer(write_inputs(folder / "plain"))
+    (write_inputs(folder / "templated") / "chat_template.jinja").write_text(TEMPLATE)
+    templated = load_tokenizer(folder / "templated")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     chats: list[Any] = [
         {"messages": MESSAGES},
         {"prompt": "What?", "completion": "That."},
@@ -233,77 +275,216 @@ def targets(folder: Path) -> dict[str, Target]:
         {"text": "Once upon a time."},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
         {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
-        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {
-            "name": "f", "arguments": "{\"a\": 1}"}}]}], "tools": [{"type": "function", "function": {"name": "f"}}]},
-    ]  # fmt: skip
-    template = folder / "templated"
-    write_inputs(template)
-    (template / "chat_template.jinja").write_text(TEMPLATE)
-    templated = load_tokenizer(template)
+        {"messages": called, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ]
+    lines = [as_json(row) + b"\n" for row in chats]
 
-    def read_data() -> None:
-        read = list(read_text_file(rows, None))
-        config = SFTDataConfig(source=str(rows))
-        for one in (tokenizer, templated):
-            reader = RowReader.of(config, read, one)
-            for row in read:
-                reader.passage(row)
+    def reader(name: str, *tokenizers: Any) -> tuple[Path, Callable[[], None]]:
+        def read_data() -> None:
+            read = list(read_rows(str(folder / name)))
+            config = SFTDataConfig(source=str(folder / name))
+            for one in tokenizers:
+                reader = RowReader.of(config, read, one)
+                for row in read:
+                    reader.passage(row)
 
-    found["rows of JSONL"] = Target([as_json(row) + b"\n" for row in chats], break_json, rows, read_data)
+        return folder / name, read_data
 
+    jsonl, read_jsonl = reader("rows.jsonl", templated)
+    found = {"rows of JSONL": Target(20, jsonl, lines, break_json, read_jsonl)}
+    table = b'prompt,completion\nWhat?,That.\n"a ""b""","c\nd"\n'
+    file, read = reader("rows.csv", tokenizer)
+    found["rows of CSV"] = Target(5, file, [table, table.replace(b",", b";")], break_bytes, read)
+    packed = [gzip.compress(lines[0] * 20)]
+    try:
+        packed.append(importlib.import_module("zstandard").compress(lines[0] * 20))
+        file, read = reader("rows.parquet", tokenizer)
+        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "completion": "b"}] * 3), file)
+        found["rows of Parquet"] = Target(2, file, [file.read_bytes()], break_bytes, read)
+    except ImportError:
+        pass
+    file, read = reader("packed.jsonl", templated)
+    return {**found, "rows of gzip and zstd": Target(5, file, packed, break_bytes, read)}
+
+
+def _models(folder: Path) -> dict[str, Target]:
+    inputs = write_inputs(folder / "model")
+    model = load_model(inputs, random_init=True)
+    write_file(inputs / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()}, {"format": "pt"})
+    weights = (inputs / "model.safetensors").read_bytes()
     families = [CONFIG]
     for name in ("llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3", "qwen3_moe", "mixtral"):
         more: dict[str, Any] = {"model_type": name, "architectures": [name], "head_dim": 8, "sliding_window": 8}
         more |= {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
         more |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "query_pre_attn_scalar": 8, "pad_token_id": 0}
         families.append({**CONFIG, **more})
-    read_model = lambda: load_model(inputs)  # noqa: E731
-    found["config.json"] = Target([as_json(c) for c in families], break_json, inputs / "config.json", read_model)
-
     broken = folder / "broken.safetensors"
-    weights = (inputs / "model.safetensors").read_bytes()
-    found["safetensors header"] = Target([weights], break_safetensors, broken, lambda: _read_tensors(broken))
+    cut = write_inputs(folder / "cut")
+    (cut / "part.safetensors").write_bytes(weights)
+    index = as_json({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(read_header(cut / "part.safetensors"), "part.safetensors")})  # fmt: skip
+    (inputs / "generation_config.json").write_bytes(generation := b'{"eos_token_id": [256, 3], "temperature": 0.7}')
 
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        own = folder / f"for_{name}"
-        write_inputs(own)
-        config = {"eos_token": "<end>", "add_bos_token": False, "chat_template": TEMPLATE, "model_max_length": 64}
-        config |= {"added_tokens_decoder": {"256": {"content": "<end>", "special": True}}}
-        seed = (own / name).read_bytes() if name == "tokenizer.json" else as_json(config)
-        if name == "tokenizer.json":
-            seed = as_json(_smaller(json.loads(seed)))
+    def answer() -> None:
+        stop_ids(load_model(inputs), tokenizer)
 
-        def read_tokenizer(own: Path = own) -> None:
+    tokenizer = load_tokenizer(inputs)
+    return {
+        "config.json": Target(12, inputs / "config.json", [as_json(c) for c in families], break_json, lambda: load_model(inputs)),
+        "safetensors header": Target(12, broken, [weights], break_safetensors, lambda: _read_tensors(broken)),
+        "model.safetensors.index.json": Target(4, cut / "model.safetensors.index.json", [index], break_json, lambda: load_model(cut)),
+        "generation_config.json": Target(2, inputs / "generation_config.json", [generation], break_json, answer),
+    }  # fmt: skip
+
+
+def _adapters(folder: Path) -> dict[str, Target]:
+    inputs = write_inputs(folder / "model")
+    model = load_model(inputs, random_init=True)
+    adapted = copy.deepcopy(model)
+    apply_lora(adapted, LoRAConfig(rank=2))
+    save_adapter(adapted, folder / "adapter")
+    config, weights = (folder / "adapter" / name for name in ("adapter_config.json", "adapter_model.safetensors"))
+    seed = json.loads(config.read_bytes()) | {"alpha_pattern": {"^model\\.layers\\.0": 2, "q_proj": 3}}
+    seed |= {"base_model_name_or_path": "tiny"}
+
+    def load() -> None:
+        read_adapter(folder / "adapter")
+        load_adapter(copy.deepcopy(model), folder / "adapter")
+
+    return {
+        "adapter_config.json": Target(12, config, [config.read_bytes(), as_json(seed)], break_json, load),
+        "adapter_model.safetensors": Target(4, weights, [weights.read_bytes()], break_safetensors, load),
+    }
+
+
+def _tokenizers(folder: Path) -> dict[str, Target]:
+    def reader(name: str) -> tuple[Path, Callable[[], None]]:
+        own = write_inputs(folder / name)
+
+        def read() -> None:
             loaded = load_tokenizer(own)
             loaded.decode(loaded.encode("2 times 2 is <end>"))
 
-        found[name] = Target([seed], break_json, own / name, read_tokenizer)
+        return own / name, read
 
-    jinja = folder / "for_templates"
-    write_inputs(jinja)
+    spec, read_spec = reader("tokenizer.json")
+    seed = _smaller(json.loads(spec.read_bytes()))
+    steps = [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"},
+        {"type": "NFKC"},
+        {"type": "Prepend", "prepend": "_"},
+    ]
+    split = {"type": "Split", "pattern": {"Regex": r"\d+| ?\p{L}+"}, "behavior": "Isolated", "invert": False}
+    around = [{"SpecialToken": {"id": "<end>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    ends = {"<end>": {"id": "<end>", "ids": [256], "tokens": ["<end>"]}}
+    more = {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, seed["pre_tokenizer"]]},
+        "post_processor": {"type": "TemplateProcessing", "single": around, "pair": around, "special_tokens": ends},
+    }
+    pieces = [["<unk>", 0.0], *([piece, -float(i)] for i, piece in enumerate("abcdefghij <>"))]
+    unigram = {**seed, "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}}
+    words = {
+        "type": "WordPiece",
+        "unk_token": "<end>",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 9,
+    }
+    words |= {"vocab": {"<end>": 0, "2": 1, "##2": 2, "times": 3}}
+    seeds = [seed, {**seed, **more}, unigram, {**seed, "model": words, "pre_tokenizer": {"type": "Whitespace"}}]
+    config = {"eos_token": "<end>", "add_bos_token": False, "chat_template": TEMPLATE, "model_max_length": 64}
+    config |= {"added_tokens_decoder": {"256": {"content": "<end>", "special": True}}}
+    file, read_config = reader("tokenizer_config.json")
+    jinja = write_inputs(folder / "templates")
+    ranks = write_inputs(folder / "ranks")
+    (ranks / "tokenizer.json").unlink()
+    tiktoken = b"".join(b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    return {
+        "tokenizer.json": Target(20, spec, [as_json(one) for one in seeds], break_json, read_spec),
+        "tokenizer_config.json": Target(6, file, [as_json(config)], break_json, read_config),
+        "chat template": Target(4, jinja / "chat_template.jinja", [TEMPLATE.encode()], break_bytes,
+                                lambda: load_tokenizer(jinja).render(MESSAGES)),
+        "tokenizer.model": Target(1, ranks / "tokenizer.model", [tiktoken], break_bytes, lambda: load_tokenizer(ranks).encode("a b")),
+    }  # fmt: skip
 
-    def render() -> None:
-        load_tokenizer(jinja).render(MESSAGES)
 
-    found["chat template"] = Target([TEMPLATE.encode()], break_bytes, jinja / "chat_template.jinja", render)
-
+def _runs(folder: Path) -> dict[str, Target]:
     checkpoint = folder / "step_00000004"
     (checkpoint / "training_state").mkdir(parents=True)
-    state = {"format": 1, "step": 4, "total_steps": 9, "recipe": "r", "settings": {"a": 1}, "data_fingerprint": "f"}
-    state |= {"batches": {"epoch": 0}, "scaler": None}
-    read_state = lambda: read_training_state(checkpoint)  # noqa: E731
-    found["training_state.json"] = Target([as_json(state)], break_json, checkpoint / TRAINING_STATE_FILE, read_state)
-    entry = {"bytes": 3, "sha256": "ab"}
-    files = dict.fromkeys((TRAINING_STATE_FILE, RANDOM_STATE_FILE, "training_state/optimizer.safetensors"), entry)
-    manifest = {"format": 1, "step": 4, "files": files, "sha256": "cd"}
-    check = lambda: check_whole(checkpoint)  # noqa: E731
-    found["manifest.json"] = Target([as_json(manifest)], break_json, checkpoint / "manifest.json", check)
-    # The slow ones last: they may have all the time that the others leave.
-    slow = ["tokenizer_config.json", "chat template", "settings on the command line", "settings YAML"]
-    return {
-        name: found[name]
-        for name in sorted(found, key=lambda name: (name in slow, slow.index(name) if name in slow else 0))
+    data = folder / "rows.jsonl"
+    data.write_text('{"text": "a b c"}\n' * 8)
+    inputs = write_inputs(folder / "model")
+    given = [f"model.path={inputs}", f"data.source={data}", f"output_dir={folder}", "device=cpu", "data.max_length=16"]
+    cfg = load_config(recipe.Config, None, given)
+    batches, _ = sft_batches(cfg.data, load_tokenizer(inputs), batch_size=cfg.batch_size, seed=cfg.seed)
+    state = {
+        "format": 1,
+        "step": 4,
+        "total_steps": 9,
+        "recipe": recipe_name(cfg),
+        "settings": settings_of(cfg),
+        "bad_steps": 0,
     }
+    state |= {"data_fingerprint": batches.fingerprint, "batches": batches.state_dict(), "base_fingerprint": None}
+    state |= {"scaler": {"scale": 2.0, "good_steps": 1}}
+
+    def resume() -> None:
+        read = read_training_state(checkpoint)
+        with from_checkpoint(checkpoint):
+            compare_settings(cfg, read, checkpoint)
+            batches.load_state_dict(read["batches"])
+            LossScaler(True).load_state_dict(read["scaler"])
+        compare_data(cfg, batches.fingerprint, read, checkpoint)
+        compare_base("x", read, checkpoint)
+
+    def draw() -> None:
+        with from_checkpoint(checkpoint, ValueError):
+            restore_random_state(read_random_state(checkpoint), torch.device("cpu"))
+
+    whole = folder / "whole" / "step_00000004"
+    (whole / "training_state").mkdir(parents=True)
+    for name in (TRAINING_STATE_FILE, RANDOM_STATE_FILE, OPTIMIZER_FILE):
+        (whole / name).write_text("{}")
+    manifest = as_json(_manifest(whole, 4))
+    starts = as_json({"starts": [{"recipe": recipe_name(cfg), "settings": {"optimizer.lr": 1e-5, "log.to": ["csv"]}}]})
+    lines = b"".join(
+        as_json({"step": i, "loss": 2.5, "tokens": 9, "step_seconds": 0.1, "eval_loss": 1.0}) + b"\n" for i in (1, 2)
+    )
+
+    def curves() -> None:
+        read_curves([folder])[0].results_as_text()
+        trim_metrics(folder / "metrics.jsonl", 2)
+
+    return {
+        "training_state.json": Target(12, checkpoint / TRAINING_STATE_FILE, [as_json(state)], break_json, resume),
+        "random_state.json": Target(3, checkpoint / RANDOM_STATE_FILE, [as_json(capture_random_state(torch.device("cpu")))], break_json, draw),
+        "manifest.json": Target(8, whole / "manifest.json", [manifest], break_json, lambda: check_whole(whole)),
+        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [compare_identity(cfg, one) for one in read_starts(folder)]),
+        "metrics.jsonl": Target(10, folder / "metrics.jsonl", [lines], break_bytes, curves),
+        "loggers.json": Target(2, folder / "loggers.json", [b'{"wandb": "abc"}'], break_json, lambda: loggers._records(folder)),
+    }  # fmt: skip
+
+
+def _requests(folder: Path) -> dict[str, Target]:
+    """Requests to `leanft serve`, as its server reads them."""
+    try:
+        requests = importlib.import_module("lean_ft.generation.requests")
+    except ImportError:
+        return {}
+    body = folder / "body"
+    asked = {"messages": MESSAGES, "model": "x", "stream": True, "stream_options": {"include_usage": True}, "seed": 1}
+    asked |= {"max_tokens": 5, "stop": ["a", "b"], "temperature": 0.5, "top_p": 0.9, "top_k": 4, "n": 1, "tools": []}
+
+    def read() -> None:
+        try:
+            requests.ChatRequest.read(body.read_bytes())
+        except requests.Refused as refused:
+            if not 400 <= refused.status < 500:
+                raise
+            json.dumps(refused.body)
+            raise ValueError(str(refused)) from None
+
+    return {"requests": Target(12, body, [as_json(asked)], break_json, read)}
 
 
 def _read_tensors(file: Path) -> None:
@@ -339,7 +520,8 @@ def judge(target: Target, content: bytes) -> tuple[str, dict[str, Any] | None]:
         return "failed", _failure(f"took more than {CASE_CPU_SECONDS:.0f} s of processor time", error)
     except BaseException as error:  # a panic of Rust code is one
         message, code = explain(error)
-        if isinstance(error, Exception) and code == 2:
+        shown = printable(message, MAX_MESSAGE_CHARACTERS)
+        if isinstance(error, Exception) and code == 2 and len(shown.encode()) < 5000 and "Traceback" not in shown:
             return "refused", None
         return "failed", _failure(f"{type(error).__name__}: {message[:200]}", error)
     finally:
@@ -353,15 +535,16 @@ def _failure(what: str, error: BaseException) -> dict[str, Any]:
     return {"what": what, "where": f"{Path(last.filename).relative_to(ROOT)}:{last.lineno}" if last else None}
 
 
-def worker(target: Target, name: str, seed: int, numbers: range, current: Path, answer: Path) -> None:
+def worker(target: Target, name: str, seed: int, numbers: range, current: mmap.mmap, answer: Path) -> None:
     """Judge the cases with these numbers, and write what came of them."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + CASE_MEMORY_BYTES, resource.RLIM_INFINITY))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     counts, failures, slowest = {"read": 0, "refused": 0, "failed": 0}, [], 0.0
     for number in numbers:
-        current.write_text(str(number))
+        struct.pack_into("q", current, 0, number)
         content = target.case(name, seed, number)
         began = time.process_time()
         outcome, failure = judge(target, content)
@@ -369,7 +552,9 @@ def worker(target: Target, name: str, seed: int, numbers: range, current: Path, 
         counts[outcome] += 1
         if failure is not None:
             failures.append({"case": number, **failure, "input": repr(content[:300])})
-    answer.write_text(json.dumps({"counts": counts, "failures": failures, "slowest": slowest}))
+    told = {"counts": counts, "failures": failures[:50], "slowest": slowest, "cpu_seconds": time.process_time()}
+    told["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    answer.write_text(json.dumps(told))
 
 
 def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline: float, place: Path) -> dict[str, Any]:
@@ -383,9 +568,8 @@ def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline:
         "refused": 0,
         "failed": 0,
     }
-    row |= {"slowest_seconds": 0.0, "seconds": 0.0, "failures": []}
-    current, answer = place / "current", place / "answer"
-    original = target.file.read_bytes() if target.file.exists() else None
+    row |= {"slowest_seconds": 0.0, "memory_bytes": 0, "seconds": 0.0, "cpu_seconds": 0.0, "failures": []}
+    current, answer = mmap.mmap(-1, 8), place / "answer"
     began = time.perf_counter()
     number, cases = first, first + cases
     while number < cases and time.perf_counter() < deadline:
@@ -406,32 +590,27 @@ def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline:
                 row[outcome] += count
             row["failures"] += told["failures"]
             row["slowest_seconds"] = max(row["slowest_seconds"], told["slowest"])
+            row["memory_bytes"] = max(row["memory_bytes"], told["memory"])
+            row["cpu_seconds"] = round(row["cpu_seconds"] + told["cpu_seconds"], 3)
             continue
-        last = int(current.read_text())  # what it did before is counted as one lost with it
+        (last,) = struct.unpack_from("q", current)  # what it did before is counted as one lost with it
         row["cases"] += 1
         row["failed"] += 1
         row["failures"].append(
             {"case": last, "what": ended, "where": None, "input": repr(target.case(name, seed, last)[:300])}
         )
         number = last + 1
-    if original is not None:
-        target.file.write_bytes(original)
+    target.file.write_bytes(target.seeds[0])
     row["seconds"] = round(time.perf_counter() - began, 1)
     return row
 
 
-def added(before: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """A row of two sittings."""
-    sums = {key: before[key] + row[key] for key in ("cases", "read", "refused", "failed", "seconds", "failures")}
-    return {**row, **sums, "slowest_seconds": max(before["slowest_seconds"], row["slowest_seconds"])}
-
-
-def _wait(process: int, current: Path) -> str:
+def _wait(process: int, current: mmap.mmap) -> str:
     """How a worker ended; one that stays with a case for too long is killed."""
-    before, since = "", time.perf_counter()
+    before, since = b"", time.perf_counter()
     while not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.02)
-        now = current.read_text() if current.exists() else ""
+        now = current[:8]
         if now != before:
             before, since = now, time.perf_counter()
         elif time.perf_counter() - since > WORKER_SILENCE_SECONDS:
@@ -459,44 +638,33 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
             f"{row['refused']:,}",
             f"{row['failed']:,}",
             f"{row['slowest_seconds']:.2f} s",
-            f"{row['cases'] / max(row['seconds'], 1e-3):,.0f}",
+            f"{row['memory_bytes'] / 2**20:,.0f} MiB",
+            f"{row['cases'] / max(row['cpu_seconds'], 1e-3):,.0f}",
         ]
         for row in result["rows"]
     ]
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="Cases in all, the same number for each input.")] = 140_000,
-    budget_seconds: Annotated[
-        float, typer.Option(help="Shared out evenly, what is left over going to those behind.")
-    ] = 600.0,
+    cases: Annotated[int, typer.Option(help="Cases in all, shared out by what a case of an input takes.")] = 1_000_000,
+    budget_seconds: Annotated[float, typer.Option(help="When to end, with fewer cases.")] = 36_000.0,
     only: Annotated[str, typer.Option(help="A pattern for the inputs to feed.")] = "",
     seed: Annotated[int, typer.Option(help="Another one makes other cases.")] = 0,
-    more: Annotated[bool, typer.Option(help="Go on behind the cases of the result there is, and add to it.")] = False,
     results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
 ) -> None:
     """Feeds, prints and writes; exits with 1 where a case failed."""
     hardware = require_hardware("cpu")
-    earlier: dict[str, Any] = {}
-    if more:
-        before = json.loads((results_dir / f"fuzzing_{hardware.slug}.json").read_text())
-        if before["settings"]["seed"] != seed:
-            raise typer.BadParameter(
-                f"the result there is has the seed {before['settings']['seed']}", param_hint="--seed"
-            )
-        earlier = {row["label"]: row for row in before["rows"]}
     with tempfile.TemporaryDirectory(prefix="lean_ft_fuzzing_") as folder:
         chosen = {name: target for name, target in targets(Path(folder)).items() if re.search(only, name)}
         if not chosen:
             raise typer.BadParameter("no input has a name like that", param_hint="--only")
         rows = []
-        started = time.perf_counter()
-        for index, (name, target) in enumerate(chosen.items(), 1):
-            deadline = started + budget_seconds * index / len(chosen)
-            first = earlier.get(name, {}).get("cases", 0)
-            row = feed(target, name, seed, first, cases // len(chosen), deadline, Path(folder))
-            rows.append(added(earlier.pop(name), row) if name in earlier else row)
-    rows += earlier.values()
+        shares = sum(target.share for target in chosen.values())
+        started, ahead = time.perf_counter(), 0
+        for name, target in chosen.items():
+            ahead += target.share
+            deadline = started + budget_seconds * ahead / shares
+            rows.append(feed(target, name, seed, 0, -(-cases * target.share // shares), deadline, Path(folder)))
     path = write_result(
         "fuzzing",
         benchmark="fuzzing",
@@ -511,9 +679,8 @@ def main(
         for failure in row["failures"]:
             kinds.setdefault(f"{failure['what'][:90]} at {failure['where']}", []).append(failure)
         for what, failures in kinds.items():
-            print(
-                f"{row['label']}: {len(failures)} x {what}, such as case {failures[0]['case']}: {failures[0]['input'][:160]}"
-            )
+            first = failures[0]
+            print(f"{row['label']}: {len(failures)} x {what}, such as case {first['case']}: {first['input'][:160]}")
     raise typer.Exit(1 if any(row["failed"] for row in rows) else 0)
 
 

@@ -67,7 +67,7 @@ def test_a_chart_is_drawn_with_a_failed_rung_in_its_place(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize("packing", ["none", pytest.param("bfd", marks=pytest.mark.long)])
 def test_the_recipe_is_measured_in_a_fresh_process(packing):
     (row,) = measure_rungs(
         ["nothing"],

@@ -1,0 +1,103 @@
+"""`leanft check`: prove a checkpoint on this machine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from lean_ft import catalog
+from lean_ft.cli.arguments import Debug, Overrides, Preset, find
+from lean_ft.cli.errors import explain
+from lean_ft.cli.output import print_table, progress
+from lean_ft.settings_text import load_config, preset_recipe, preset_values
+
+_RECIPES = ("finetune", "full_finetune_single_device")
+_KEYS = ("optimizer.name", "optimizer.state", "optimizer.in_backward", "optimizer.stochastic_rounding")
+_KEYS += ("compile", "data.packing")  # with memory.* and lora.*, the settings that choose a technique
+_NOT_COMMON = ("data.packing", "data.validation_source", "data.validation_fraction")
+_CHATS, _TEXTS = "tiny/train.jsonl", "tiny/problems_train.jsonl"  # the latter for a model without a chat template
+
+
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A folder, a checkpoint, a run, org/name or tiny.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    config: Preset = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip what compiles, and the timed training steps.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Prove a model on this machine, with its own weights, tokenizer and chat template.
+
+    Compares logits, gradients, greedy tokens and token ids with transformers, if it is installed, and one training step with
+    each technique with the plain step; saves, exports and reads back; times 3 training steps. With --config it tries the
+    techniques of that preset, each alone and all together; settings of techniques as KEY=VALUE are tried in place of the usual
+    ones. Rows come from data.source, 8 of them, by default the embedded ones. Other settings are for the timed steps. Exits
+    with 1 if anything differs.
+    """
+    path, preset, overrides = find("finetune", config, overrides)
+    recipe = catalog.load_recipe(path)
+    if preset is not None and preset_recipe(preset) not in _RECIPES:
+        raise ValueError(
+            f"--config {config} is for the recipe {preset_recipe(preset)}; expected {' or '.join(_RECIPES)}."
+        )
+
+    # Here, because it brings torch, which the other verbs must not wait for.
+    from lean_ft.check import TECHNIQUES, Check
+    from lean_ft.log import console
+    from lean_ft.peft import is_adapter
+    from lean_ft.tokenizers import load_tokenizer
+    from lean_ft.training.finished_models import find_finished
+
+    folder = find_finished(model)
+    if is_adapter(folder):
+        raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {model} DEST --merge")
+    given = preset_values(preset) if preset else {}
+    given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
+    if any(text.startswith("model.path=") for text in overrides):
+        raise ValueError(f"model.path is MODEL, which is {model}. Leave it out.")
+    given.setdefault("data.source", _CHATS if load_tokenizer(folder).chat_template else _TEXTS)
+    given.setdefault("data.max_length", "256")
+    start = ["output_dir=unused", f"model.path={folder}", f"data.source={given['data.source']}"]
+    load_config(recipe.Config, preset, [*start, *overrides])  # raises where a setting is wrong
+    common = [f"{k}={v}" for k, v in given.items() if k == "device" or (k[:5] == "data." and k not in _NOT_COMMON)]
+
+    def configure(technique: Sequence[str]) -> Any:
+        return load_config(recipe.Config, None, [*start, *common, *technique])
+
+    techniques = _techniques(given) or dict(zip(TECHNIQUES, TECHNIQUES, strict=True))
+    if quick:
+        techniques = {name: text for name, text in techniques.items() if "compile=true" not in text}
+    command = ["finetune", *(["--config", config] if config else []), *overrides]
+    command += [*start[1:], "data.validation_source=null", "eval_answers=0"]
+    console.stderr, rows = True, []  # the table alone goes to stdout
+    try:
+        with progress() as tell:
+            for name, found in Check(folder, configure, techniques, None if quick else command).run():
+                tell(f"checking {name}")
+                try:
+                    rows += found()
+                except Exception as error:
+                    message, code = explain(error)
+                    verdict = f"skipped: {message.splitlines()[0]}" if code == 2 else "FAILED"
+                    rows.append((name, "", "" if code == 2 else message.splitlines()[0], "", verdict))
+    finally:
+        console.stderr = False
+    print_table(("check", "what was compared", "result", "allowed", "verdict"), rows)
+    wrong = [row[0] for row in rows if row[-1] in ("DIFFERS", "FAILED")]
+    if wrong:
+        typer.echo(f"{len(wrong)} of {len(rows)} checks failed: {', '.join(wrong)}", err=True)
+        raise typer.Exit(1)
+
+
+def _techniques(given: Mapping[str, str]) -> dict[str, str]:
+    """The techniques that settings turn on, each alone (an adapter's settings are one) and all together, by name."""
+    found: dict[str, list[str]] = {}
+    for key, value in given.items():
+        if key in _KEYS or key.startswith(("memory.", "lora")):
+            found.setdefault("lora" if key.startswith("lora") else key, []).append(f"{key}={value}")
+    texts = [" ".join(group) for group in found.values()]
+    together = [text for text in texts if not text.startswith("optimizer.stochastic_rounding")]
+    more = {"all of these together, in float32": " ".join(together)} if len(together) > 1 else {}
+    return dict(zip(texts, texts, strict=True)) | more
