@@ -8,15 +8,16 @@ file under way, and a snapshot that holds its weights is whole. `snapshot_downlo
 under way before it lets Ctrl-C through, and a branch is its new commit from the start.
 """
 
+import contextlib
 import json
 import logging
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lean_ft.hub_errors import OTHER_DISK, DownloadFailed, HubUnreachable, explained
 from lean_ft.whole_files import write_whole
@@ -37,6 +38,8 @@ TIMEOUT_SECONDS = 30.0  # for the hub to list a repository
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"(?!\.)[\w.+=:-]{1,200}", re.ASCII)
+MAX_NAME_BYTES = 255  # of a file, on almost every disk
 _log = logging.getLogger(__name__)
 
 
@@ -133,12 +136,58 @@ def _list_files(name: RepositoryName) -> tuple[str, dict[str, int]]:
 
     with explained(name.repo, name.revision):
         info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
-    assert info.sha is not None
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    for file in sizes:
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
-            raise ValueError(f"{name.repo} lists a file {file!r}, which leads out of its folder. Nothing was fetched.")
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        raise DownloadFailed(_not_a_hub(f"the commit of {name.repo}", info.sha))
+    sizes: dict[str, int] = {}
+    for sibling in info.siblings or ():
+        file, size = sibling.rfilename, sibling.size or 0
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if not parts or parts[0] == "/" or ".." in parts or "\\" in file or not _is_file_name(parts):
+            raise ValueError(
+                f"{name.repo} lists a file {str(file)[:300]!r}, which leads out of its folder. Nothing was fetched."
+            )
+        if not isinstance(size, int) or size < 0:
+            raise DownloadFailed(_not_a_hub(f"the size of {file}", size))
+        sizes[file] = size
     return info.sha, sizes
+
+
+def _is_file_name(parts: Sequence[str]) -> bool:
+    return all("\0" not in part and len(part.encode(errors="replace")) <= MAX_NAME_BYTES for part in parts)
+
+
+def _not_a_hub(what: str, found: Any) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT} answered with {str(found)[:100]!r} as {what}, as no hub does. Nothing was written; check HF_ENDPOINT."
+
+
+@contextlib.contextmanager
+def _checked_answers(commit: str | None) -> Iterator[None]:
+    """Inside, refuse an ETag or a commit in the hub's headers that is not one: the hub's client makes paths of them."""
+    from huggingface_hub import file_download
+
+    ask = file_download.get_hf_file_metadata
+
+    def ask_and_check(*arguments: Any, **named: Any) -> Any:
+        try:
+            found = ask(*arguments, **named)
+        except Exception as error:  # of a missing file the client keeps a note under the commit
+            headers = getattr(getattr(error, "response", None), "headers", {})
+            if headers.get("X-Repo-Commit", commit) != commit:
+                raise DownloadFailed(_not_a_hub("a commit", headers["X-Repo-Commit"])) from error
+            raise
+        if found.commit_hash not in (None, commit):
+            raise DownloadFailed(_not_a_hub("a commit", found.commit_hash))
+        if found.etag is not None and not _ETAG.fullmatch(found.etag):
+            raise DownloadFailed(_not_a_hub("an ETag", found.etag))
+        return found
+
+    file_download.get_hf_file_metadata = ask_and_check
+    try:
+        yield
+    finally:
+        file_download.get_hf_file_metadata = ask
 
 
 def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -203,7 +252,7 @@ def _fetch(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> 
         if not in_terminal and size >= 10**8:  # a terminal has the client's bars
             print(f"fetching {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
         try:
-            with explained(name.repo, name.revision):
+            with explained(name.repo, name.revision), _checked_answers(name.revision):
                 path = Path(hf_hub_download(name.repo, file, revision=name.revision, local_dir=folder))
         except KeyboardInterrupt as error:
             error.add_note(

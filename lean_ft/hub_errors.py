@@ -29,6 +29,8 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
     client_log.setLevel(logging.ERROR)  # they quote addresses that are signed, which is as good as a key
     try:
         yield
+    except DownloadFailed:
+        raise
     except Exception as error:
         raise _explanation(error, repo, revision) from error
     finally:

@@ -4,16 +4,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lean_ft.redaction import redact
+from lean_ft.redaction import printable
+from lean_ft.whole_files import open_in_place
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def log_to(path: Path) -> None:
     """From now on lines go to the end of a file, and no longer to the terminal."""
-    console.file = path.open("a", encoding="utf-8", buffering=1)
+    console.file = file = open_in_place(path, "a")
+    file.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
 
 
 def say(label: str, text: str) -> None:
     """Print one line of the log: a word for what it is about, then the text. Goes above the bar where one is shown."""
-    console.print(redact(f"{label:<12}{text}"))
+    console.print(printable(f"{label:<12}{text}"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 
 from lean_ft import hub, hub_errors
@@ -45,6 +46,12 @@ def checkpoint_hint(folder: Path) -> str:
     return f" It is a run directory: give one of its checkpoints, such as {checkpoints[-1]}." if checkpoints else ""
 
 
+def free_directory(path: str | Path) -> str:
+    """Return `path` if nothing is there, else the first of `path-2`, `path-3`, ... that is free."""
+    names = chain([str(path)], (f"{path}-{n}" for n in count(2)))
+    return next(name for name in names if not Path(name).expanduser().exists())
+
+
 def path_at_commit(path: str | Path) -> str | Path:
     """Returns a model path that means the same model for good: a repository of the hub at the commit that it is at now
     (`org/name@commit`), anything else as it is. Of the repository all but its weights is fetched. Raises as
@@ -58,8 +65,12 @@ def path_at_commit(path: str | Path) -> str | Path:
 
 
 def repository_name(path: str | Path) -> hub.RepositoryName | None:
-    """The repository of the Hugging Face hub that a model path names; None for a folder, and for what is no name."""
-    return None if Path(path).expanduser().exists() else hub.parse_name(str(path))
+    """The repository of the Hugging Face hub that a model path names; None for a folder, for what is no name, and for a
+    run that does not exist: a path below `runs`, or next to a run."""
+    folder = Path(path).expanduser()
+    name = None if folder.exists() else hub.parse_name(str(path))
+    is_run = name is not None and (folder.parts[0] == "runs" or any(folder.parent.glob("*/metrics.jsonl")))
+    return None if is_run else name
 
 
 @contextmanager

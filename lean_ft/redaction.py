@@ -1,28 +1,57 @@
-"""What does not belong into a log or a file that is passed on: access tokens, and where somebody's home is.
+"""Remove secrets and the user's home from text that a run prints or writes beside its data.
 
-A home is written `~`, which every setting that names a path takes; a token becomes `[token]`.
+`redact` runs where such text leaves the process: log lines, error messages, tracebacks, config.yaml, run.json,
+training_state.json and metrics.jsonl. A secret becomes `[token]`, the home `~`, which every path setting accepts.
+Secrets are the values of environment variables with KEY, TOKEN, SECRET or PASSWORD in their name, credentials in a URL,
+and tokens of known formats. An old wandb key is 40 hexadecimal digits, as a git commit is, so only WANDB_API_KEY tells it.
+Left out: samples.jsonl, bad batches and prepared data, which hold the user's own rows, and the files of a model.
 """
 
 import os
 import re
+from typing import Any
 
-TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN", "LEANFT_TOKEN")
-MIN_TOKEN_CHARACTERS = 8  # a shorter value is no token, and may be part of any word
-# The hub's tokens, and the password of an address.
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+MIN_SECRET_CHARACTERS = 8  # a shorter value may be part of any word
+MAX_MESSAGE_CHARACTERS = 2000
+_SECRET_NAME = re.compile(r"(?=.*(KEY|TOKEN|SECRET|PASSWORD))(?!.*_(PATH|FILE|DIR)$)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?<=://)[^/\s?#\"'<>]+(?=@)"  # user:password@ and token@
+    r"|\b(hf_|api_org_|gh[opsur]_|github_pat_|glpat-|pypi-|sk-|sk_live_|xox[abeprs]-|wandb_v1_|dckr_pat_)[\w-]{16,}"
+    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bey[\w-]{10,}\.ey[\w-]{10,}\.[\w-]+"  # AWS, Google, JSON web tokens
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def redact(text: str) -> str:
-    """`text` without tokens, and with `~` for the user's home."""
-    for variable in TOKEN_VARIABLES:
-        token = os.environ.get(variable, "")
-        if len(token) >= MIN_TOKEN_CHARACTERS:
-            text = text.replace(token, "[token]")
-    return shorten_home(_TOKEN.sub("[token]", text))
+    """Return `text` without secrets, and with `~` for the user's home."""
+    values = {value for name, value in os.environ.items() if _SECRET_NAME.match(name)}
+    for secret in sorted(values, key=len, reverse=True):  # one may contain another
+        if len(secret) >= MIN_SECRET_CHARACTERS:
+            text = text.replace(secret, "[token]")
+    return shorten_home(_SECRET.sub("[token]", text))
+
+
+def redact_values(value: Any) -> Any:
+    """Return a copy of JSON or YAML data with every text in it redacted; the names of an object stay."""
+    if isinstance(value, dict):
+        return {name: redact_values(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(inner) for inner in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def printable(text: str, max_characters: int | None = None) -> str:
+    """Return redacted text without control characters, which could change a terminal, and at most `max_characters` long:
+    the middle is left out."""
+    if max_characters is not None and len(text) > max_characters:
+        kept = max_characters - 60
+        left_out = f" ... ({len(text) - kept:,} characters left out) ... "
+        text = text[: kept * 3 // 4] + left_out + text[len(text) - kept // 4 :]
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], redact(text))
 
 
 def shorten_home(text: str) -> str:
-    """`text` with `~` where a path begins with the user's home."""
+    """Return `text` with `~` where a path begins with the user's home."""
     home = os.path.expanduser("~").rstrip("/")
     if not home or home == "~":
         return text

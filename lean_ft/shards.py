@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lean_ft.torch_private import local_rows
+
 T = TypeVar("T")
+local = local_rows  # this process's rows of a parameter, sharded or not
 
 
 class Ranks:
@@ -75,11 +78,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's rows of a tensor that is cut; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 @dataclass(frozen=True)

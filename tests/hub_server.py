@@ -47,6 +47,7 @@ class HubServer:
     stalled: threading.Event = field(default_factory=threading.Event)  # set when weights were asked for, and ...
     stalls: bool = False  # ... are never sent
     token_may_write: bool = True
+    lies: dict[str, Any] = field(default_factory=dict)  # a header, or `sha` and `size` of a listing -> another value
     uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by their hash, before a commit names them
 
     def __enter__(self) -> "HubServer":
@@ -172,11 +173,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/"):
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             info = {"id": match[1], "modelId": match[1], "sha": commit, "private": False, "siblings": siblings}
+            if "sha" in hub.lies:
+                info["sha"] = hub.lies["sha"]
+            if "size" in hub.lies:
+                siblings[0]["size"] = hub.lies["size"]
             return self._send(json.dumps(info).encode(), {"Content-Type": "application/json"})
         if repository.gated and not (token and repository.licence_accepted):
             return self._refuse(403 if token else 401, "GatedRepo")
         name = match[3]
-        if name not in files:
+        if name not in files or "missing" in hub.lies:
             return self._refuse(404, "EntryNotFound")
         headers = {"ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"', "X-Repo-Commit": commit}
         if name.endswith(".safetensors") and "/resolve/" in path:
@@ -191,6 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
             start, status = int(asked[1]), 206
             headers |= {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
         self.send_response(status)
+        headers |= {
+            key: value for key, value in self.hub.lies.items() if key in ("ETag", "X-Linked-ETag", "X-Repo-Commit")
+        }
         for key, value in {**headers, "Content-Length": str(total - start), "Accept-Ranges": "bytes"}.items():
             self.send_header(key, value)
         self.end_headers()
@@ -213,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if code is not None:
             self.send_header("X-Error-Code", code)
+        if "missing" in self.hub.lies:
+            self.send_header("X-Repo-Commit", self.hub.lies["missing"])
         self.send_header("X-Error-Message", message or code or "out of order")
         self.send_header("Content-Length", "0")
         self.end_headers()

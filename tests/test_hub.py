@@ -148,7 +148,28 @@ def test_a_repository_without_safetensors(server, repository):
     assert hub.model_folder(hub.parse_name("org/model"), weights=False).name == NEW  # its tokenizer can be had
 
 
-@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors"])
+@pytest.mark.parametrize("what", ["sha", "ETag", "X-Linked-ETag", "X-Repo-Commit", "missing"])
+@pytest.mark.parametrize("lie", ["../../../../../evil", "{outside}/evil", "a/b", "..", "x" * 300])
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_an_answer_of_which_the_client_would_make_a_path(server, tmp_path, what, lie, own_folder):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    server.lies = {what: lie.format(outside=outside)}
+    before = {path for path in tmp_path.rglob("*") if "evil" in path.name}
+    with pytest.raises(hub_errors.DownloadFailed, match="as no hub does"):
+        hub.download("org/model", output_dir=tmp_path / "own" if own_folder else None)
+    assert {path for path in tmp_path.rglob("*") if "evil" in path.name} == before
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize("size", ["10", -1])
+def test_a_size_that_is_none(server, size):
+    server.lies = {"size": size}
+    with pytest.raises(hub_errors.DownloadFailed, match="as no hub does"):
+        hub.download("org/model")
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors", "a\0.safetensors", "a" * 300])
 def test_a_file_that_leads_out_of_its_folder(server, repository, name):
     repository.commits[NEW][name] = b"evil"
     with pytest.raises(ValueError, match="leads out of its folder"):

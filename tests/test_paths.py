@@ -71,12 +71,22 @@ def test_a_repository_is_a_folder_in_the_cache(hub_server, tmp_path):
 
 def test_what_is_no_repository_either_names_the_nearest_folder(hub_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
     for resolve in (paths.resolve_model_path, paths.path_at_commit):
         with pytest.raises(
-            ValueError, match=r"'runs/tinny' is no folder here\. Did you mean 'runs/tiny'\?.*hub knows no"
+            ValueError, match=r"'models/tinny' is no folder here\. Did you mean 'models/tiny'\?.*hub knows no"
         ):
-            resolve("runs/tinny")
+            resolve("models/tinny")
+
+
+@pytest.mark.parametrize("folder", ["runs", "my_runs"])
+def test_a_run_that_does_not_exist_is_not_asked_of_the_hub(hub_server, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder / "tiny").mkdir(parents=True)
+    (tmp_path / folder / "tiny" / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=rf"'{folder}/tinny' does not exist\. Did you mean '{folder}/tiny'\?"):
+        paths.resolve_model_path(f"{folder}/tinny")
+    assert hub_server.requests == []
 
 
 @pytest.mark.parametrize("path", ["tiny", "runs/tiny", f"org/name@{COMMIT}", "no such thing"])

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lean_ft.redaction import redact
+from lean_ft.redaction import MAX_MESSAGE_CHARACTERS, printable, redact
 from lean_ft.settings_text import load_config
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN
@@ -30,13 +30,67 @@ def test_tokens_are_blotted_out_and_homes_shortened(home, monkeypatch):
     assert redact(f"{home}2/runs /mnt{home}/x hf_model") == f"{home}2/runs /mnt{home}/x hf_model"
 
 
+SECRETS = [
+    TOKEN,
+    "sk-proj-" + "a1_B" * 8,
+    "ghp_" + "aB3" * 12,
+    "github_pat_" + "aB3_" * 12,
+    "AKIAIOSFODNN7EXAMPLE",
+    "AIza" + "aB3-_" * 7,
+    "wandb_v1_" + "aB3" * 12,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP-mB92K27",
+]
+NOT_SECRETS = [
+    "9cd71cf3f1f5d9b1d2d2a3b0f0b6a4c9f0b8e1d2",  # a commit, and what an old wandb key looks like
+    "task-specific desk-lamp-and-chair-for-two hf_model_of_mine",
+    "https://huggingface.co/org/name@main http://localhost:8000/v1?user=me@home",
+    '"http://a.example","me@home"',
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_token_of_a_known_format_is_removed_wherever_it_stands(secret):
+    for text in (f"{secret}", f"Bearer {secret}.", f'{{"a": "{secret}"}}', f"x={secret}\n"):
+        assert redact(text) == text.replace(secret, "[token]")
+
+
+@pytest.mark.parametrize("text", NOT_SECRETS)
+def test_ordinary_text_stays(text):
+    assert redact(text) == text
+
+
+def test_values_of_variables_named_like_secrets_are_removed(monkeypatch):
+    named = {
+        "OPENAI_API_KEY": "correct-horse",
+        "MY_SECRET": "correct-horse-battery",
+        "db_password": 'qu"ote\\n',
+        "A_TOKEN": "short",
+    }
+    for name, value in {**named, "HF_TOKEN_PATH": "/etc/hostname", "USERNAME": "correcthorse"}.items():
+        monkeypatch.setenv(name, value)
+    text = 'correct-horse-battery correct-horse qu"ote\\n short /etc/hostname correcthorse'
+    assert redact(text) == "[token] [token] [token] short /etc/hostname correcthorse"
+    assert redact("https://token-alone@host/x https://u:p@ss@host") == "https://[token]@host/x https://[token]@host"
+
+
+def test_a_message_is_bounded_and_changes_no_terminal():
+    assert printable("a\x1b[2J\x07\x9b\ud800b\n\tc") == "a\\x1b[2J\\x07\\x9b\\ud800b\n\tc"
+    text = printable("begin " + "x" * 10**6 + " end", MAX_MESSAGE_CHARACTERS)
+    assert len(text) <= MAX_MESSAGE_CHARACTERS
+    assert text.startswith("begin x")
+    assert "characters left out" in text
+    assert text.endswith("x end")
+
+
 def test_a_run_under_the_home_writes_no_home_and_goes_on(home, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("OPENAI_API_KEY", "correct-horse")
     (home / "model").mkdir()
     (home / "model/config.json").write_text(json.dumps(QWEN))
 
     def train(*arguments):
         given = [f"model.path={home}/model", "model.random_init=true", "device=cpu", *arguments]
+        given += [f"log.project={TOKEN}", "log.name=https://jane:secret@host/correct-horse"]
         toy_recipe.main(load_config(toy_recipe.Config, None, given))
 
     train(f"output_dir={home}/run", "max_steps=2")
@@ -49,6 +103,6 @@ def test_a_run_under_the_home_writes_no_home_and_goes_on(home, capsys, monkeypat
     written = [run / "config.yaml", run / "run.json", *run.rglob("training_state.json"), *run.rglob("*.jsonl")]
     for text in (capsys.readouterr().out, *(path.read_text() for path in written)):
         assert str(home) not in text
-        assert TOKEN not in text
+        assert not any(secret in text for secret in (TOKEN, "secret", "correct-horse"))
     assert "~/run" in (run / "config.yaml").read_text()
     assert os.environ["HF_TOKEN"] == TOKEN

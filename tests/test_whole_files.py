@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft import whole_files
-from lean_ft.whole_files import LEFTOVER, delete_whole, write_whole
+from lean_ft.whole_files import LEFTOVER, MAX_JSON_BYTES, delete_whole, open_in_place, read_json, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -107,3 +107,42 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_under_the_name(tmp_path, mo
             delete_whole(tmp_path / "it")
     (leftover,) = names(tmp_path)
     assert LEFTOVER.fullmatch(leftover)
+
+
+@pytest.mark.parametrize("make", ["link", "dangling link", "pipe", "folder"])
+@pytest.mark.parametrize("mode", ["a", "a+", "rb+"])
+def test_nothing_but_a_regular_file_is_opened_in_place(tmp_path, make, mode):
+    target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
+    if make == "link":
+        target.write_text("mine")
+    if "link" in make:
+        path.symlink_to(target)
+    elif make == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ValueError, match="does not write through it"):
+        open_in_place(path, mode)
+    assert target.read_text() == "mine" if make == "link" else not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 100_000, "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"9" * 5000, "not valid JSON"),
+        (b"[1]", "expected a JSON object, found a list"),
+        (b" " * (MAX_JSON_BYTES + 1), "larger than 48 MiB"),
+        (None, "no file.json: it says"),
+    ],
+)
+def test_json_that_is_no_object_is_one_message(tmp_path, content, reason):
+    path = tmp_path / "file.json"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as raised:
+        read_json(path, "it says")
+    assert str(tmp_path) in str(raised.value)

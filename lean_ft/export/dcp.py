@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from lean_ft.export.places import DTYPES, check_destination, check_dtype, read_source, room_for
-from lean_ft.models.hf_format import tensors_on_disk, write_configs
+from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.models.hf_format import tensors_on_disk, torch_dtype, write_configs
 from lean_ft.peft import MergeReport
 from lean_ft.training.finished_models import find_finished
 from lean_ft.whole_files import write_whole
@@ -61,10 +61,10 @@ def export_dcp(
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    check_dtype(dtype)
+    wanted_dtype = None if dtype is None else torch_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    model, tokenizer, merged = read_source(folder, merge, base, DTYPES[dtype] if dtype else None)
+    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
     tensors = tensors_on_disk(model)
     if model.head is None:
         tensors["lm_head.weight"] = model.output_weight.detach()

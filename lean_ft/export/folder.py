@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import DTYPES, check_destination, check_dtype, files_of_model, read_source, room_for
+from lean_ft.export.places import check_destination, files_of_model, read_source, room_for
 from lean_ft.export.whole import find_whole, save_whole
 from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import MergeReport, is_adapter
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.training.checkpoint import checkpoint_bytes
@@ -81,10 +82,10 @@ def export_folder(
     was written does not compute what the source does. In every case nothing is left behind.
     """
     max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
-    check_dtype(dtype)
+    wanted_dtype = None if dtype is None else torch_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    model, tokenizer, merged = read_source(folder, merge, base, DTYPES[dtype] if dtype else None)
+    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
     whole = find_whole(model, folder, base) if keep_vision else None
     wanted = model.dtype
     expected = _logits(model)
@@ -94,7 +95,7 @@ def export_folder(
             "large for this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    needed_bytes, kept = checkpoint_bytes(model, 0), ""
+    needed_bytes, kept = checkpoint_bytes(model, 0, tokenizer), ""
     if whole is not None:
         needed_bytes += sum(file.stat().st_size for file in whole.glob("model*.safetensors"))
     destination.parent.mkdir(parents=True, exist_ok=True)

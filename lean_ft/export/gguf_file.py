@@ -25,7 +25,7 @@ from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.peft import MergeReport
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.checkpoint import SMALL_FILES_BYTES
+from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
 from lean_ft.whole_files import write_whole
 
@@ -99,7 +99,9 @@ def export_gguf(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_layers)
     tensors = dict(_tensors(model, names, interleaved))
     kinds = {name: _stored_kind(tensor, kind) for name, (tensor, _) in tensors.items()}
-    needed_bytes = sum(_num_bytes(tensor, kinds[name]) for name, (tensor, _) in tensors.items()) + SMALL_FILES_BYTES
+    needed_bytes = sum(_num_bytes(tensor, kinds[name]) for name, (tensor, _) in tensors.items()) + small_files_bytes(
+        tokenizer
+    )
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary:

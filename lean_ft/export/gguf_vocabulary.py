@@ -97,11 +97,12 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
             f"{folder / 'tokenizer.json'}: llama.cpp would not give this tokenizer's ids. It splits text by rules that "
             f"have a name there; this file's is none of those known here ({known})."
         )
+    # A byte without a token is dropped by llama.cpp, as by `tokenizers`, unless this file names a token for unknown text.
     missing = [byte for byte, letter in _byte_letters().items() if letter not in model["vocab"]]
-    if missing:
+    if missing and model.get("unk_token") is not None:
         raise ValueError(
-            f"{folder / 'tokenizer.json'} has no token for {len(missing)} of the bytes that text is made of (the first "
-            f"is 0x{missing[0]:02X}); llama.cpp stops at such text, and at load where it is the line break."
+            f"{folder / 'tokenizer.json'} has no token for {len(missing)} bytes (the first is 0x{missing[0]:02X}) and writes "
+            f"{model['unk_token']!r} for them; llama.cpp would drop them."
         )
     tokens, types = _listed(model["vocab"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]

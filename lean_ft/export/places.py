@@ -14,7 +14,6 @@ from lean_ft.paths import resolve_model_path
 from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes
 from lean_ft.training.finished_models import find_base, tokenizer_folder
@@ -23,14 +22,6 @@ from lean_ft.units import gibibytes
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
 _OF_A_MODEL |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-# That weights are exported in.
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raises ValueError for the name of another dtype."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected {', '.join(DTYPES)}.{did_you_mean(dtype, list(DTYPES))}")
 
 
 def read_source(

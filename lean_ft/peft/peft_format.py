@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from lean_ft.hub import cached_name
 from lean_ft.models import Decoder
-from lean_ft.models.hf_format import read_json, weights_fingerprint
+from lean_ft.models.config_fields import MAX_NUMBER
+from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
+from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
 from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
@@ -38,7 +39,7 @@ from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
 from lean_ft.shards import ALONE, Part, Ranks, part_of
-from lean_ft.whole_files import write_json
+from lean_ft.whole_files import read_json, write_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -59,6 +60,7 @@ _ANSWERED = {
     *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
     *("runtime_config", "task_type", "trainable_token_indices"),
 }
+_NAME_PATTERN = re.compile(r"(\^)?(?:\.\*\\\.)?((?:[\w.-]|\\[.-])+)\$?", re.ASCII)
 # What `init_lora_weights` may be: the other ways to begin change the model's own weights.
 _HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 
@@ -361,20 +363,50 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     for name, value in config.items():
         known = name in _ANSWERED or (name == "bias" and value == "none")
-        known = known or (name == "modules_to_save" and set(value or ()) <= {SCORE, "classifier"})
+        known = known or (
+            name == "modules_to_save" and isinstance(value, list) and all(one in (SCORE, "classifier") for one in value)
+        )
         if not known and value not in (None, False, 0, "", [], {}):
             raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
     for name in ("r", "lora_alpha"):
-        if isinstance(config.get(name), bool) or not isinstance(config.get(name), int | float) or config[name] <= 0:
-            raise ValueError(f"{file}: {name} is {config.get(name)!r}; expected a positive number.")
+        if not _is_positive(config.get(name)):
+            raise ValueError(
+                f"{file}: {name} is {config.get(name)!r}; expected a positive number, below {MAX_NUMBER:.0e}."
+            )
+    base = [config.get(name) for name in ("base_model_name_or_path", "revision")]
+    if not all(one is None or (isinstance(one, str) and len(one) < MAX_NAME_CHARACTERS) for one in base):
+        raise ValueError(f"{file}: base_model_name_or_path or revision is {base!r}; expected a model's name or folder.")
+    config["alpha_pattern"] = _alphas(config.get("alpha_pattern") or {}, file)
     return config
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_NUMBER
+
+
+def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
+    """The numbers of `alpha_pattern` in order, by the name of a layer or, after a dot, the end of one.
+
+    PEFT takes regular expressions. Those of a stranger can take forever; names and ends of names are what PEFT writes.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for pattern, alpha in patterns.items() if isinstance(patterns, dict) else [("", patterns)]:
+        name = _NAME_PATTERN.fullmatch(pattern)
+        if name is None or not _is_positive(alpha):
+            raise ValueError(
+                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected positive numbers by the names of layers or their "
+                "last parts. Regular expressions are not supported: write the names."
+            )
+        found.setdefault(("" if name[1] else ".") + name[2].replace("\\", ""), (len(found), float(alpha)))
+    return found
+
+
 def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
-    patterns = config.get("alpha_pattern") or {}
-    matching = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
-    rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
-    return AdapterShape(rank, float(next(matching, config["lora_alpha"])), rslora, dora)
+    alphas, parts = config["alpha_pattern"], layer.split(".")
+    named = [layer, *("." + ".".join(parts[i:]) for i in range(len(parts)))]
+    matching = [alphas[name] for name in named if name in alphas] if alphas else []
+    _, alpha = min(matching, default=(0, float(config["lora_alpha"])))  # of several the first that is given
+    return AdapterShape(rank, alpha, bool(config.get("use_rslora")), bool(config.get("use_dora")))
 
 
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:

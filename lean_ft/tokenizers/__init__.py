@@ -1,6 +1,7 @@
 """Tokenizers and chat templates: text to ids, chats to ids and a mask of what is trained."""
 
+from lean_ft.tokenizers.chat_template import ROLES
 from lean_ft.tokenizers.loading import TEMPLATE_FOLDERS, TOKENIZER_FILES, load_tokenizer
 from lean_ft.tokenizers.tokenizer import Passage, Tokenizer, TrainOn
 
-__all__ = ["TEMPLATE_FOLDERS", "TOKENIZER_FILES", "Passage", "Tokenizer", "TrainOn", "load_tokenizer"]
+__all__ = ["ROLES", "TEMPLATE_FOLDERS", "TOKENIZER_FILES", "Passage", "Tokenizer", "TrainOn", "load_tokenizer"]

@@ -37,6 +37,9 @@ _ASSISTANT = "(assistant)"  # a name that no template can spell: which of the ob
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 class ChatTemplate:
     """A compiled template; `marks_generation` says whether it has `{% generation %}` blocks."""
 
@@ -46,6 +49,7 @@ class ChatTemplate:
             self._template = _environment().compile_bounded(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
+        self.roles = {*ROLES, *re.findall(r"""==\s*["'](\w+)["']""", source)}  # those it compares with are its own
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def render(

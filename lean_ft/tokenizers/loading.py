@@ -18,6 +18,7 @@ from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
 from lean_ft.tokenizers.tokenizer import Tokenizer
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
+from lean_ft.whole_files import read_json
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -48,6 +49,12 @@ class _WhenAsked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return self._loaded(*arguments, **settings)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
 
 
 def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = None) -> Tokenizer:
@@ -82,12 +89,12 @@ def _with_new_tokens(folder: Path, new: list[str]) -> Path:
 
 def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
-    config = _read_json(folder / "tokenizer_config.json")
-    for key, value in _read_json(folder / "special_tokens_map.json").items():
+    config = read_json(folder / "tokenizer_config.json")
+    for key, value in read_json(folder / "special_tokens_map.json").items():
         config.setdefault(key, value)
     _check_config(config, folder / "tokenizer_config.json")
     named = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
-    added_tokens = _added_tokens(config, _read_json(folder / "added_tokens.json"), named)
+    added_tokens = _added_tokens(config, read_json(folder / "added_tokens.json"), named)
 
     vocabulary: Vocabulary
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
@@ -138,20 +145,8 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
         ]
         + [file for name in TEMPLATE_FOLDERS if own is None for file in sorted((folder / name).glob("*.jinja"))],
         own_template=own,
-        context_length=context_length(_read_json(folder / "config.json")),
+        context_length=context_length(read_json(folder / "config.json")),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}.")
-    return value
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:
@@ -249,7 +244,7 @@ def _token(value: str | dict[str, Any], special: bool | None = None) -> AddedTok
 
 def _id_from_model_configs(folder: Path, key: str, vocab_size: int) -> int | None:
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get(key)
+        value = read_json(folder / name).get(key)
         if isinstance(value, list):
             value = value[0] if value else None
         if isinstance(value, int) and 0 <= value < vocab_size:
@@ -261,7 +256,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Templates by name. Files win over the config, as in transformers."""
     in_config = config.get("chat_template")
     if in_config is None:
-        in_config = _read_json(folder / "chat_template.json").get("chat_template")
+        in_config = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(in_config, str):
         templates = {"default": in_config}
     elif isinstance(in_config, list):

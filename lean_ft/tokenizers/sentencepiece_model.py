@@ -13,6 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Span, SpanEncoding, any_of
+from lean_ft.whole_files import read_bounded
 
 WORD_START = "▁"
 # A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
@@ -31,17 +32,16 @@ class SentencePieceModel(AddedTokensFirst):
         adds_eos: bool,
         legacy: bool,
     ):
-        model = path.read_bytes()
+        model = read_bounded(path)
         try:
             self._processor: Any = SentencePieceProcessor(model_proto=model)
+            self._inside: Any = (
+                self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+            )
+            self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
-        self._inside: Any = (
-            self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
-        )
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
-        self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
-
         num_pieces = self._processor.get_piece_size()
         is_marker = [i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
         self.added = {self._processor.id_to_piece(i): i for i in is_marker}

@@ -12,7 +12,9 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken
 
+from lean_ft.tokenizers.file_limits import MAX_ID
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, SpanEncoding, any_of
+from lean_ft.whole_files import read_bounded
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -56,7 +58,7 @@ class TiktokenModel(AddedTokensFirst):
 
     def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]]):
         ranks: dict[bytes, int] = {}
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(read_bounded(path).splitlines(), start=1):
             if not line.strip():
                 continue
             try:
@@ -67,6 +69,15 @@ class TiktokenModel(AddedTokensFirst):
                     f"{path}, line {number}: expected a token in base64 and its rank, found {line[:60]!r}."
                 ) from None
         declared = {token.content: token_id for token_id, token in added_tokens if token_id is not None}
+        ids = [*ranks.values(), *declared.values()]
+        if (
+            any(bytes([i]) not in ranks for i in range(256))
+            or len({*ids}) < len(ids)
+            or not 0 <= min(ids) <= max(ids) <= MAX_ID
+        ):
+            raise ValueError(
+                f"{path} is damaged: expected a rank of its own, of at most {MAX_ID:,}, for every byte and token."
+            )
         first_free = max(ranks.values()) + 1
         self.added = declared or {token: first_free + i for i, token in enumerate(llama3_control_tokens())}
         plain = {token.content for _, token in added_tokens if not token.special}

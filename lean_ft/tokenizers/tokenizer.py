@@ -6,15 +6,16 @@ import shutil
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from lean_ft.spelling import did_you_mean
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ChatTemplate, generation_blocks
+from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
-from lean_ft.tokenizers.turns import Turns, WrittenDifferentlyError, outside_literals
+from lean_ft.tokenizers.turns import Turns, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
 from lean_ft.whole_files import write_json
 
@@ -36,17 +37,26 @@ class Passage:
     add_eos: bool = False
     """Put eos behind, trained, if there is one and the text does not end with it."""
     num_rewritten: int = 0
-    """Answers that carry no label because the chat template gives them another end once they are history."""
+    """Answers trained without the token that ends them: as history the chat template ends them with another token."""
     num_empty: int = 0
     """Answers that may be trained and say nothing, not even by a tool call."""
     joined_by: str | None = None
     """What was put between a prompt and its completion; None where a chat template writes them."""
 
 
+class Encoding(dict[str, Any]):
+    """`input_ids` and `attention_mask` of a text or several, as items and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"an encoding has {', '.join(self)}, and no {name}")
+        return self[name]
+
+
 class Tokenizer:
     """Text and chats to ids and back. Made by `load_tokenizer`.
 
-    `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
+    Also has the names that transformers uses: a call, `len`, `apply_chat_template`, `eos_token_id`. `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
     padding is told by position, never by id, so it may equal `eos_id`.
     """
 
@@ -81,6 +91,43 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return self._vocabulary.size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    bos_token_id = property(attrgetter("bos_id"))
+    eos_token_id = property(attrgetter("eos_id"))
+    pad_token_id = property(attrgetter("pad_id"))
+
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True, return_tensors: Literal["pt"] | None = None
+    ) -> Encoding:
+        """Encode a text or several. `return_tensors="pt"` gives tensors (B, T), padded on the right."""
+        ids = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
+        if return_tensors is None:
+            masks = [[1] * len(one) for one in ids]
+            one_text = isinstance(text, str)
+            return Encoding(input_ids=ids[0] if one_text else ids, attention_mask=masks[0] if one_text else masks)
+        import torch  # here, because processes that only tokenize do without it
+
+        longest = max(map(len, ids))
+        padded = [one + [self.pad_id] * (longest - len(one)) for one in ids]
+        masks = [[1] * len(one) + [0] * (longest - len(one)) for one in ids]
+        return Encoding(
+            input_ids=torch.tensor(padded, dtype=torch.long), attention_mask=torch.tensor(masks, dtype=torch.long)
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+    ) -> list[int] | str:
+        """A chat as ids, or with `tokenize=False` as text. `render` also returns what is trained of it."""
+        passage = self.passage(messages, tools, add_generation_prompt, "all")
+        return self.tokenize([passage])[0][0].tolist() if tokenize else passage.text
 
     @property
     def chat_template(self) -> str | None:
@@ -156,9 +203,9 @@ class Tokenizer:
         """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
 
         Each message is a dict with `role` and `content` (and what else the chat template reads). Control
-        tokens typed inside a message are ordinary text. An answer that the chat template ends otherwise once it is
-        history (gpt-oss: `<|end|>` for `<|return|>`) is trained as the last message alone. Raises ValueError where
-        there is no chat template, where it refuses the messages, or where it does not let the turns be told apart.
+        tokens typed inside a message are ordinary text. If the chat template ends an answer with another token once it is
+        history (gpt-oss: `<|end|>` for `<|return|>`), its text is trained there and that token is not. Raises ValueError
+        if there is no chat template, if it refuses the messages, or if the turns cannot be told apart.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
         return ids.tolist(), mask.tolist()
@@ -173,6 +220,12 @@ class Tokenizer:
     ) -> Passage:
         """The text of a chat with its trained spans; see `render`. The messages `untrained` have none."""
         template = self._template(tools)
+        for number, message in enumerate(messages):
+            if (role := message.get("role")) not in template.roles:
+                raise ValueError(
+                    f"message {number}: {role!r} is not a role that the chat template knows; expected {', '.join(ROLES)}."
+                    f"{did_you_mean(str(role), ROLES)}"
+                )
         messages = template.with_arguments_as_it_reads_them(messages, tools, self._special_tokens)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
@@ -208,12 +261,9 @@ class Tokenizer:
             added, control = self._written_by_template, self._vocabulary.control
             finder = Turns(full, add_generation_prompt, marked_messages, render, added, control)
             for i in wanted:
-                try:
-                    spans.append(finder.span(i))
-                except WrittenDifferentlyError:
-                    if train_on == "all":
-                        raise
-                    num_rewritten += 1
+                span, has_end = finder.span(i)
+                spans.append(span)
+                num_rewritten += not has_end
         if train_on == "all":
             spans = _without([(0, len(full))], spans)
         trained = [(unmarked(start), unmarked(end)) for start, end in spans]
@@ -279,8 +329,8 @@ class Tokenizer:
         named = f" under the name `default` (it has: {', '.join(self._chat_templates)})" if self._chat_templates else ""
         raise ValueError(
             f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
-            "model's instruction-tuned sibling, put a chat_template.jinja into the model's folder, or give "
-            "the data as prompt/completion or text."
+            "model's instruction-tuned sibling, set data.chat_template=FILE to a Jinja chat template, put a "
+            "chat_template.jinja into the model's folder, or give the data as prompt/completion or text."
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:

@@ -2,7 +2,8 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,40 @@ from tokenizers import Encoding as HFEncoding
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.tokenizers.ascii_words import AsciiWords
+from lean_ft.tokenizers.file_limits import check_limits
 from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, split_at_tokens
+from lean_ft.whole_files import read_json
 
 # Stand-ins for control tokens while literal ones are encoded: one private-use character each.
 FIRST_STAND_IN = 0x100000
-MAX_ID = 2**24  # tables are as long as the largest id: one that is damaged would end the process, out of memory
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with a plain Exception of the library's, and a panic, which is none, raised as a ValueError."""
+
+    @wraps(method)
+    def call(self: "TokenizerJson", *arguments: Any, **named: Any) -> Any:
+        try:
+            return method(self, *arguments, **named)
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{self._path}: the `tokenizers` library failed on it ({str(error)[:300]}).") from None
+
+    return call
 
 
 class TokenizerJson:
     """A `tokenizer.json` with the tokens that `tokenizer_config.json` adds to it."""
 
+    @_explained
     def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None):
         """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
         in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
+        self._path = path
         try:
-            spec = json.loads(path.read_text(encoding="utf-8"))
-            _check_ids(spec)
+            spec = read_json(path)
+            check_limits(spec)
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises a bare Exception
@@ -61,6 +80,7 @@ class TokenizerJson:
         self._ascii_words = AsciiWords.of(self._tokenizer, json.loads(self._tokenizer.to_str()))
         self._with_stand_ins: tuple[HFTokenizer, dict[str, str], np.ndarray] | None = None
 
+    @_explained
     def encode(self, texts: list[str], literals: list[list[Span]]) -> Sequence[Encoding]:
         encodings: list[Encoding | None] = [
             self._encode_with_literals(text, literal)
@@ -74,13 +94,16 @@ class TokenizerJson:
         whole = iter(self._tokenizer.encode_batch(others, add_special_tokens=False))
         return [_SortedEncoding(next(whole)) if encoding is None else encoding for encoding in encodings]
 
+    @_explained
     def encode_ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    @_explained
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids with whatever the file's post-processor puts around a text."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
+    @_explained
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -167,13 +190,3 @@ def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
         post_processor["trim_offsets"] = False
     for inner in post_processor.get("processors", []):
         _keep_whole_offsets(inner)
-
-
-def _check_ids(spec: dict[str, Any]) -> None:
-    """Raise ValueError for an id that no vocabulary reaches."""
-    vocabulary = (spec.get("model") or {}).get("vocab")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token["id"] for token in spec.get("added_tokens") or []]
-    largest = max((number for number in ids if isinstance(number, int)), default=0)
-    if largest > MAX_ID:
-        raise ValueError(f"a token has the id {str(largest)[:30]}; expected at most {MAX_ID:,}")

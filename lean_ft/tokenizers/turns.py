@@ -1,19 +1,17 @@
-"""Which characters of a rendered chat the assistant wrote.
+"""Find the characters of a rendered chat that the assistant wrote.
 
-A template with `{% generation %}` blocks says so itself. For any other template, the turn of message i is
-what the rendering of the whole chat has beyond the rendering of messages[:i] with the generation prompt. It
-ends with the control token that the template writes behind the turn; that token is trained, line breaks that
-follow it are not. A turn that no control token ends (plain-text templates) is trained up to where the next
-message begins.
+A template with `{% generation %}` blocks marks them. For any other template, the turn of message i is the text that
+the whole chat has beyond messages[:i] rendered with the generation prompt. The turn ends with the control token that
+the template writes behind it. That token is trained; line breaks that follow it are not. A turn without such a token
+(plain-text templates) is trained up to the next message.
 
-Templates may write a turn differently once it is history (Qwen3 drops its thoughts) or prompt for what a
-recorded turn lacks (DeepSeek-R1's `<think>`); both are followed where the text leaves no doubt and refused
-where it does.
+A template may write a turn differently once it is history: Qwen3 drops its thoughts, and gpt-oss ends it with `<|end|>`
+in place of `<|return|>`. A template may also prompt for text that a recorded turn lacks (DeepSeek-R1's `<think>`). Turns
+are found where the text leaves no doubt, and refused elsewhere.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -21,17 +19,14 @@ from typing import Any
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, REASONING
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
-Render = Callable[[Sequence[dict[str, Any]], bool], str]
+Messages = Sequence[dict[str, Any]]
+Render = Callable[[Messages, bool], str]
 """Messages and add_generation_prompt to text."""
 
 REMEDY = (
     "Put the assistant's text in the chat template between {% generation %} and {% endgeneration %}, "
     "or set data.train_on=last or data.train_on=all."
 )
-
-
-class WrittenDifferentlyError(ValueError):
-    """A turn has another end as history than as the last message, so its text there is not what the model would write."""
 
 
 @dataclass(frozen=True)
@@ -45,94 +40,86 @@ class Turns:
 
     full: str
     ends_with_prompt: bool
-    messages: Sequence[dict[str, Any]]
+    messages: Messages
     render: Render
     added: re.Pattern[str]
     control: frozenset[str]
 
-    def span(self, i: int) -> Span:
-        """Span in `full` of the assistant's message `i`. Raises ValueError where it cannot be told."""
-        prompt = self._prompt(i)
-        is_whole = i == len(self.messages) - 1 and not self.ends_with_prompt
-        start = self._start(self.full, i, prompt)
-        as_last = self.full if is_whole else self.render(self.messages[: i + 1], False)
-        if self.full.startswith(as_last) and len(as_last) >= start:
-            closing = self._closing(as_last, start)
-            if closing:
-                return start, closing[-1].end()
-            # Nothing of its own ends the turn: the token of the next one does, as in GLM-4.
-            following = self.added.match(self.full, len(as_last))
-            ended_by_next = following is not None and following.group(1) in self.control
-            return start, following.end() if following is not None and ended_by_next else len(as_last)
+    def span(self, i: int) -> tuple[Span, bool]:
+        """Span in `full` of the assistant's message `i`, and whether it ends as the model would end it.
 
-        # As history the turn reads differently than as the last message: find what closed it there.
-        end = self._end_as_history(i, prompt, start, as_last[self._start(as_last, i, prompt) :])
-        if end is None:
-            raise WrittenDifferentlyError(
-                f"cannot tell where the assistant's message {i} ends: the chat template writes it differently "
-                f"once other messages follow. {REMEDY}"
+        Where it does not, the span stops before the token that ends the turn in the history. Raises ValueError if the
+        span cannot be found.
+        """
+        errors: list[ValueError] = []
+        for messages in _forgetting(self.messages[: i + 1]):
+            try:
+                return self._span(messages)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _span(self, messages: Messages) -> tuple[Span, bool]:
+        """The same for the last of `messages`."""
+        start = self._start(messages)
+        is_whole = len(messages) == len(self.messages) and not self.ends_with_prompt
+        turn = as_last = self.full if is_whole else self.render(messages, False)
+        if not self.full.startswith(turn) or len(turn) < start:
+            turn = self._as_history(messages) or ""
+        if not self.full.startswith(turn) or len(turn) < start:
+            raise ValueError(
+                f"cannot tell where the assistant's message {len(messages) - 1} ends: the chat template writes it "
+                f"differently once other messages follow. {REMEDY}"
             )
-        return start, end
+        closing = self._closing(turn, start)
+        if not closing:
+            # Nothing of its own ends the turn: the token of the next one does, as in GLM-4.
+            following = self.added.match(self.full, len(turn))
+            ended_by_next = following is not None and following.group(1) in self.control
+            return (start, following.end() if following is not None and ended_by_next else len(turn)), True
+        last, begins_alike = closing[-1], as_last.startswith(self.full[:start])
+        own_end = {token.group(1) for token in self._closing(as_last, start if begins_alike else 0)}
+        return ((start, last.end()), True) if last.group(1) in own_end else ((start, last.start()), False)
 
-    def _prompt(self, i: int) -> str:
-        """What comes before turn i, the generation prompt included."""
+    def _as_history(self, messages: Messages) -> str | None:
+        """`messages` as the template writes them when a user's message follows; None if that cannot be told."""
+        first = next((i for i, message in enumerate(self.messages) if message.get("role") == "user"), None)
+        if first is None:
+            return None
+        asked = self.messages[: first + 1]
         try:
-            prompt = self.render(self.messages[:i], True)
+            before, twice = self.render(asked, False), self.render([*asked, asked[-1]], False)
+            followed = self.render([*messages, asked[-1]], False)
+        except ValueError:  # a template may refuse two questions in a row
+            return None
+        pieces = zip(self._cut(before), self._cut(twice), strict=False)  # Phi-3 ends the chat itself with a token
+        shared = "".join(piece for (piece, _), _ in takewhile(lambda pair: pair[0] == pair[1], pieces))
+        again = twice.removeprefix(before if twice.startswith(before) else shared)
+        return followed.removesuffix(again) if followed.endswith(again) else None
+
+    def _start(self, messages: Messages) -> int:
+        """Start in `full` of the last message: behind the generation prompt, or the part of it that is there."""
+        try:
+            prompt = self.render(messages[:-1], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot tell where the assistant's message {i} begins: rendering what comes before it "
+                f"cannot tell where the assistant's message {len(messages) - 1} begins: rendering what comes before it "
                 f"failed ({error}). {REMEDY}"
             ) from None
-        if not self.full.startswith(prompt):
-            # gpt-oss forgets the thoughts before its tool calls once there is an answer, also what it said with them.
-            forgetful = [{k: v for k, v in message.items() if k not in REASONING} for message in self.messages[:i]]
-            forgetful = [{**message, "content": ""} if message.get("tool_calls") else message for message in forgetful]
-            with suppress(ValueError):
-                if forgetful != self.messages[:i] and self.full.startswith(shorter := self.render(forgetful, True)):
-                    return shorter
-        return prompt
-
-    def _end_as_history(self, i: int, prompt: str, start: int, as_last: str) -> int | None:
-        """Where turn i ends that starts at `start` and reads `as_last` as the last message; None if it ends otherwise."""
-        closing = [match.group(1) for match in self._closing(as_last, 0)]
-        if not closing:
-            return None
-        nth = self._names(as_last).count(closing[0])
-        same = [match for match in self._tokens(self.full, start) if match.group(1) == closing[0]]
-        if len(same) < nth:
-            return None
-        end, num_closed = same[nth - 1].end(), 1
-        for token in closing[1:]:
-            behind = self.full[end:].lstrip()
-            if not behind.startswith(token):
-                break
-            end, num_closed = len(self.full) - len(behind) + len(token), num_closed + 1
-        if num_closed < len(closing) and self._closing_before_prompt(i, prompt, num_closed) != closing[:num_closed]:
-            return None  # what is not there ended the turn, not the whole chat as Phi-3's last token does
-        there = iter(self._names(as_last))
-        here = [name for name in self._names(self.full[start:end]) if name in self.control]
-        # In this order (`in` advances the iterator): it does not run on into another turn.
-        return end if all(name in there for name in here) else None
-
-    def _closing_before_prompt(self, i: int, prompt: str, count: int) -> list[str]:
-        """The last `count` tokens of turn i where a generation prompt follows it."""
-        followed = self.render(self.messages[: i + 1], True)
-        turn = self._names(followed[self._start(followed, i, prompt) :])
-        asked, before = self._names(prompt), self._names(self.render(self.messages[:i], False))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, before, strict=False))
-        num_opening = len(asked) - len(list(same))
-        return turn[: len(turn) - num_opening][-count:]
-
-    def _start(self, text: str, i: int, prompt: str) -> int:
-        """Where turn i begins in `text`: behind the generation prompt, or the part of it that is there."""
-        if text.startswith(prompt):
+        if self.full.startswith(prompt):
             return len(prompt)
-        before = self.render(self.messages[:i], False)
-        if text.startswith(before) and prompt.startswith(before):
+        first = len(messages) - 1
+        while first and messages[first - 1].get("role") == "assistant":
+            first -= 1
+        asked = self.render(messages[:first], False)
+        opening = self.render(messages[:first], True).removeprefix(asked)
+        for before in (asked if first == len(messages) - 1 else None, self._as_history(messages[:-1])):
+            if before is None or not self.full.startswith(before):
+                continue
             position = len(before)
             behind_token = False
-            for piece, is_token in self._cut(prompt[len(before) :]):
-                if text.startswith(piece, position):
+            for piece, is_token in self._cut(opening):
+                if self.full.startswith(piece, position):
                     position += len(piece)
                 elif position > len(before) and (is_token or (behind_token and piece.isspace())):
                     # A recorded turn without, say, the `<think>` or `<think>\n` that the prompt opens.
@@ -140,16 +127,15 @@ class Turns:
                 else:
                     break
                 behind_token = is_token
+            else:
+                return position
         raise ValueError(
-            f"cannot tell where the assistant's message {i} begins: the chat template writes the messages "
+            f"cannot tell where the assistant's message {len(messages) - 1} begins: the chat template writes the messages "
             f"before it differently once it follows. {REMEDY}"
         )
 
     def _tokens(self, text: str, start: int) -> list[re.Match[str]]:
         return [match for match in self.added.finditer(text, start) if match.group(1)]
-
-    def _names(self, text: str) -> list[str]:
-        return [match.group(1) for match in self._tokens(text, 0)]
 
     def _closing(self, text: str, start: int) -> list[re.Match[str]]:
         """The control tokens that end text[start:], with nothing but space between and behind them."""
@@ -173,6 +159,14 @@ class Turns:
             position = match.end()
         parts.append((text[position:], False))
         return [(piece, is_token) for piece, is_token in parts if piece]
+
+
+def _forgetting(messages: Messages) -> Iterator[Messages]:
+    """`messages`, then what templates keep of them once others follow: no thoughts, and no text beside a tool call."""
+    yield messages
+    plain = [{k: v for k, v in message.items() if k not in REASONING} for message in messages]
+    yield plain
+    yield [{**message, "content": ""} if message.get("tool_calls") else message for message in plain]
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:

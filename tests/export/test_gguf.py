@@ -155,6 +155,17 @@ def test_byte_level_tokens_merges_and_special_ids(make, make_model_folder, file,
     assert field(file, "tokenizer.chat_template") == "{{ messages }}"
 
 
+def test_bytes_without_a_token_are_dropped_as_by_transformers(make_model_folder, file):
+    made = json.loads(qwen_tokenizer().to_str())
+    vocab = made["model"]["vocab"]
+    vocab["unused"] = vocab.pop("ô")  # the byte 0xF4, in no merge; characters from U+100000 on begin with it
+    source = make_model_folder(tokenizer=HFTokenizer.from_str(json.dumps(made)), vocab_size=640)
+    export_gguf(source, file)
+    tokenizer, theirs = byte_bpe_of(file), transformers.AutoTokenizer.from_pretrained(source)
+    for text in ("It costs $3.", "a \U00100000 b"):
+        assert tokenizer.encode(text).ids == theirs.encode(text) == load_tokenizer(source).encode(text)
+
+
 def spm_ids(file: Path, texts: list[str]) -> list[list[int]]:
     """llama.cpp's SentencePiece of each text."""
     tokens, scores = field(file, "tokenizer.ggml.tokens"), field(file, "tokenizer.ggml.scores")
@@ -264,9 +275,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="llama.cpp would not give this tokenizer's ids"):
             export_gguf(folder, file)
 
-    def test_bytes_without_a_token(self, folder, file):
-        self.edit(folder / "tokenizer.json", lambda spec: spec["model"]["vocab"].pop("ô"))  # in no merge
-        with pytest.raises(ValueError, match=r"no token for 1 of the bytes.*0xF4"):
+    def test_bytes_without_a_token_that_become_unknown(self, folder, file):
+        def change(spec):
+            spec["model"]["vocab"].pop("ô")  # in no merge
+            spec["model"]["unk_token"] = "!"
+
+        self.edit(folder / "tokenizer.json", change)
+        with pytest.raises(ValueError, match=r"no token for 1 bytes .*0xF4.* writes '!' for them"):
             export_gguf(folder, file)
 
     def test_a_word_start_that_llama_cpp_would_put_elsewhere(self, make_model_folder, file):

@@ -1,13 +1,16 @@
 """Adapters against PEFT's: the same logits and gradients, and each reads what the other wrote."""
 
 import json
+import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from lean_ft import load_model
 from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.peft import apply_lora, load_adapter, save_adapter
+from lean_ft.peft import apply_lora, load_adapter, peft_format, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.peft.conftest import FAMILIES, IDS, loss_of, randomize
 
@@ -181,3 +184,42 @@ def test_pissa_starts_as_peft_does(make_checkpoint, monkeypatch):
             turned = turned if "lora_B" in name else turned[:, None]
             assert (parameter * turned - theirs).norm() <= 0.02 * theirs.norm(), name
             assert (parameter.grad * turned - grad).norm() <= 0.02 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({}, 16),
+        ({"q_proj": 2}, 2),
+        ({"proj": 2}, 16),
+        ({"self_attn.q_proj": 3, "q_proj": 2}, 3),
+        ({"q_proj$": 2, "self_attn.q_proj": 3}, 2),
+        ({"^model.layers.1.self_attn.q_proj": 4}, 4),
+        ({r"^model\.layers\.1\.self_attn\.q_proj$": 4}, 4),
+        ({"^self_attn.q_proj": 4}, 16),
+        ({r".*\.q_proj": 5}, 5),
+    ],
+)
+def test_alpha_patterns_match_as_pefts_do(patterns, expected):
+    layer = "model.layers.1.self_attn.q_proj"
+    matching = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    assert next(matching, 16) == expected
+    config = {"lora_alpha": 16, "alpha_pattern": peft_format._alphas(patterns, Path())}
+    assert peft_format._stored_shape(config, layer, 8).alpha == expected
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [{"(a+)+$|(.*)*(.*)*x": 2}, {"(": 2}, {"q_proj": float("nan")}, {"q_proj": -1}, {"q_proj": True}, [1], "x"],
+)
+def test_other_alpha_patterns_are_refused(patterns):
+    with pytest.raises(ValueError, match="alpha_pattern has"):
+        peft_format._alphas(patterns, Path())
+
+
+def test_thousands_of_alpha_patterns_take_no_time():
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(100) for j in range(100)]
+    config = {"lora_alpha": 16, "alpha_pattern": peft_format._alphas({"^" + re.escape(n): 1 for n in names}, Path())}
+    began = time.process_time()
+    assert all(peft_format._stored_shape(config, name, 8).alpha == 1 for name in names)
+    assert time.process_time() - began < 5

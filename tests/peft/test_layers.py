@@ -163,11 +163,19 @@ def test_checkpointing_changes_no_gradient(checkpointing, keeps, settings, tiny_
 
 
 @pytest.mark.parametrize(
-    ("settings", "checkpointing"), [({"dora": True}, "selective"), ({"quantize": "nf4", "dropout": 0.3}, "full")]
+    ("settings", "checkpointing"),
+    [
+        pytest.param({"dora": True}, "selective", marks=pytest.mark.long),  # tests/memory/test_pairs.py has the like
+        ({"quantize": "nf4", "dropout": 0.3}, "full"),
+    ],
 )
 def test_compiled_gradients_are_the_slope_of_the_loss(settings, checkpointing, tiny_folder):
-    cfg = LoRAConfig(rank=4, **settings)
+    # A difference of two losses (about 2, in float32) over 2e-3 is off by some 1e-4 of a slope of about 1. With adapters on these
+    # two projections the curvature adds less; on queries and keys as well it would bend the loss within a step of 1e-4.
+    step_length = 1e-3
+    cfg = LoRAConfig(rank=4, targets=["v_proj", "down_proj"], **settings)
     model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
+    del model.model.layers[1:]
     apply_lora(model, cfg)
     randomize(model)
     apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=True)
@@ -181,14 +189,14 @@ def test_compiled_gradients_are_the_slope_of_the_loss(settings, checkpointing, t
 
     loss().backward()
     length = math.sqrt(sum(p.grad.square().sum().item() for p in trained))
-    steps = [p.grad / length * 1e-4 for p in trained]
+    steps = [p.grad / length * step_length for p in trained]
     values = []
     for sign in (1, -2):
         with torch.no_grad():
             for parameter, step in zip(trained, steps, strict=True):
                 parameter.add_(step, alpha=sign)
         values.append(loss().item())
-    assert (values[0] - values[1]) / 2e-4 == pytest.approx(length, rel=0.01)
+    assert (values[0] - values[1]) / (2 * step_length) == pytest.approx(length, rel=0.005)
 
 
 def test_a_start_at_zero_leaves_the_model_as_it_was(tiny_folder):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.tokenization_utils_base import generate_merges
@@ -20,6 +20,10 @@ from lean_ft.tokenizers import load_tokenizer
 from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, llama3_control_tokens
 
 MakeFolder = Callable[..., Path]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 WITH_CONTROL = ["<|im_start|>user\nhi <|im_end|>\n", "a<|endoftext|>b <think> c</think>", "x <|im_end|>"]
 
 
@@ -34,6 +38,34 @@ class TestTokenizerJson:
             for skip in (False, True):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
         assert ours.vocab_size == len(theirs)
+
+    @pytest.mark.parametrize("digits", [True, False], ids=["as SmolLM2", "as GPT-2"])
+    def test_a_vocabulary_without_some_bytes_drops_them_as_transformers_does(
+        self, make_folder: MakeFolder, texts, digits
+    ):
+        made = HFTokenizer(models.BPE())
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        steps = [pre_tokenizers.Digits(individual_digits=True), whole]
+        made.pre_tokenizer = pre_tokenizers.Sequence(steps) if digits else whole
+        made.decoder = decoders.ByteLevel()
+        control = ["<|im_start|>", "<|im_end|>"]
+        trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=control, show_progress=False)
+        made.train_from_iterator(["How many? Tom has 48/2 = 24 apples, no more.\nuser assistant"], trainer)
+        folder = make_folder(made, eos_token="<|im_end|>", chat_template=CHATML)
+        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in [*texts, *WITH_CONTROL]:
+            ids = ours.encode(text)
+            assert ids == theirs(text)["input_ids"], text
+            assert ours.decode(ids) == theirs.decode(ids)
+            question = {"role": "user", "content": text}
+            messages = [question, {"role": "assistant", "content": f"Tom has {text.replace('<|', '')} apples"}]
+            ids, mask = ours.render(messages)
+            if "<|" not in text:  # control tokens in a message are text here
+                assert ids == theirs.apply_chat_template(messages)["input_ids"]
+            start, end = mask.index(True), len(mask) - mask[::-1].index(True)
+            assert all(mask[start:end]) and sum(mask) == end - start
+            answer = theirs.decode(ids[start:end])
+            assert answer.startswith("Tom has ") and answer.endswith(" apples<|im_end|>")
 
     def test_ids_equal_transformers_on_a_real_file(self, shared_data: Path, tmp_path: Path, texts):
         shutil.copy(shared_data / "tokenizers" / "bytelevel_bpe_tokenizer.json", tmp_path / "tokenizer.json")
@@ -132,6 +164,31 @@ def both(byte_level, make_folder: MakeFolder):
     """Our tokenizer and transformers', of one folder."""
     folder = make_folder(byte_level, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_names_that_transformers_uses(byte_level, make_folder: MakeFolder):
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{{ '>' if add_generation_prompt }}"
+    )
+    folder = make_folder(byte_level, chat_template=template, **special)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder, padding_side="right")
+    assert len(ours) == len(theirs)
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name) is not None
+    for text in ("One more.", ["One more.", "and 两"], [""]):
+        assert dict(ours(text)) == {name: theirs(text)[name] for name in ("input_ids", "attention_mask")}
+        own, expected = ours(text, return_tensors="pt"), theirs(text, return_tensors="pt", padding=True)
+        assert own.input_ids.tolist() == expected.input_ids.tolist()
+        assert own.attention_mask.tolist() == expected.attention_mask.tolist()
+    with pytest.raises(AttributeError, match="input_ids, attention_mask, and no token_type_ids"):
+        _ = ours("a").token_type_ids
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for asked in (True, False):
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=asked, return_dict=False)
+        assert ours.apply_chat_template(chat, add_generation_prompt=asked) == expected
+        text = theirs.apply_chat_template(chat, add_generation_prompt=asked, tokenize=False)
+        assert ours.apply_chat_template(chat, add_generation_prompt=asked, tokenize=False) == text
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -319,7 +376,7 @@ class TestFolder:
 
     def test_a_broken_config_is_named(self, byte_level, make_folder: MakeFolder):
         folder = make_folder(byte_level, files={"tokenizer_config.json": "{not json"})
-        with pytest.raises(ValueError, match=r"tokenizer_config\.json: not valid JSON"):
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
             load_tokenizer(folder)
         (folder / "tokenizer_config.json").write_text(json.dumps([1]))
         with pytest.raises(ValueError, match="expected a JSON object, found a list"):

@@ -8,7 +8,7 @@ prompts and padding make irrelevant; what the assistant said and the token that 
 import importlib.util
 import re
 from collections.abc import Callable
-from itertools import combinations, groupby
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +109,51 @@ def trained_texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settin
     return [passage.text[start:end] for start, end in passage.trained]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_turns(name: str, folder_of: FolderOf):
-    original, with_tags = folder_of(name, f"{name}_training"), folder_of(f"{name}_training", name)
-    ours, theirs = load_tokenizer(original), AutoTokenizer.from_pretrained(with_tags)
-    ids, mask = ours.render(CHAT)
-    assert ids == AutoTokenizer.from_pretrained(original).apply_chat_template(CHAT, return_dict=False)
+def said(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
 
-    def turns(ids: list[int], mask: list[Any]) -> list[str]:
-        grouped = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
-        return [ours.decode([token_id for token_id, _ in group]).strip() for trained, group in grouped if trained]
 
-    expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    expected_turns = turns(expected["input_ids"], expected["assistant_masks"])
-    answers = [message["content"] for message in CHAT if message["role"] == "assistant"]
-    for turn, expected_turn, answer in zip(turns(ids, mask), expected_turns, answers, strict=True):
-        assert answer in turn
-        assert turn.partition(answer)[2]  # something ends the turn
-        assert expected_turn.endswith(turn)
+SIZE = {"type": "function", "function": {"name": "size", "arguments": {"of": 1}}}
+CALLS = {"tool_calls": [SIZE]}
+ASKED, AGAIN = CHAT[0], CHAT[2]
+CONVERSATIONS = {
+    "plain": CHAT,
+    "reasoning": [ASKED, said("b", thinking="hm"), AGAIN, said("d", thinking="oh")],
+    "two in a row": [ASKED, said("b"), said("b2", thinking="y"), AGAIN, said("d"), said("d2", thinking="w")],
+    "empty": [ASKED, said(""), AGAIN, said("")],
+    "calls": [
+        *(ASKED, said("", thinking="t", **CALLS), RESULT, said("b", thinking="u")),
+        *(AGAIN, said("", thinking="v", **CALLS), RESULT, said("d", thinking="w")),
+    ],
+    "ends with a call": [ASKED, said("z"), AGAIN, said("", thinking="t", **CALLS), RESULT, said("", **CALLS)],
+}
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", [*NAMES, "gptoss", "nemotron_3_super", "phi3_5", "qwen3_8"])
+def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str, folder_of: FolderOf):
+    messages = CONVERSATIONS[conversation]
+    original = folder_of(name, f"{name}_training")
+    ours, theirs = load_tokenizer(original), load_tokenizer(folder_of(f"{name}_training", name))
+    try:
+        passage = ours.passage(messages)
+    except ValueError as error:
+        assert "cannot render these messages" in str(error)  # noqa: PT017 - no calls, or strictly alternating roles
+        return
+    assert ours.tokenize([passage])[0][0].tolist() == AutoTokenizer.from_pretrained(original).apply_chat_template(
+        ours._template(None).with_arguments_as_it_reads_them(messages, None, {}), return_dict=False
+    )
+    expected = theirs.passage(messages)
+    if expected.text != passage.text:
+        pytest.skip("TRL's tagged template writes other text")
+    own, others = [{i for start, end in p.trained for i in range(start, end)} for p in (passage, expected)]
+    assert own <= others
+    # TRL also trains line breaks behind a turn, and in some templates the prompt that opens it. gpt-oss: docs/data.md.
+    only_theirs = "".join(passage.text[i] if i in others - own else "\0" for i in range(len(passage.text)))
+    opening = r"<｜Assistant｜>|<｜tool▁outputs▁end｜>|<\|start\|>assistant|<think>\n?|\s"
+    left = re.sub(opening, "", only_theirs).strip("\0")
+    ended = [i for i, m in enumerate(messages[:-1]) if m["role"] == "assistant" and "tool_calls" not in m]
+    assert re.split("\0+", left) == (["<|end|>"] * len(ended) or [""]) if name == "gptoss" else not left
 
 
 @pytest.mark.parametrize("answers_in_a_row", [1, 2])
@@ -210,33 +237,22 @@ class TestArguments:
             load_tokenizer(folder_of("deepseekv3")).render(messages)
 
 
-class TestGptOss:
-    """Its published template ends an answer with `<|return|>`, and with `<|end|>` once messages follow; it forgets the
-    thoughts before a tool call once there is an answer."""
-
-    CALL = {"type": "function", "function": {"name": "size", "arguments": {"of": 1}}}  # noqa: RUF012
-    CALLED = ' to=functions.size<|channel|>commentary json<|message|>{"of": 1}<|call|>'
-
-    @pytest.mark.parametrize("said", ["It is two.", "", " "])
-    @pytest.mark.parametrize("key", ["content", "thinking"])
-    def test_an_ordinary_chat_trains_its_last_answer(self, said: str, key: str, folder_of: FolderOf):
-        tokenizer = load_tokenizer(folder_of("gptoss"))
-        messages = [CHAT[0], {**CHAT[1], key: said}, *CHAT[2:]]
-        assert trained_texts(tokenizer, messages) == [f"<|channel|>final<|message|>{CHAT[3]['content']}<|return|>"]
-        assert tokenizer.passage(messages).num_rewritten == 1
-        assert trained_texts(tokenizer, messages, train_on="last") == trained_texts(tokenizer, messages)
-        assert trained_texts(tokenizer, messages[:2])[0].endswith(f"{messages[1]['content']}<|return|>")
-
-    @pytest.mark.parametrize(
-        "thought", [{"content": ""}, {"content": "", "thinking": "Hm."}, {"content": "Let me see."}]
-    )
-    def test_calls_and_the_answer_behind_them(self, thought: dict[str, str], folder_of: FolderOf):
-        tokenizer = load_tokenizer(folder_of("gptoss"))
-        call = {"role": "assistant", "tool_calls": [self.CALL], **thought}
-        messages = [CHAT[0], call, {"role": "tool", "content": "7"}, CHAT[1]]
-        answer = f"<|channel|>final<|message|>{CHAT[1]['content']}<|return|>"
-        assert trained_texts(tokenizer, messages) == [self.CALLED, answer]
-        assert trained_texts(tokenizer, [*messages, CHAT[2], CHAT[3]]) == [
-            self.CALLED,
-            f"<|channel|>final<|message|>{CHAT[3]['content']}<|return|>",
-        ]
+def test_gpt_oss(folder_of: FolderOf):
+    """Text of earlier answers is trained, their `<|end|>` is not: `<|return|>` alone stops generation."""
+    tokenizer = load_tokenizer(folder_of("gptoss"))
+    call = ' to=functions.size<|channel|>commentary json<|message|>{"of": 1}<|call|>'
+    thought = "<|channel|>analysis<|message|>%s<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    expected = {
+        "plain": [final + CHAT[1]["content"], f"{final}{CHAT[3]['content']}<|return|>"],
+        "reasoning": [f"{final}b", f"{thought % 'oh'}{final}d<|return|>"],
+        "two in a row": [f"{final}b", f"{final}b2", f"{final}d", f"{thought % 'w'}{final}d2<|return|>"],
+        "empty": [final, f"{final}<|return|>"],
+        "calls": [call, f"{final}b", call, f"{thought % 'w'}{final}d<|return|>"],
+        "ends with a call": [f"{final}z", thought % "t" + call, call],
+    }
+    num_rewritten = {"two in a row": 3}
+    for name, messages in CONVERSATIONS.items():
+        assert trained_texts(tokenizer, messages) == expected[name]
+        assert trained_texts(tokenizer, messages, train_on="last") == expected[name][-1:]
+        assert tokenizer.passage(messages).num_rewritten == num_rewritten.get(name, 1)
