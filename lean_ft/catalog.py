@@ -11,10 +11,8 @@ import os
 import re
 import shutil
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +20,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, create_model
 
+from lean_ft.own_functions import line_in, run_file
 from lean_ft.spelling import did_you_mean
 
 _PACKAGE = Path(__file__).parent
@@ -173,22 +172,15 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
         fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}
         vars(module)["Config"] = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
         return module
-    name = f"recipes.{recipe.stem}"
-    spec = spec_from_file_location(name, recipe)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    # Registered before it runs: pydantic and dataclasses look their module up to resolve annotations.
-    sys.modules[name] = module
     folder = str(recipe.resolve().parent)
     if recipe not in recipes().values() and folder not in sys.path:
         sys.path.append(folder)  # what lies beside a user's recipe can be imported; last, so it hides no library
     try:
-        spec.loader.exec_module(module)
+        module = run_file(recipe, f"recipes.{recipe.stem}")
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
     except Exception as error:
-        raise ValueError(f"{_line_in(recipe, error)}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{line_in(recipe, error)}: {type(error).__name__}: {error}") from error
     config_class, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)) or not callable(main):
         raise ValueError(
@@ -205,9 +197,3 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
 def is_shipped(recipe: ModuleType) -> bool:
     """Whether a loaded recipe is one that comes with lean_ft, and no file of the user's."""
     return Path(recipe.__file__ or "") in recipes().values()
-
-
-def _line_in(recipe: Path, error: BaseException) -> str:
-    """Where in the recipe an error came from, even when it was raised deeper."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(recipe)]
-    return f"{recipe}, line {frames[-1].lineno}" if frames else str(recipe)

@@ -134,7 +134,10 @@ def convert_config(file: Path) -> Preset:
         expected = (
             "expected a configuration of torchtune's that trains, with model, checkpointer, dataset and optimizer"
         )
-        raise ValueError(f"{file}: {expected}. Images and PPO are not converted; `leanft ls` lists recipes.")
+        raise ValueError(
+            f"{file}: {expected}. Images and PPO are not converted; `leanft ls` lists recipes. docs/coming_from_others.md has our "
+            "names for the settings of axolotl, unsloth and LLaMA-Factory, docs/coming_from_trl.md for TRL's."
+        )
     left = _flat(read)
     for key, value in left.items():
         while isinstance(value, str) and (name := re.search(r"\$\{([\w.]+)\}", value)) and name[1] in left:
@@ -257,6 +260,11 @@ def _source(theirs: Values, preset: Preset) -> Values:
     name = _component({"dataset._component_": theirs.pop("_component_", "")}, "dataset")
     if name not in _DATASETS:
         preset.remarks.append(f"dataset: there is no {name} here; give data.source and data.format, see docs/data.md")
+    if name.startswith("alpaca"):
+        preset.remarks.append(
+            f"dataset: {name} writes rows into the Alpaca prompt ('Below is an instruction ...'); here the prompt is the instruction "
+            "and the input alone. docs/coming_from_torchtune.md has a data.format that does the same"
+        )
     found = dict(_DATASETS.get(name, {}))
     columns = dict(found.get("columns", {}))
     for key in [key for key in theirs if key.startswith("column_map.")]:
@@ -309,7 +317,9 @@ def _convert_steps(left: Values, preset: Preset) -> None:
 
 def _tell_what_is_left(left: Values, preset: Preset) -> None:
     if left.pop("shuffle", True) is False:
-        preset.remarks.append("shuffle: rows are shuffled by the seed, always")
+        preset.settings["data.shuffle"] = False
+    if "seed" in left and left["seed"] is None:
+        preset.remarks.append("seed: null is a random one there, and 0 here")
     told = {key: value for key, value in left.items() if value is not None and value is not False}
     needless = [key for key in told if any(fnmatch(key, pattern) for pattern in _NEEDLESS.split())]
     preset.remarks += [

@@ -17,8 +17,11 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.environment import usable_cores
+from lean_ft.redaction import redact
 
 COMMAND_VARIABLE = "LEANFT_COMMAND"  # what started all processes, in the environment of each
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -66,9 +70,10 @@ class Launch:
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
-def launch(plan: Launch, arguments: list[str]) -> None:
+def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
     """Runs `leanft ARGUMENTS` in the processes of the plan, and returns when all are done.
 
+    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed: it takes no other signal, and the others wait for it.
     Raises RefusedByRank or LaunchFailed where one of them failed, SystemExit where they were stopped and have saved, and
     ValueError where machines do not meet.
     """
@@ -103,14 +108,17 @@ def launch(plan: Launch, arguments: list[str]) -> None:
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     previous = signal.signal(signal.SIGUSR1, _ask_first_child_to_save)
+    stopped: set[int] = set()
+    done = threading.Event()
+    threading.Thread(target=_kill_stopped, args=(60 * timeout_minutes, stopped, done), daemon=True).start()
     try:
         launch_agent(config, sys.executable, ["-u", "-m", "lean_ft", *arguments])
-    except SignalException as stopped:
-        raise SystemExit(128 + stopped.sigval) from None
+    except SignalException as signaled:
+        raise SystemExit(128 + signaled.sigval) from None
     except ChildFailedError as failed:
         if not alone:
             time.sleep(2 * LOOK_SECONDS)  # the store may be here, in which other machines look for the reason
-        raise _told_once(failed, plan.max_restarts) from None
+        raise _told_once(failed, plan.max_restarts, stopped) from None
     except RendezvousError as error:
         timed_out = isinstance(error, RendezvousTimeoutError)
         why = f"fewer came within {WAITED}." if timed_out else str(error) or type(error).__name__
@@ -120,6 +128,7 @@ def launch(plan: Launch, arguments: list[str]) -> None:
             "said tells why."
         ) from None
     finally:
+        done.set()
         signal.signal(signal.SIGUSR1, previous)
 
 
@@ -137,10 +146,10 @@ def find_host(host: str, given_as: str) -> None:
 
 def _await_endpoint(plan: Launch) -> None:
     """Returns when the machine where all meet answers, which may start last; torch would give up after one minute."""
-    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+    from lean_ft.torch_private import is_this_machine
 
     host, _, port = plan.endpoint.rpartition(":")
-    if _matches_machine_hostname(host) if plan.is_host is None else plan.is_host:
+    if is_this_machine(host) if plan.is_host is None else plan.is_host:
         return
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
@@ -157,14 +166,34 @@ def _await_endpoint(plan: Launch) -> None:
 
 def _ask_first_child_to_save(number: int, frame: object) -> None:
     """Hands SIGUSR1 on: one rank suffices."""
+    for child in _ranks_here():
+        os.kill(child, signal.SIGUSR1)
+        return
+
+
+def _ranks_here() -> Iterator[int]:
+    """The processes of ranks that this one started."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
             if b"lean_ft" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(int(child), signal.SIGUSR1)
-                return
+                yield int(child)
 
 
-def _told_once(failed: Any, max_restarts: int) -> BaseException:
+def _kill_stopped(seconds: float, killed: set[int], done: threading.Event) -> None:
+    """Kill every rank that is stopped at each look for so long, and note it in `killed`, until `done`. Time in which this
+    process is stopped too, as by Ctrl-Z, does not count."""
+    looks: Counter[int] = Counter()
+    while not done.wait(LOOK_SECONDS):
+        with suppress(OSError):  # one that has ended meanwhile
+            for child in _ranks_here():
+                state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                looks[child] = looks[child] + 1 if state == "T" else 0
+                if looks[child] * LOOK_SECONDS >= seconds:
+                    killed.add(child)
+                    os.kill(child, signal.SIGKILL)
+
+
+def _told_once(failed: Any, max_restarts: int, stopped: Collection[int] = ()) -> BaseException:
     """The error that began it, of all that processes ended with."""
     failures = sorted(failed.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     codes = {failure.exitcode for _, failure in failures}
@@ -183,7 +212,9 @@ def _told_once(failed: Any, max_restarts: int) -> BaseException:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         message = f"was killed by {name}"
-        if failure.exitcode == -signal.SIGKILL:
+        if failure.pid in stopped:
+            message = "was stopped, as by SIGSTOP, until the others' time to wait was over"
+        elif failure.exitcode == -signal.SIGKILL:
             message += ", as the system does when memory is full"
     elif not told or message == "<NONE>":
         message = f"ended with exit code {failure.exitcode}"
@@ -205,7 +236,7 @@ def leave_word(message: str, exit_code: int) -> bool:
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         message = _tell_other_machines(message, lost_peer)
     word = {
-        "message": message,
+        "message": redact(message),
         # The agent tells the earliest failure as the cause. Who lost a peer may say so before the agent has seen that one die.
         "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,

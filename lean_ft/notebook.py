@@ -1,31 +1,32 @@
-"""lean_ft from Python, a notebook say: what `leanft run` does, as a call.
+"""lean_ft from Python, such as a notebook: what `leanft run` does, as a call.
 
-Settings are those of the command line, groups of them as dicts; they go the same way, so that the same ones are refused
-with the same words. What Python can say and a command line cannot is rows of data that lie in memory: they become a
-file in the cache, named by its content, and from there on are data like any other.
+Settings are those of the command line, with groups as dicts. They take the same way, so the same settings are refused
+with the same messages. Rows in memory become a file in the cache, named by its content, and from there on are data like
+any other.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from pydantic import BaseModel
 
 from lean_ft import catalog
 from lean_ft.before_torch import prepare_torch
 from lean_ft.strict_yaml import to_yaml
-from lean_ft.whole_files import write_whole
 
 
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Path | None:
     """Runs a recipe, given by name or path, with the settings of a preset and of one's own; returns its `output_dir`.
 
     A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`; dotted keys do as
-    well (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source` may be a
-    list of rows, each a dict; a dict with `path` is a source and no row. Raises ValueError where a setting is wrong, and
+    well (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source` may be rows
+    in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame; a dict with `path` is a source and
+    not a row. Raises ValueError where a setting is wrong, and
     what the recipe raises; a run that is stopped by a signal ends in SystemExit, as everything is saved.
     """
     from lean_ft.cli.arguments import load_run
@@ -33,7 +34,7 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 
     prepare_torch()
     name, preset = (None if one is None else str(one) for one in (recipe, config))
-    module, cfg = load_run(name, preset, list(_overrides(settings)))
+    module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="")
     run_recipe(module, cfg)
     return getattr(cfg, "output_dir", None)
 
@@ -44,38 +45,76 @@ def load_recipe(name_or_path: str | Path) -> ModuleType:
     return catalog.load_recipe(catalog.find_recipe(str(name_or_path)))
 
 
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl: one dict for each optimizer step and each evaluation, in order.
+
+    Lines of evaluations have `eval_loss` and no `loss`. `pandas.DataFrame(read_metrics(run))` is a table of them. Raises
+    ValueError if the directory is no run or has no line yet.
+    """
+    from lean_ft.training.curves import read_curves
+
+    return read_curves([Path(run)])[0].rows
+
+
+def plot(runs: str | Path | Sequence[str | Path]) -> Any:
+    """Draw the curves of a run, or of several in one picture, as `leanft plot` does; returns a matplotlib figure.
+
+    A notebook shows the figure; `plot(...).savefig("curves.png")` writes a file. Raises ValueError if a directory is no run
+    or matplotlib is missing.
+    """
+    from lean_ft.training.curves import figure_of
+
+    return figure_of([Path(one) for one in ([runs] if isinstance(runs, str | Path) else runs)])
+
+
 def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """`key=value` for every setting, as the command line has them."""
     for name, value in settings.items():
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_unset=True)
-        if name.rpartition(".")[2] in ("source", "validation_source") and _are_rows(value):
-            value = _write_rows(value, f"{prefix}{name}")
+        if (
+            name.rpartition(".")[2] in ("source", "validation_source")
+            and (rows := _rows(value, prefix + name)) is not None
+        ):
+            value = _write_rows(rows, f"{prefix}{name}")
         if isinstance(value, Mapping) and value:
             yield from _overrides(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=str)), flow=True)}"
 
 
-def _are_rows(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return isinstance(value, Sequence) and all(
-        isinstance(row, Mapping) and "path" not in row for row in value[:1] or [0]
-    )
+def _rows(value: Any, key: str) -> Iterable[Any] | None:
+    """The rows in memory that a value of `key` holds; None for paths and sources."""
+    if hasattr(value, "iterrows"):  # a pandas.DataFrame
+        return value.to_dict("records")
+    if isinstance(value, Mapping) and value and all(hasattr(one, "features") for one in value.values()):
+        raise ValueError(f"{key} is a DatasetDict; expected one of its splits: {', '.join(map(repr, value))}.")
+    if isinstance(value, str | Path | Mapping) or not isinstance(value, Iterable):
+        return None
+    if isinstance(value, list | tuple):
+        return value if all(isinstance(row, Mapping) and "path" not in row for row in value[:1] or [0]) else None
+    return value  # a datasets.Dataset, a generator
 
 
-def _write_rows(rows: Sequence[Mapping[str, Any]], key: str) -> Path:
-    """A JSONL file of rows in the cache. Raises ValueError for a row that is no JSON."""
+def _write_rows(rows: Iterable[Any], key: str) -> Path:
+    """Write rows to a JSONL file in the cache, named by its content. Raises ValueError for a row that is not JSON."""
+    from lean_ft.data.arrow_rows import as_json
     from lean_ft.data.cache import cache_folder  # here, as it brings numpy
 
+    folder, digest = cache_folder(None) / "rows", hashlib.blake2b(digest_size=16)
+    convert = as_json if hasattr(rows, "features") else dict  # a datasets.Dataset has dates, and nulls of other rows
+    temporary = folder / f".rows.tmp-{threading.get_native_id()}"
+    folder.mkdir(exist_ok=True)
     try:
-        content = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+        with temporary.open("wb") as file:
+            for row in rows:
+                line = json.dumps(convert(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+                file.write(line)
+                digest.update(line)
+        return temporary.replace(folder / f"{digest.hexdigest()}.jsonl")
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{key}: a row holds what JSON cannot: {error}. Expected text, numbers, lists and dicts."
+            f"{key}: a row holds what JSON cannot: {error}. Expected dicts of text, numbers, lists and dicts."
         ) from None
-    file = cache_folder(None) / "rows" / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.jsonl"
-    if not file.is_file():
-        file.parent.mkdir(exist_ok=True)
-        with write_whole(file) as temporary:
-            temporary.write_bytes(content)
-    return file
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -30,21 +30,25 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
 
 COMMAND_LINE = "command line"
+MAX_PROBLEMS = 20  # that one message lists
 RECIPE = "recipe"  # what a preset may say beside settings
 
 
-def load_config(config_class: type[ConfigT], preset: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
-    """Reads a preset (a YAML file, or None), applies `key=value` overrides in order, and validates the result.
+def load_config(
+    config_class: type[ConfigT], preset: Path | None, overrides: Sequence[str] = (), given_by: str = COMMAND_LINE
+) -> ConfigT:
+    """Read a preset (a YAML file, or None), apply `key=value` overrides in order, and validate the result.
 
-    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). Of two values for one key the last
-    wins. A group's default instance holds for the keys of it that nobody gives. An item of a list in an override may
-    begin with `*` and hold brackets, in pairs: `lora.targets=[model.layers.[0-3].*]`.
+    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. A group's
+    default instance supplies the keys that are not given. A single value for a list is a list of one (`freeze=mlp`). An
+    item of a list in an override may begin with `*` and hold paired brackets: `lora.targets=[model.layers.[0-3].*]`.
+    Messages name `given_by` as the place of an override; "" leaves the place out.
 
     Raises ValueError with every problem in one message: unknown keys with the nearest valid one, values of the
     wrong type with what was expected, and the required settings that are missing. A preset that cannot be opened
     raises its OSError.
     """
-    reader = _Reader(config_class)
+    reader = _Reader(config_class, given_by)
     if preset is not None:
         reader.read_preset(preset)
     for override in overrides:
@@ -130,17 +134,25 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
     return [setting for setting in _settings(config_class).values() if setting.group is None]
 
 
-def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
-    """Every setting as YAML to cut a preset from: its meaning above it, its type behind it. A group that is off by
-    default stands in comments."""
-    lines: list[str] = []
+def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequence[str] = ()) -> str:
+    """Every setting as YAML to cut a preset from, with its meaning above it and its type after it. A group that is off by
+    default is in comments. `only` keeps these settings and groups.
+
+    Raises ValueError with the nearest name for one in `only` that does not exist.
+    """
+    settings, lines = _settings(config_class), list[str]()
+    for name in only:
+        if name not in settings:
+            raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
     off = ""  # the group that the settings are in, if it is off
-    for setting in _settings(config_class).values():
+    for setting in settings.values():
+        if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
+            continue
         *groups, name = setting.key.split(".")
         if lines and not groups:
             lines.append("")
         is_off = setting.group is not None and setting.default is None and not setting.required
-        off = off if off and setting.key.startswith(f"{off}.") else setting.key if is_off else ""
+        off = off if off and _is_in(setting.key, off) else setting.key if is_off else ""
         indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
         comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
@@ -153,6 +165,17 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100) -> str:
         else:
             lines.append(f"{indent}{name}: {to_yaml(setting.default, flow=True)}  # {setting.type}")
     return "\n".join(lines) + "\n"
+
+
+def one_line_each(config_class: type[BaseModel]) -> str:
+    """Every setting as `key=default`, or `key=...` where it is required, with its type in words."""
+    found = [(s.key, "..." if s.required else to_yaml(s.default, flow=True), s.type) for s in describe(config_class)]
+    return "".join(f"  {f'{key}={default}':<44} {kind_of}\n" for key, default, kind_of in found)
+
+
+def _is_in(key: str, group: str) -> bool:
+    """Whether a key is in a group, or is it."""
+    return f"{key}.".startswith(f"{group}.")
 
 
 @cache
@@ -172,7 +195,7 @@ def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
             key, group = f"{prefix}{name}", next((m for m in _members(schema) if "properties" in m), None)
             default = instance.get(name, schema.get("default"))
             required = name not in instance and "default" not in schema and (is_required or group is None)
-            meaning = group.get("description", "").partition("\n")[0] if group else schema.get("description", "")
+            meaning = (group or schema).get("description", "").partition("\n\n")[0]
             words = "" if group else _type_text(schema)
             settings[key] = Setting(key, words, required, default, meaning, schema, group)
             if group:
@@ -226,7 +249,8 @@ def _type_text(schema: Schema) -> str:
         return f"{{{', '.join(schema['properties'])}}}"
     if kind_of == "object":
         return f"mapping of text to {_type_text(_entry(schema))}"
-    text = "path" if schema.get("format") == "path" else _WORDS.get(kind_of, kind_of)
+    formats = {"path": "path", "function": "FILE.py:FUNCTION"}
+    text = formats.get(schema.get("format", ""), _WORDS.get(kind_of, kind_of))
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
     return f"{text} {' and '.join(bounds)}".rstrip()
 
@@ -237,8 +261,8 @@ def _type_text(schema: Schema) -> str:
 class _Reader:
     """Gathers what a preset and overrides give, and everything that is wrong with it."""
 
-    def __init__(self, config_class: type[BaseModel]) -> None:
-        self.config_class = config_class
+    def __init__(self, config_class: type[BaseModel], given_by: str = COMMAND_LINE) -> None:
+        self.config_class, self.given_by = config_class, given_by
         self.settings = _settings(config_class)
         self.values: dict[str, Any] = {}
         self.given: dict[str, tuple[Any, str]] = {}  # key -> a value and where it came from
@@ -274,19 +298,19 @@ class _Reader:
             if setting and mapping and entry:  # one entry is set, the others stay
                 before, _ = self.given.get(owner, (setting.default, ""))
                 value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
-                self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, COMMAND_LINE)
+                self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
                 value = _override_value(text, setting.schema) if setting and not entry else None
-                self._take(key, value, lambda _: COMMAND_LINE)
+                self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # not valid YAML
-            self.problems.append(f"{override} ({COMMAND_LINE}): {error}")
+            self.problems.append(f"{_at(override, self.given_by)}: {error}")
 
     def _take(self, key: str, value: Any, where: Callable[[str], str]) -> None:
         setting = self.settings.get(key)
         is_null = isinstance(value, Plain) and value.value() is None
         if setting is None:
             hint = self._nearest(key) or " `leanft cat RECIPE` lists them."
-            self.problems.append(f"{key} ({where(key)}): no such setting.{hint}")
+            self.problems.append(f"{_at(key, where(key))}: no such setting.{hint}")
         elif setting.group is None or (is_null and _member(setting.schema, "null")):
             self._give(key, _read(value, setting.schema), where(key))
         elif isinstance(value, dict):
@@ -297,7 +321,7 @@ class _Reader:
         elif not is_null:  # a group with nothing under it sets nothing
             example = f"{key}.{next(iter(setting.group['properties']))}"
             self.problems.append(
-                f"{key} ({where(key)}): expected its settings one by one, such as {example}, came {kind(value)}"
+                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, came {kind(value)}"
             )
 
     def _give(self, key: str, value: Any, where: str) -> None:
@@ -321,6 +345,8 @@ class _Reader:
         return next((key for key in keys if key in self.settings), "")
 
     def _nearest(self, key: str) -> str:
+        if len(self.problems) >= MAX_PROBLEMS:  # not shown, and a search takes milliseconds
+            return ""
         return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
 
     def config(self) -> Any:
@@ -336,6 +362,9 @@ class _Reader:
             blocks.append(f"{what}:{rows}\n  {how} in a preset, or as {example}")
         if len(blocks) == 1:
             raise ValueError(blocks[0])
+        left_out = len(blocks) - MAX_PROBLEMS
+        if left_out > 0:
+            blocks[MAX_PROBLEMS:] = [f"and {left_out:,} more"]
         if blocks:
             bullets = "\n".join("- " + textwrap.indent(block, "  ").strip() for block in blocks)
             raise ValueError(f"{len(self.problems) + len(missing)} problems in the settings:\n{bullets}")
@@ -354,8 +383,8 @@ class _Reader:
         for key, detail in first_details.items():
             setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
             came, where = self.given.get(key, (setting and setting.default, ""))
-            place = f"{key} ({where})" if where else key
-            if setting and detail["type"] == "missing" and not where:
+            place = _at(key, where)
+            if setting and detail["type"] == "missing" and key not in self.given:
                 missing.append(setting)
             elif setting is None or setting.group or reason is not None:  # a validator of the recipe's own
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
@@ -388,14 +417,29 @@ def _override_value(text: str, schema: Schema) -> Any:
     is_container = text[:1] in ("[", "{") and _member(schema, "array", "object")
     if _takes_only_text(schema) and not is_quoted and not is_container:
         return Plain(text)
+    if text and not is_container and (items := _items_of_list(schema)) and _takes_only_text(items):
+        if "," in text and not is_quoted:
+            raise ValueError(f"write several values in brackets: [{text}]")
+        text = text if is_quoted or Plain(text).value() is None else to_yaml(text, flow=True)
     if is_container:
         text = _WILDCARDS.sub(lambda item: to_yaml([item[1].rstrip()], flow=True)[1:-1] if item[1] else item[0], text)
     value, _ = parse_yaml(text)
     return Plain() if value is None else value
 
 
+def _items_of_list(schema: Schema) -> Schema | None:
+    """What a list holds, where only a list fits and it may have any number of items."""
+    array = _member(schema, "array")
+    only = {member.get("type") for member in _members(schema)} <= {"array", "null"}
+    return array.get("items") if array and only and "prefixItems" not in array else None
+
+
 def _read(value: Any, schema: Schema) -> Any:
-    """The JSON value of a parsed one; scalars stay text where only text fits `schema`."""
+    """The JSON value of a parsed one; scalars stay text where only text fits `schema`, and a single value for a list
+    becomes a list of one."""
+    if isinstance(value, str | int | float) and _items_of_list(schema):
+        is_null = isinstance(value, Plain) and value.value() is None
+        value = value if is_null else [value]
     if isinstance(value, list):
         array = _member(schema, "array") or {}
         kinds = array.get("prefixItems") or [array.get("items", {})]
@@ -406,6 +450,11 @@ def _read(value: Any, schema: Schema) -> Any:
         return {name: _read(inner, kinds.get(name, other)) for name, inner in value.items()}
     stands_for = value.value() if isinstance(value, Plain) else value
     return str(value) if stands_for is not None and _takes_only_text(schema) else stands_for
+
+
+def _at(what: str, where: str) -> str:
+    """`optimizer.lr (command line)`; what came from Python has no place."""
+    return f"{what} ({where})" if where else what
 
 
 def _shown(value: Any) -> str:

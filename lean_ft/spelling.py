@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from itertools import islice
 
+MAX_NAMES, MAX_CHARACTERS = 2000, 300  # that are compared: a comparison takes up to a millisecond
 # What TRL and transformers, axolotl, LLaMA-Factory and torchtune call a setting -> what it is called here.
 ELSEWHERE = {
     theirs: ours
@@ -17,6 +19,7 @@ ELSEWHERE = {
         "data.train_on": "train_on_input train_on_inputs completion_only_loss assistant_only_loss",
         "data.columns": "dataset_text_field column_map",
         "data.system": "system_prompt default_system new_system_prompt",
+        "data.shuffle": "shuffle_dataset train_sampling_strategy sequential_sampling",
         "data.num_processes": "dataset_num_proc dataset_processes preprocessing_num_workers",
         "optimizer.lr": "learning_rate",
         "optimizer.name": "optim optimizer_type",
@@ -69,6 +72,10 @@ ELSEWHERE = {
         "generation.max_new_tokens": "max_completion_length max_response_length",
         "generation.passes": "num_iterations ppo_epochs num_ppo_epochs",
         "generation.steps_per_round": "steps_per_generation",
+        # roles
+        "user": "human",
+        "assistant": "gpt chatgpt bot ai",
+        "tool": "function observation ipython",
         # and losses
         "sigmoid": "dpo",
         "sppo": "sppo_hard",
@@ -84,7 +91,9 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
     is close to it.
     """
     word = word.lower()
-    valid = list(valid)
+    valid = list(islice(valid, MAX_NAMES))
+    if len(word) > MAX_CHARACTERS:
+        return None
     if (ours := ELSEWHERE.get(word.rpartition(".")[2])) in valid:
         return ours
 

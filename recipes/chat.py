@@ -1,8 +1,8 @@
 """A conversation in the terminal with whatever training left: a run, a checkpoint, an adapter, any model with a chat template.
 
-leanft run chat model.path=runs/tiny
-leanft run chat adapter=runs/tiny_lora system="Answer in one word." temperature=0.7
-leanft run chat model.path=runs/tiny < questions.txt       # a line each; only answers are printed
+leanft chat runs/tiny
+leanft chat runs/tiny_lora system="Answer in one word." temperature=0.7
+leanft chat runs/tiny < questions.txt       # a line each; only answers are printed
 
 Ctrl-C stops an answer, /help lists what else there is.
 """

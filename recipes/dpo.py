@@ -2,6 +2,7 @@
 
 leanft run dpo --config tiny/dpo
 leanft run dpo --config tiny/dpo loss.name=simpo output_dir=runs/simpo   # docs/preferences.md has the losses
+leanft run dpo --config tiny/dpo loss.name=my_loss.py:fn output_dir=runs/mine   # def fn(pairs, beta): a loss for each pair
 leanft run --nproc-per-node 2 dpo --config tiny/dpo gradient_accumulation_steps=2   # FSDP, DDP: `parallel.*`
 leanft cp  dpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/dpo
 

@@ -1,15 +1,15 @@
 """Evaluates a model: tasks of lm-evaluation-harness (the extra `eval`), or questions of a file, right to the letter.
 
-leanft run evaluate model.path=runs/tiny data.source=tiny/validation.jsonl
-leanft run evaluate model.path=runs/tiny tasks=[arc_easy,gsm8k] limit=100
-leanft run evaluate adapter=runs/tiny_lora tasks=[my_task.yaml]       # a task file of your own: no network
+leanft evaluate runs/tiny data.source=tiny/validation.jsonl
+leanft evaluate runs/tiny tasks=[arc_easy,gsm8k] limit=100
+leanft evaluate runs/tiny_lora tasks=[my_task.yaml]       # a task file of your own: no network
 
 What comes out goes into evaluation.json in the run, beside what is there of other steps, or into `output`.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -18,13 +18,13 @@ from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.log import say
 from lean_ft.models import Decoder
-from lean_ft.settings import AskedModelConfig, Settings, SFTDataConfig
+from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run_directory import METRICS_FILE
 from lean_ft.units import number
-from lean_ft.whole_files import write_whole
+from lean_ft.whole_files import read_json, write_whole
 
 
 class Config(Settings):
@@ -49,7 +49,7 @@ class Config(Settings):
     )
     output: Path | None = Field(None, description="A JSON file for the results; null: evaluation.json in the run.")
     seed: NonNegativeInt = Field(0, description="Seeds the drawing of tasks that draw.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    device: Device = "auto"
 
 
 def main(cfg: Config) -> None:
@@ -89,8 +89,8 @@ def write(cfg: Config, results: dict[str, Any]) -> None:
     if file is None:
         say("results", "printed alone, as this is no run; output=FILE keeps them")
         return
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    kept[folder.name] = kept.get(folder.name, {}) | results
+    kept = read_json(file)
+    kept[folder.name] = {**kept.get(folder.name, {}), **results}
     with write_whole(file) as part:
         part.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     say("results", str(file))

@@ -1,9 +1,9 @@
 """Generates text with whatever training left: a run, a checkpoint, an adapter, any Hugging Face model, or `tiny`.
 
-leanft run generate model.path=runs/tiny prompt="What is the capital of Zanemar?"
-leanft run generate model.path=tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
-leanft run generate adapter=runs/tiny_lora prompt="What is the capital of Zanemar?"
-leanft run generate model.path=runs/tiny prompts_file=questions.jsonl output=answers.jsonl batch_size=8
+leanft generate runs/tiny prompt="What is the capital of Zanemar?"
+leanft generate tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
+leanft generate runs/tiny_lora prompt="What is the capital of Zanemar?"
+leanft generate runs/tiny prompts_file=questions.jsonl output=answers.jsonl batch_size=8
 """
 
 import json

@@ -2,6 +2,7 @@
 
 leanft run grpo --config tiny/grpo
 leanft run grpo --config tiny/grpo loss.name=gspo output_dir=runs/gspo        # docs/online.md has the losses
+leanft run grpo --config tiny/grpo loss.name=my_loss.py:fn output_dir=runs/mine    # def fn(answers): a loss for each token
 leanft run grpo --config tiny/grpo rewards='[my_rewards.py:right]'            # a function of your own
 leanft run --nproc-per-node 2 grpo --config tiny/grpo gradient_accumulation_steps=2    # and `parallel.*`
 leanft cp  grpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/grpo

@@ -1,7 +1,7 @@
 """Quantises a model by torchao: writes a folder that transformers opens, and tells the held-out loss before and after.
 
-leanft run quantize model.path=runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
-leanft run quantize model.path=runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
+leanft quantize runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
+leanft quantize runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
 
 An adapter, or a run that trained one, is merged into its model first. To train for it: quantize.train of `finetune`.
 """

@@ -1,5 +1,6 @@
-"""What every test gets: one thread, a reason where there is no GPU, and the real data where it is at hand."""
+"""What every test gets: one thread, an empty current directory, a skip without a GPU, and the real data if it is there."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -7,6 +8,10 @@ from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Those processes import this checkout from any folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import pytest
 
@@ -23,6 +28,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempts what the imports made, millions of objects, from all later garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current directory of every test: a new one, so that nothing depends on where pytest starts or on earlier runs."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _current_directory_stays_empty(empty_folder: Path) -> Iterator[None]:
+    """A test that writes to the current directory does so in a folder of its own, by `monkeypatch.chdir(tmp_path)`."""
+    yield
+    left = os.listdir(empty_folder)
+    assert not left, f"written to the current directory, where later tests would find it: {left}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,9 +17,11 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from benchmarks.shapes import write_model_folder
 from lean_ft import catalog
@@ -39,7 +41,7 @@ LONG = (
 )  # whose commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # by a command before
 NO_SETTING = {"shell=True"}  # of Python
-PLACEHOLDERS = {"N": "4", "FOLDER": "folder"}
+PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
 
 def settings_in(text: str) -> list[str]:
@@ -67,7 +69,10 @@ def config_classes() -> list[type]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, document):
+def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # with the files of one's own that documents name
+    (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
+    (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     for setting in settings_in(document.read_text()):
         refusals = [refusal(config_class, setting) for config_class in config_classes]
         assert "" in refusals, refusals
@@ -79,11 +84,11 @@ def names_in_tables(document: Path) -> Iterator[tuple[list[str], list[str]]]:
         yield re.findall(r"`([\w.]+)`", theirs), re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)
 
 
-@pytest.mark.parametrize("name", ["coming_from_torchtune.md", "coming_from_trl.md"])
+@pytest.mark.parametrize("name", ["coming_from_torchtune.md", "coming_from_trl.md", "coming_from_others.md"])
 def test_what_others_call_otherwise_is_there(config_classes, name):
     known = {setting.key for config_class in config_classes for setting in describe(config_class)}
     known |= {key.rpartition(".")[0] for key in known} | catalog.recipes().keys() | catalog.aliases().keys()
-    words = {"kd_ratio", "data.columns.text"}
+    words = {"kd_ratio", "data.columns.text", "data.columns.messages", "text"}
     rows = list(names_in_tables(ROOT / "docs" / name))
     assert len(rows) > 30
     for _, ours in rows:
@@ -97,8 +102,35 @@ def test_trl_calls_it_so():
     configs = [getattr(trl, name) for name in dir(trl) if name.endswith("Config")]
     known = {field.name for config in configs for field in dataclasses.fields(config)} | {"dataset_name"}
     known |= {field.name for field in dataclasses.fields(trl.ScriptArguments)} | set(dir(trl))
+    known |= inspect.signature(trl.SFTTrainer.__init__).parameters.keys()
     for theirs, _ in names_in_tables(ROOT / "docs" / "coming_from_trl.md"):
-        assert set(theirs) <= known, theirs
+        assert {name.rpartition(".")[2] for name in theirs} <= known, theirs
+
+
+@pytest.mark.long
+def test_defaults_are_those_of_both_sides():
+    import trl
+
+    def is_(default: Any, cell: str) -> bool:  # the cell begins with the default, and may explain it behind a comma
+        cell, default = re.split(r"[,;] ", cell)[0], getattr(default, "value", default)
+        numeric = isinstance(default, int | float) and not isinstance(default, bool)
+        return float(cell) == default if numeric else yaml.safe_load(cell) == default
+
+    table = re.findall(
+        r"^\| `(?:(\w+)\.)?(\w+)` \| (.*?) \| (?:`(\w+)`: )?`([\w.]+)` \| (.*?) \|$",
+        (ROOT / "docs" / "coming_from_trl.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(table) > 20
+    for owner, theirs, their_default, recipe, ours, our_default in table:
+        config = (
+            trl.ModelConfig if theirs == "dtype" or theirs.startswith("lora") else getattr(trl, owner or "SFTConfig")
+        )
+        field = {field.name: field for field in dataclasses.fields(config)}[theirs]
+        assert is_(field.default, their_default), theirs
+        settings = describe(catalog.load_recipe(catalog.find_recipe(recipe or "finetune")).Config)
+        [default] = [setting.default for setting in settings if setting.key == ours]
+        assert is_(default, our_default), ours
 
 
 def test_settings_are_found_and_wrong_ones_refused(config_classes):
@@ -119,7 +151,8 @@ SUBSTITUTES = [
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
         "so it takes seconds",
     ),
-    (r"^(leanft run generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
+    (r"^(leanft run \S*finetune\S* .*)", r"\1 batch_size=2", "so it takes seconds"),
+    (r"^(leanft generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
     (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds: longer rows have a dash"),
     (r",another\]", r",runs/lora]", "a second adapter; the same one twice adds up as well"),
     (r"^leanft env --check", "leanft env", "it takes minutes; tests/cli/test_env_verb.py has its own"),
@@ -129,7 +162,8 @@ NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
-    "leanft run chat ": "a conversation; tests/recipes/test_chat.py has one",
+    "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
+    "leanft chat ": "a conversation; tests/recipes/test_chat.py has one",
     "leanft push ": "goes to the hub; tests/cli/test_push_verb.py has one on loopback",
     "leanft serve ": "goes on until Ctrl-C; tests/generation/test_server.py asks it",
     "leanft run --nproc-per-node ": "starts processes; tests/distributed does",
@@ -149,7 +183,11 @@ def commands_in(text: str) -> Iterator[Command]:
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         block = re.sub(r" *\\\n +", " ", block)
         if language == "bash":
-            yield from (Command(re.sub(r"\s+# .*", "", line), []) for line in block.splitlines())
+            while loop := re.search(r"^ *for (\w+) in (.*); do\n((?:(?! *for ).*\n)*?) *done\n", block, re.MULTILINE):
+                name, values, body = loop.groups()
+                turns = "".join(body.replace(f"${name}", value) for value in values.split())
+                block = block[: loop.start()] + turns + block[loop.end() :]
+            yield from (Command(re.sub(r"\s+# .*", "", line.strip()), []) for line in block.splitlines())
         elif block.startswith("$ "):
             line, *output = block.splitlines()
             yield Command(line.removeprefix("$ "), output)
@@ -265,20 +303,20 @@ def test_a_document_names_only_what_is_there(document):
     text, leanft = document.read_text(), typer.main.get_command(app)
     commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
-    options |= {option for parameter in leanft.params for option in parameter.opts}
+    options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
     for option in set(
         re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard) .*", "", text))
     ):
         parameter = option.removeprefix("--").replace("-", "_")  # of which typer makes the option
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
-    for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE)):
-        assert verb in commands, verb
+    for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
+        assert verb in commands or verb in catalog.recipes(), verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"lean-ft\[(\w+)\]", text)) <= extras.keys()
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
-    for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.]*)", text):
+    for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.+-]*)", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (document.parent / name).exists(), name

@@ -191,6 +191,23 @@ CASES = {
         {"profile": True, "profile_steps": [5, 3, 2], "log": {"to": ["tensorboard"]}, "device": "cpu"},
         "",
     ),
+    "held_out": (
+        "dataset: {_component_: torchtune.datasets.alpaca_dataset, source: json, data_files: a.json, split: 'train[:95%]'}\n"
+        "dataset_val: {_component_: torchtune.datasets.alpaca_dataset, source: json, data_files: a.json, split: 'train[95%:]'}\n"
+        "seed: null",
+        {
+            "data": {
+                "source": "a.json",
+                "format": "alpaca",
+                "split": "train[:95%]",
+                "train_on": "all",
+                "validation_source": [{"path": "a.json", "format": "alpaca", "split": "train[95%:]"}],
+                "max_length": 512,
+            },
+            "seed": None,
+        },
+        "alpaca_dataset writes rows into the Alpaca prompt|seed: null is a random one there",
+    ),
     "unknown": (
         "optimizer: {_component_: torch.optim.Rprop, lr: 1.0, etas: [0.5, 1.2]}\nloss: {_component_: mine.Loss}\n"
         "lr_scheduler: {_component_: mine.schedule}\nmy_key: {a: [1]}\nmetric_logger: {_component_: x.CometLogger}\n"
@@ -198,9 +215,9 @@ CASES = {
         {
             "optimizer": {"lr": 1.0, "weight_decay": 0.01, "in_backward": True},
             "schedule": None,
-            "data": {"source": "", "max_length": 512},
+            "data": {"source": "", "max_length": 512, "shuffle": False},
         },
-        "no torch.optim.Rprop here|optimizer.etas: [0.5, 1.2]|no Loss here|no schedule|my_key.a: [1]|no CometLogger|no data here|shuffle",
+        "no torch.optim.Rprop here|optimizer.etas: [0.5, 1.2]|no Loss here|no schedule|my_key.a: [1]|no CometLogger|no data here",
     ),
 }
 

@@ -25,8 +25,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the blocks of the page ran, in a process of their own and without the command line."""
     folder = tmp_path_factory.mktemp("notebook")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 5
-    blocks.append("json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape}, open('out.json', 'w'))\n")
+    assert len(blocks) == 7
+    blocks.append(
+        "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses}, open('out.json', 'w'))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", "import json\n" + "\n".join(blocks)],
         cwd=folder,
@@ -42,12 +44,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_page_says_is_so(workplace: Path) -> None:
     said = (workplace / "stdout").read_text()
     assert "['It has 5.', 'It has 3.']" in said
-    assert "optimizer.rl (command line): no such setting. Did you mean 'optimizer.lr'?" in said
+    assert "optimizer.rl: no such setting. Did you mean 'optimizer.lr'?" in said
     assert "It has 7.<|end|>" in said
     out = json.loads((workplace / "out.json").read_text())
     assert out["answers"][1:] == ["It has 7."] * 2
     assert len(out["drawn"]) == 1
     assert out["shape"][0] == 1 and len(out["shape"]) == 3
+    assert [line["step"] for line in out["losses"]] == list(range(1, 61))
+    assert (workplace / "letters.png").read_bytes().startswith(b"\x89PNG")
     for folder in ("runs/letters/step_00000060", "runs/loop/step_00000002", "mine"):
         assert (workplace / folder / "tokenizer.json").is_file()
     assert not (workplace / "runs" / "x").exists()
@@ -59,6 +63,20 @@ def test_rows_are_a_file_that_another_start_finds_again(workplace: Path) -> None
     assert [json.loads(line) for line in file.read_text().splitlines()][1]["completion"] == "It has 5."
     (again,) = _overrides({"data": {"source": [json.loads(line) for line in file.read_text().splitlines()]}})
     assert again == f"data.source={file}"
+
+
+def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    rows = [{"prompt": f"{i}?", "completion": "é"} for i in range(3)]
+    kinds = [rows, tuple(rows), iter(rows), (row for row in rows), pandas.DataFrame(rows)]
+    kinds += [datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).to_iterable_dataset()]
+    given = [next(_overrides({"data": {"source": kind}})) for kind in kinds]
+    given += [next(_overrides({"data.validation_source": rows})).replace("validation_", "")]
+    assert len({*given}) == 1
+    assert [json.loads(line) for line in Path(given[0].removeprefix("data.source=")).read_text().splitlines()] == rows
+    assert next(_overrides({"data": {"source": iter(rows[:2])}})) != given[0]
+    with pytest.raises(ValueError, match=r"data.source is a DatasetDict; expected one of its splits: 'train'"):
+        list(_overrides({"data": {"source": datasets.DatasetDict(train=kinds[5])}}))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +107,8 @@ def test_settings_arrive_as_they_were_given(settings: dict, expected: dict) -> N
         ({"data": {"source": [{"text": {1, 2}}]}}, "data.source: a row holds what JSON cannot"),
         ({"data.source": [{"text": float("nan")}]}, "data.source: a row holds what JSON cannot"),
         ({"data": {"source": []}}, "data.source is an empty list"),
-        ({"data": {"source": [{"path": "x", "wieght": 2}]}}, "data.source .*"),
-        ({"batch_size": "3"}, "batch_size .*expected whole number > 0.*, came '3'"),
+        ({"data": {"source": [{"path": "x", "wieght": 2}]}}, "data.source: expected text or list"),
+        ({"batch_size": "3"}, "batch_size: expected whole number > 0, came '3'"),
     ],
 )
 def test_what_cannot_be_is_one_message(settings: dict, message: str, tmp_path: Path) -> None:
@@ -104,11 +122,13 @@ def test_what_cannot_be_is_one_message(settings: dict, message: str, tmp_path: P
 def test_names_are_listed_without_torch_and_found() -> None:
     code = "import lean_ft, sys; print(*dir(lean_ft)); assert not {'torch', 'typer'} & sys.modules.keys()"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"generate", "load_model", "load_recipe", "load_tokenizer", "open_model", "run", "save_model"} <= {*names}
+    assert {*lean_ft.__all__, "data", "generation", "losses"} <= {*names}
     assert all(callable(getattr(lean_ft, name)) for name in lean_ft.__all__ if name != "__version__")
     assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
     with pytest.raises(AttributeError, match="no attribute 'lode_model'"):
         _ = lean_ft.lode_model
+    code = "import lean_ft; lean_ft.generation.sample, lean_ft.units; assert 'sft_batches' in dir(lean_ft.data)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.long

@@ -115,6 +115,15 @@ def test_defaults_are_those_of_the_settings():
         ("data.source=[a.jsonl, 007, no]", lambda c: c.data.source, ["a.jsonl", "007", "no"]),
         ("data.source=a.jsonl,b.jsonl", lambda c: c.data.source, "a.jsonl,b.jsonl"),
         ("data.validation_source=null", lambda c: c.data.validation_source, None),
+        ("freeze=mlp", lambda c: c.freeze, ["mlp"]),
+        ("freeze=*norm", lambda c: c.freeze, ["*norm"]),
+        ("freeze=model.layers.[0-3].*", lambda c: c.freeze, ["model.layers.[0-3].*"]),
+        ("freeze='a, b'", lambda c: c.freeze, ["a, b"]),
+        ("freeze=007", lambda c: c.freeze, ["007"]),
+        ("log.to=csv", lambda c: c.log.to, ["csv"]),
+        ("model.dtype=bf16", lambda c: c.model.dtype, "bfloat16"),
+        ("model.dtype=torch.float32", lambda c: c.model.dtype, "float32"),
+        ("device=gpu", lambda c: c.device, "cuda"),
         ("data.columns.prompt=question", lambda c: c.data.columns, {"prompt": "question"}),
         ("data.columns.prompt=3", lambda c: c.data.columns, {"prompt": "3"}),
         ("data.columns={prompt: 3, completion: no}", lambda c: c.data.columns, {"prompt": "3", "completion": "no"}),
@@ -234,6 +243,8 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion():
         ("model.path=", "text", "null"),
         ("data.source={a: b}", "text or list of text or {path, format, columns, weight, subset, split}", '{"a": "b"}'),
         ("data.columns=prompt", "mapping of text to text", "'prompt'"),
+        ("freeze=null", "list of text", "null"),
+        ("log.to=wandbb", "list of jsonl | csv | tensorboard | wandb | mlflow", '["wandbb"]'),
         ("schedule.name=cosin", "constant | linear | cosine", "'cosin'. Did you mean 'cosine'?"),
     ],
 )
@@ -253,6 +264,23 @@ def test_a_group_given_as_a_value_says_how_to_set_what_is_in_it():
 @pytest.mark.parametrize("override", ["batch_size", "=3", "--batch_size", "a..b=1", ""])
 def test_what_is_no_key_value_is_refused(override):
     assert "expected key=value" in refusal(override)
+
+
+def test_several_values_without_brackets_are_refused_with_the_brackets():
+    expected = "freeze=mlp,norm (command line): write several values in brackets: [mlp,norm]"
+    assert refusal("freeze=mlp,norm") == expected
+
+
+def test_a_single_value_in_a_preset_is_a_list_of_one(write):
+    assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
+
+
+def test_without_a_place_no_message_names_one():
+    given = [*REQUIRED, "lr=1", "batch_size=x", "optimizer=adamw", "optimizer.betas=[0.9"]
+    with pytest.raises(ValueError) as refused:
+        load_config(Config, None, given, given_by="")
+    assert "command line" not in str(refused.value)
+    assert "- lr: no such setting." in str(refused.value)
 
 
 def test_missing_settings_are_listed_together_with_how_to_give_them():

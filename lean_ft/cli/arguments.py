@@ -1,5 +1,7 @@
 """The arguments that several verbs share, and what they come to: a recipe with the settings of a run."""
 
+import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from lean_ft import catalog
-from lean_ft.settings_text import load_config, preset_fits, preset_recipe, preset_values
+from lean_ft.paths import free_directory
+from lean_ft.settings import ParallelConfig, RecipeConfig
+from lean_ft.settings.base import spelled_out
+from lean_ft.settings_text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -54,16 +59,35 @@ Overrides = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def run_command(*arguments: str | Path, preset: Path) -> str:
+    """A `leanft run` command to print. It sets a new output_dir if the preset's is taken by an earlier run."""
+    output_dir = preset_values(preset).get("output_dir")
+    free = free_directory(output_dir) if output_dir else output_dir
+    moved = [] if free == output_dir else [f"output_dir={free}"]
+    return shlex.join(["leanft", "run", *map(str, arguments), *moved])
+
+
 def load_run(
-    recipe: str | None, config: str | None, overrides: list[str] | None, *, writes: bool = True
+    recipe: str | None,
+    config: str | None,
+    overrides: list[str] | None,
+    *,
+    writes: bool = True,
+    given_by: str = COMMAND_LINE,
+    processes: int = 1,
 ) -> tuple[ModuleType, Any]:
-    """The recipe that a command names, itself or by its preset, and its settings. A command that writes nothing need
-    not be told an output_dir.
+    """The recipe that a command names, itself or by its preset, and its settings for so many processes. A command that
+    writes nothing need not be told an output_dir.
 
     Raises ValueError where one of them cannot be found or read, or the preset is another recipe's.
     """
     found, preset, overrides = find(recipe, config, overrides)
     module = catalog.load_recipe(found)
+    if "model" in module.Config.model_fields and not issubclass(module.Config, RecipeConfig):
+        # a recipe that asks a model: generate, chat
+        run = next((number for number, word in enumerate(overrides) if "=" not in word), None)
+        if run is not None and not any(word.startswith("model.path=") for word in overrides):
+            overrides[run] = f"model.path={overrides[run]}"
     own = preset_recipe(preset) if preset is not None else None
     if preset is not None and own is not None and not preset_fits(module.Config, preset):
         name = found.stem if not isinstance(found, catalog.Alias) else found.name
@@ -74,9 +98,37 @@ def load_run(
             )
     if preset is not None:
         overrides = _without_held_out_rows_of_other_data(preset_values(preset), overrides)
+        overrides = _without_rounding_of_other_dtypes(preset_values(preset), overrides)
     if not writes and "output_dir" in module.Config.model_fields:
         overrides = ["output_dir=unused", *overrides]
-    return module, load_config(module.Config, preset, overrides)
+    cfg = load_config(module.Config, preset, overrides, given_by)
+    settings_of_user = {override.partition("=")[0] for override in overrides}
+    if preset is not None and preset not in catalog.presets().values():
+        settings_of_user |= preset_values(preset).keys()
+    if isinstance(cfg, RecipeConfig) and "gradient_accumulation_steps" not in settings_of_user:
+        cfg = _with_a_batch_for_each(cfg, processes)
+    return module, cfg
+
+
+def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
+    """The settings with at least one micro-batch of a step for each process, or group of processes that share one."""
+    parallel = cfg.group(ParallelConfig)
+    number = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
+    if cfg.gradient_accumulation_steps >= number:
+        return cfg
+    typer.echo(
+        f"note: gradient_accumulation_steps={number} instead of {cfg.gradient_accumulation_steps}, so that each of {processes} processes "
+        "has a batch. Set gradient_accumulation_steps, which counts the batches of all of them, to choose another number.",
+        err=True,
+    )
+    return cfg.model_copy(update={"gradient_accumulation_steps": number})
+
+
+def batches_of(cfg: Any, given: list[str]) -> list[str]:
+    """The number of batches of a step as an override for every process, unless it is among those that are given."""
+    is_given = any(word.startswith("gradient_accumulation_steps") for word in given)
+    has_it = isinstance(cfg, RecipeConfig) and not is_given
+    return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"] if has_it else []
 
 
 def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list[str]) -> list[str]:
@@ -96,13 +148,37 @@ def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list
     return [*overrides, *(f"{key}={off}" for key, off in dropped.items())]
 
 
+def _without_rounding_of_other_dtypes(preset: dict[str, str], overrides: list[str]) -> list[str]:
+    """The overrides, and one that turns a preset's stochastic rounding off where they set a dtype other than bfloat16."""
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    setting, dtype = "optimizer.stochastic_rounding", spelled_out(given.get("model.dtype", "bfloat16"))
+    if dtype == "bfloat16" or setting in given or preset.get(setting) != "true":
+        return overrides
+    typer.echo(
+        f"note: {setting}=true of the preset left out: it rounds bfloat16 weights, and model.dtype={dtype}.", err=True
+    )
+    return [*overrides, f"{setting}=false"]
+
+
+def _joined(words: list[str]) -> list[str]:
+    """`key = value`, which a shell splits at the spaces, as `key=value`."""
+    joined = list[str]()
+    for word in words:
+        before = joined[-1] if joined else "="
+        if (word.startswith("=") and "=" not in before) or (re.fullmatch(r"[\w.]+=", before) and "=" not in word):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
+
+
 def find(
     recipe: str | None, config: str | None, overrides: list[str] | None
 ) -> tuple[Path | catalog.Alias, Path | None, list[str]]:
     """The recipe, the preset's file, and the overrides: the first of them may have come in the recipe's place."""
-    overrides = list(overrides or [])
-    if recipe is not None and "=" in recipe and config is not None:
-        recipe, overrides = None, [recipe, *overrides]
+    words = _joined([*([] if recipe is None else [recipe]), *(overrides or [])])
+    is_named = recipe is not None and ("=" not in words[0] or config is None)
+    recipe, overrides = (words[0], words[1:]) if is_named else (None, words)
     preset = catalog.find_preset(config) if config is not None else None
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None

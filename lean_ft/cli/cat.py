@@ -8,11 +8,17 @@ import typer
 
 from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.settings_text import commented_yaml, config_schema
+from lean_ft.settings_text import commented_yaml, config_schema, one_line_each
 
 
 def cat(
     name: RecipeOrPreset,
+    only: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="GROUP|SETTING", help="For a recipe: print these alone: optimizer, lora.rank", show_default=False
+        ),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="For a recipe: the JSON schema of its presets, for an editor.")
     ] = False,
@@ -21,8 +27,10 @@ def cat(
     """Print a preset, or a recipe's settings with defaults, units and meaning."""
     file = catalog.find_either(name)
     if isinstance(file, Path) and file.suffix != ".py":
-        if schema:
-            raise ValueError(f"--schema is for a recipe, and '{name}' is a preset.")
+        if schema or only:
+            raise ValueError(
+                f"{'--schema' if schema else (only or [''])[0]} is for a recipe, and '{name}' is a preset."
+            )
         typer.echo(file.read_text(encoding="utf-8"), nl=False)
         return
     config_class = catalog.load_recipe(file).Config
@@ -30,6 +38,16 @@ def cat(
         typer.echo(json.dumps(config_schema(config_class), indent=2, ensure_ascii=False))
     else:
         typer.echo(
-            f"# {file.stem if isinstance(file, Path) else file.name}: {catalog.summary(file)}\n\n{commented_yaml(config_class)}",
+            f"# {file.stem if isinstance(file, Path) else file.name}: {catalog.summary(file)}\n\n{commented_yaml(config_class, only=only or ())}",
             nl=False,
         )
+
+
+def help_of_recipe(name: str) -> str:
+    """What `leanft run RECIPE --help` prints: the settings, one line each."""
+    found = catalog.find_recipe(name)
+    return (
+        f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(found)}\n\n"
+        f"{one_line_each(catalog.load_recipe(found).Config)}\n"
+        f"`leanft cat {name} optimizer` explains the settings of a group, `leanft run --help` the options."
+    )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lean_ft import catalog
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, run_command
 from lean_ft.from_torchtune import convert_config as convert
 from lean_ft.settings_text import load_config
 from lean_ft.whole_files import write_whole
@@ -35,4 +35,4 @@ def convert_config(
         return
     with write_whole(output) as part:
         part.write_text(text, encoding="utf-8")
-    typer.echo(f"{output}: leanft run {preset.recipe} --config {output}")
+    typer.echo(f"{output}: {run_command(preset.recipe, '--config', output, preset=output)}")

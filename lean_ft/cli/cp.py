@@ -1,11 +1,13 @@
 """`leanft cp`: a recipe or preset of your own, to change."""
 
+import shlex
 from typing import Annotated
 
 import typer
 
 from lean_ft import catalog
-from lean_ft.cli.arguments import Debug, RecipeOrPreset
+from lean_ft.cli.arguments import Debug, RecipeOrPreset, run_command
+from lean_ft.settings_text import preset_recipe
 
 
 def cp(
@@ -17,6 +19,15 @@ def cp(
     """Copy a recipe or a preset, to edit it."""
     source = catalog.find_either(name)
     copy = catalog.copy_to(source, destination, force=force)
-    example = f"leanft run {copy} --config NAME" if copy.suffix == ".py" else f"leanft run RECIPE --config {copy}"
     copied = source.file if isinstance(source, catalog.Alias) else source
+    if copy.suffix != ".py":
+        example = run_command(*([] if preset_recipe(copy) else ["RECIPE"]), "--config", copy, preset=copy)
+    else:  # a preset of the recipe's, of the embedded model if there is one
+        own = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
+        preset = next((n for n in own if n.startswith("tiny/")), next(iter(own), None))
+        example = (
+            run_command(copy, "--config", preset, preset=own[preset])
+            if preset
+            else shlex.join(["leanft", "ls", str(copy)])
+        )
     typer.echo(f"copied {copied} to {copy}\nEdit it, then: {example}")

@@ -23,9 +23,15 @@ NOTES_SHOWN = 5
 
 app = typer.Typer(
     help="Look at the data of a run: its lengths, or its rows as the model sees them.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def data(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()

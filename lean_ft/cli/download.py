@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from lean_ft import catalog, hub
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, run_command
+from lean_ft.paths import free_directory
 from lean_ft.settings_text import preset_values
 
 
@@ -43,14 +44,15 @@ def download(
     typer.echo(f"folder  {snapshot.folder}")
     typer.echo(f"size    {hub.gigabytes(snapshot.size_bytes)} in {snapshot.num_files} files")
     if not include:
-        typer.echo(f"next    {_what_to_run(repo, path)}")
+        typer.echo(f"next    {_training_command(repo, path)}")
 
 
-def _what_to_run(repo: str, path: str) -> str:
-    """A command that runs as it stands: with the preset for this model where there is one."""
+def _training_command(repo: str, path: str) -> str:
+    """A command that trains the model into a new output_dir, with the model's preset if it has one."""
     for name, preset in catalog.presets().items():
         if preset_values(preset).get("model.path") == repo:
             settings = [] if path == repo else [f"model.path={path}"]
-            return shlex.join(["leanft", "run", "full_finetune_single_device", "--config", name, *settings])
-    settings = [f"model.path={path}", "data.source=tiny/train.jsonl", f"output_dir=runs/{repo.partition('/')[2]}"]
+            return run_command("--config", name, *settings, preset=preset)
+    output_dir = free_directory(f"runs/{repo.partition('/')[2]}")
+    settings = [f"model.path={path}", "data.source=tiny/train.jsonl", f"output_dir={output_dir}"]
     return shlex.join(["leanft", "run", "full_finetune_single_device", *settings])

@@ -34,14 +34,31 @@ def env(
         _check(device, facts if as_json else None)
 
 
+def _report_private_names() -> None:
+    """Print which private names of torch are missing, and what fails without them."""
+    import torch
+
+    from lean_ft.torch_private import PRIVATE_NAMES, missing_names
+
+    missing = missing_names()
+    stdout().print(
+        f"\nprivate names of torch {torch.__version__}: {len(PRIVATE_NAMES) - len(missing)} of {len(PRIVATE_NAMES)} found",
+        markup=False,
+    )
+    for entry in missing.values():
+        stdout().print(f"  missing {entry.path}: {entry.without}", markup=False, soft_wrap=True)
+
+
 def _check(device: str, facts: dict | None) -> None:
     """Prints what works, line by line as it is found, or with `facts` all of it as JSON; exits with 1 where something
     failed that this device should do."""
     from lean_ft.device_check import check_device
+    from lean_ft.torch_private import missing_names
     from lean_ft.training.device import resolve_device
 
     device = resolve_device(device).type  # refuses one that is not there
     if facts is None:
+        _report_private_names()
         stdout().print(f"\non {device}:", markup=False)
     outcomes = []
     for outcome in check_device(device):
@@ -49,6 +66,15 @@ def _check(device: str, facts: dict | None) -> None:
         if facts is None:
             stdout().print(f"{outcome.technique:<24}  {outcome.result:<8}  {outcome.why}", markup=False, soft_wrap=True)
     if facts is not None:
-        typer.echo(json.dumps(facts | {"check": [outcome._asdict() for outcome in outcomes]}, indent=2))
+        typer.echo(
+            json.dumps(
+                facts
+                | {
+                    "missing_private_names": sorted(missing_names()),
+                    "check": [outcome._asdict() for outcome in outcomes],
+                },
+                indent=2,
+            )
+        )
     if any(outcome.result == "FAILED" for outcome in outcomes):
         raise typer.Exit(1)

@@ -5,15 +5,22 @@ input, or where a file could not be opened. The same ValueError from inside torc
 does everything else. Ctrl-C is neither.
 """
 
+import contextlib
+import errno
+import itertools
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from lean_ft import catalog
 from lean_ft.redaction import redact
-from lean_ft.spelling import did_you_mean
+from lean_ft.settings_text import describe
+from lean_ft.spelling import did_you_mean, nearest
+from lean_ft.whole_files import open_in_place
 
 # click's UsageError, which some versions of typer import from click and others carry inside.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -21,23 +28,35 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 TRACEBACK_FILE = "traceback.log"  # in a run directory, which takes logs
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 _OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_BAD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.EROFS)
 _OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
-def explain(error: BaseException) -> tuple[str, int]:
-    """The message and the exit code for an error; a failed run's says how to see its traceback."""
+def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, int]:
+    """The message and the exit code for an error of the command line `arguments`; the message of a failed run says how to
+    see its traceback."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted.{notes}", INTERRUPTED
     if isinstance(error, _UsageError):
-        return _usage(error), 2
-    if isinstance(error, _OPENING_A_FILE):
+        return _usage(error, arguments), 2
+    if isinstance(error, _OPENING_A_FILE) or getattr(error, "errno", None) in _BAD_PATHS:
+        assert isinstance(error, OSError)
         text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         return text + notes, 2
     if isinstance(error, ValueError) and _raised_by_us(error):
         return f"{error}{notes}", 2
-    if _is_made_to_be_read(error):
+    if isinstance(error, ValueError) and str(error) == "embedded null byte":
+        return f"a path holds a zero byte, which no file's name may.{notes}", 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full: {error.filename or 'a file could not be written'}. Free some space.{notes}", 1
+    if _is_made_to_be_read(error) or (isinstance(error, OSError) and error.errno is None and _raised_by_us(error)):
         return f"{error}{notes}", 1
+    if type(error).__name__ == "PanicException":
+        return (
+            f"a library failed on its input ({error}): a file of the tokenizer or of weights may be damaged.{notes}",
+            1,
+        )
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     message = ": ".join(filter(None, [type(error).__name__, first_line]))
     where = "" if TRACEBACK_FILE in notes else "\nWith --debug you see the whole traceback."
@@ -58,10 +77,10 @@ def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path
             names = {path.name for path in output_dir.iterdir()}
             if not names <= {TRACEBACK_FILE} and "config.yaml" not in names:
                 return  # no run's folder, which is what the error may be about
-            with (output_dir / TRACEBACK_FILE).open("a", encoding="utf-8") as file:
+            with open_in_place(output_dir / TRACEBACK_FILE, "a") as file:
                 text = redact("".join(traceback.format_exception(error)))
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n{text}\n")
-        except OSError:
+        except (OSError, ValueError):
             return
         error.add_note(f"The whole traceback is in {output_dir / TRACEBACK_FILE}.")
 
@@ -87,8 +106,8 @@ def _raised_by_us(error: BaseException) -> bool:
     return module.partition(".")[0] in ("lean_ft", "recipes")
 
 
-def _usage(error: Any) -> str:
-    """A mistyped verb, option or argument, in our words."""
+def _usage(error: Any, arguments: Sequence[str]) -> str:
+    """A message for a mistyped verb, option or argument."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "leanft"
     if context is None or not hasattr(error, "possibilities") or not hasattr(error, "option_name"):
@@ -97,5 +116,17 @@ def _usage(error: Any) -> str:
     parameters, option = context.command.params, error.option_name
     hint = did_you_mean(option, [name for parameter in parameters for name in parameter.opts])
     if not hint and any(parameter.name == "overrides" for parameter in parameters):
-        hint = f" Settings take no dashes: {option.lstrip('-')}=VALUE"
+        hint = f" Settings take no dashes: {_as_setting(option, arguments)}"
     return f"{command} has no option {option}.{hint or f' See: {command} --help'}"
+
+
+def _as_setting(option: str, arguments: Sequence[str]) -> str:
+    """`optimizer.lr=1e-4` for `--lr 1e-4`: the setting of the recipe in `arguments` with the nearest name."""
+    name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
+    recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
+    with contextlib.suppress(ValueError, OSError):
+        keys = [setting.key for setting in describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)]
+        name = nearest(name, keys) or name
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    value = next((after for word, after in itertools.pairwise(words) if word == option), "VALUE")
+    return f"{name}={'VALUE' if value.startswith('--') else value}"

@@ -6,14 +6,15 @@ Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong. An error is o
 
 import os
 import sys
-import traceback
 from typing import Annotated, NoReturn
 
 import typer
 
 import lean_ft
+from lean_ft import catalog
 from lean_ft.cli import (
     cat,
+    check,
     convert_config,
     cp,
     data,
@@ -25,23 +26,44 @@ from lean_ft.cli import (
     plot,
     push,
     run,
+    runs,
     score,
     serve,
     slurm,
     validate,
 )
+from lean_ft.cli.cat import help_of_recipe
 from lean_ft.cli.errors import explain
-from lean_ft.cli.output import print_error
+from lean_ft.cli.output import print_error, print_traceback
 from lean_ft.launch import leave_word
 
 app = typer.Typer(
     name="leanft",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]",
+    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. The name of a recipe is a command "
+    "too: [bold]leanft chat runs/tiny[/bold]",
 )
 # Each has a function of its own name.
-VERBS = (run, ls, cp, cat, convert_config, validate, plan, plot, score, serve, download, export, push, slurm, env)
+VERBS = (
+    run,
+    ls,
+    cp,
+    cat,
+    convert_config,
+    validate,
+    check,
+    plan,
+    plot,
+    runs,
+    score,
+    serve,
+    download,
+    export,
+    push,
+    slurm,
+    env,
+)
 for verb in VERBS:
     name = verb.__name__.rpartition(".")[2]
     app.command(name.replace("_", "-"))(getattr(verb, name))
@@ -64,8 +86,13 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
     """Runs `leanft` with the given arguments (those of the process by default) and exits with its code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        arguments = _as_meant(arguments)
         if "_LEANFT_COMPLETE" in os.environ:  # a shell asks what could come next
             app(prog_name="leanft")
+        named = next((word for word in arguments if word in _recipe_names() or word.endswith(".py")), None)
+        if arguments[:1] == ["run"] and {"-h", "--help"} & {*arguments} and named is not None:
+            typer.echo(help_of_recipe(named))
+            raise typer.Exit
         # Not `app()`, which answers errors in its own voice and with its own codes.
         command = typer.main.get_command(app)
         with command.make_context("leanft", list(arguments)) as context:
@@ -75,14 +102,32 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
         code = done.exit_code
     except BrokenPipeError:  # from a verb that prints: its reader (`| head`) has enough
         code = 0
-    except (Exception, KeyboardInterrupt) as error:
-        message, code = explain(error)
+    except SystemExit:
+        raise
+    except BaseException as error:  # exception groups and panics of Rust too
+        message, code = explain(error, arguments)
         if not leave_word(message, code):  # else the process that started this one says it
             print_error(message, traceback_of=error if "--debug" in arguments else None)
         elif "--debug" in arguments:
-            traceback.print_exception(error)
+            print_traceback(error)
     _close_stdout()
     sys.exit(code)
+
+
+def _recipe_names() -> set[str]:
+    return {*catalog.recipes(), *catalog.aliases()}
+
+
+def _as_meant(arguments: list[str]) -> list[str]:
+    """`help` as --help, and the name of a recipe as `run` with that recipe: `leanft chat runs/first`."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS} | {"data"}
+    if arguments[:1] == ["train"]:
+        raise ValueError(
+            "no such command 'train'. `leanft run RECIPE` trains, such as leanft run finetune; `leanft ls` lists recipes."
+        )
+    return ["run", *arguments] if {*arguments[:1]} & (_recipe_names() - verbs) else arguments
 
 
 def _close_stdout() -> None:

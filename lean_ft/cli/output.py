@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.redaction import redact
+from lean_ft.redaction import MAX_MESSAGE_CHARACTERS, printable
 
 _PIPE_WIDTH = 100_000  # columns: nothing is folded or cut, so that `grep` and `cut` see whole lines
 
@@ -43,7 +43,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), header_style="bold")
         for i, name in enumerate(names):
             style = "" if i else "cyan"
-            table.add_column(name, justify="right" if right[i] else "left", overflow="fold", style=style)
+            table.add_column(
+                name, justify="right" if right[i] else "left", no_wrap=right[i], overflow="fold", style=style
+            )
         for row in rows:
             table.add_row(*map(Text, row))
         console.print(table)
@@ -67,8 +69,15 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def print_error(message: str, traceback_of: BaseException | None = None) -> None:
-    """Prints `error: message` to stderr, after the traceback where one is wanted."""
+    """Print `error: message` to stderr, after the traceback if there is one to print."""
     if traceback_of is not None:
-        traceback.print_exception(traceback_of)
+        print_traceback(traceback_of)
     console = _console(sys.stderr)
-    console.print(Text("error: ", style="bold red") + Text(redact(message), style="default"), soft_wrap=True)
+    console.print(
+        Text("error: ", style="bold red") + Text(printable(message, MAX_MESSAGE_CHARACTERS), style="default"),
+        soft_wrap=True,
+    )
+
+
+def print_traceback(error: BaseException) -> None:
+    print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -49,11 +49,11 @@ def plan(
     """
     if gpus is None and nodes > 1:
         raise ValueError(f"--nodes {nodes} needs --gpus N, the GPUs that each of the machines has.")
-    module, cfg = load_run(recipe, config, overrides, writes=False)
+    module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
 
     # Here, because it brings torch, which the other verbs must not wait for.
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
-    from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
     from lean_ft.plan.search import search
 
     device, machines = choose_device(device_name, cfg.device), Machines(gpus or 1, nodes)
@@ -68,7 +68,10 @@ def plan(
     started, found = time.perf_counter(), None
     with progress() as tell:
         tell("rehearsing a step on shapes")
-        own = rehearse(module, cfg, device, machines)
+        try:
+            own = rehearse(module, cfg, device, machines)
+        except NotSimulatedError as error:
+            raise ValueError(f"{error}") from error
         if budget_bytes is not None:
             peak = f"peak {gibibytes(own.peak_bytes)} as it is; rehearsing "
             found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
@@ -100,6 +103,8 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
     if not device.is_cpu:
         reserved = gibibytes(rehearsal.reserved_bytes)
         console.print(f"the allocator reserves {reserved}; the driver's own context comes on top")
+    else:
+        console.print("the process and its libraries take about 0.5 GiB more")
     if rehearsal.pinned_bytes:
         console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
     if not is_alone:

@@ -19,9 +19,10 @@ def plot(
             "--output",
             "-o",
             metavar="NAME",
-            help="Writes NAME.png and NAME.html; by default curves.* in the run, of several runs here.",
+            help="Writes NAME.png and NAME.html; by default curves.* in the run. Several runs get a new name here.",
         ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the files of --output.")] = False,
     debug: Debug = False,
 ) -> None:
     """Draw loss, held-out loss, learning rate, memory, speed and what else the runs measured: a PNG and an HTML page.
@@ -36,7 +37,16 @@ def plot(
         place = "a folder" if base.is_dir() else f"a name in {base.parent}, which is no folder"
         if output is not None:
             raise ValueError(f"--output {output} is {place}; expected the files' name, in a folder that exists.")
-    files = [base.with_name(base.name + ending) for ending in (".png", ".html")]
+
+    def files_of(base: Path) -> list[Path]:
+        return [base.with_name(base.name + ending) for ending in (".png", ".html")]
+
+    files, attempt = files_of(base), 1
+    while output is None and len(runs) > 1 and any(file.exists() for file in files):
+        files = files_of(base.with_name(f"{base.name}_{(attempt := attempt + 1)}"))
+    there = [file for file in files if file.exists()]
+    if there and output is not None and not force:
+        raise ValueError(f"{there[0]} exists already; choose another name, or overwrite it with --force.")
     draw_curves(runs, *files)
     for file in files:
-        typer.echo(str(file))
+        typer.echo(f"{file}{' (replaced)' if file in there else ''}")

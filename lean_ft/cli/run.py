@@ -15,13 +15,13 @@ import typer
 
 from lean_ft.before_torch import prepare_torch
 from lean_ft.catalog import is_shipped
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
 from lean_ft.environment import usable_cores
 from lean_ft.interrupts import OutsideTraining
 from lean_ft.launch import Launch, launch
 from lean_ft.paths import repository_name
-from lean_ft.settings import RecipeConfig, models_of
+from lean_ft.settings import ParallelConfig, RecipeConfig, models_of
 
 
 def _flag(name: str, metavar: str, help: str) -> Any:
@@ -68,9 +68,13 @@ def run(
         if node_rank is not None and plan.max_nodes > 1:
             plan = replace(plan, is_host=node_rank == 0)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `prepare_torch`, which is for one process
-        load_run(recipe, config, overrides)  # what is wrong with it is said once, and nothing is started
+        # What is wrong with the settings is said once, and nothing is started.
+        _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_a_node)
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
-        launch(plan, ["run", *given, *(["--debug"] if debug else [])])
+        given += batches_of(cfg, given)
+        parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None
+        parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
+        launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
         prepare_torch()
@@ -111,7 +115,9 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
 
 def _quiet_libraries() -> None:
     """Torchao warns of its kernels for other devices, and torch of how torchao uses it: nothing that a user can mend."""
-    for name in ("torchao", "torch.utils._pytree"):
+    from lean_ft.torch_private import PYTREE_LOGGER
+
+    for name in ("torchao", PYTREE_LOGGER):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -129,6 +135,13 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
             _part()
         elif isinstance(cfg, RecipeConfig) and cfg.profile:
             _draw_profile(recipe, cfg)
+    except SystemExit as error:
+        if error.code or not is_shipped(recipe):
+            raise
+        # A caller would take the run for complete.
+        raise RuntimeError(
+            "a function of yours ended the run by sys.exit(0). Raise an exception, or return a value."
+        ) from error
     except BrokenPipeError as error:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:

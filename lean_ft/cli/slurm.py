@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.settings import RecipeConfig
 
 # srun starts one agent a machine, which starts the machine's processes. Slurm warns the script alone (B:) in time to save;
@@ -50,12 +50,13 @@ def slurm(
     output_dir has to be on a disk that all machines see.
     """
     # What is wrong with it is said now, and not when the job's turn has come.
-    _, cfg = load_run(recipe, config, overrides)
-    if isinstance(cfg, RecipeConfig) and (num_processes := nodes * gpus_per_node) > 1:
+    _, cfg = load_run(recipe, config, overrides, processes=(num_processes := nodes * gpus_per_node))
+    if isinstance(cfg, RecipeConfig) and num_processes > 1:
         from lean_ft.training.device import refuse_on_many  # here, as it brings torch
 
         refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
+    given += batches_of(cfg, given) if num_processes > 1 else []
     directives = [
         "--job-name=leanft",
         f"--nodes={nodes}",

@@ -38,3 +38,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lean_ft.data' has no attribute {name!r}")
     return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'batch')}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

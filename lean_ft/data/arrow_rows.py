@@ -16,8 +16,10 @@ from typing import Any
 from uuid import UUID
 
 from lean_ft.data.rows import Digest, Row
+from lean_ft.data.splits import is_sliced, rows_of_split
 
 ROWS_AT_A_TIME = 1024
+MANY_ROWS = 100_000
 PARQUET = b"PAR1"
 HASHED_BYTES_AT_A_TIME = 1 << 20
 
@@ -40,13 +42,18 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
                 digest.update(some)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if file.metadata.num_rows == 0:
+            num_rows, size = file.metadata.num_rows, path.stat().st_size
+            if num_rows == 0:
                 raise ValueError(f"{path} has no rows.")
+            if num_rows > max(MANY_ROWS, size):
+                raise ValueError(
+                    f"{path} tells of {num_rows:,} rows in {size:,} bytes, as no file of different rows has."
+                )
             number = 0
             for batch in file.iter_batches(ROWS_AT_A_TIME):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield Row(_as_json(fields), f"{path}, row {number}")
+                    yield Row(as_json(fields), f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
 
@@ -60,7 +67,7 @@ def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split:
         for number, fields in enumerate(_open(name, subset, split, streaming), start=1):
             if digest is not None:
                 digest.update(json.dumps(fields, default=str).encode())
-            yield Row(_as_json(fields), f"{name} ({split}), row {number}")
+            yield Row(as_json(fields), f"{name} ({split}), row {number}")
 
 
 def dataset_files(name: str, *, subset: str | None, split: str) -> list[Path]:
@@ -78,11 +85,14 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     if not Path(name).is_dir():
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     dataset: Any = datasets.load_from_disk(name)
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split}")
-        dataset = dataset[split]
-    return dataset
+    if not isinstance(dataset, datasets.DatasetDict):
+        dataset = {str(dataset.split or "train"): dataset}
+    split_name = split.partition("[")[0]
+    if split_name not in dataset:
+        raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split_name}")
+    dataset = dataset[split_name]
+    first, last = rows_of_split(split, lambda: len(dataset))
+    return dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last])
 
 
 @contextlib.contextmanager
@@ -104,7 +114,7 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
         ) from error
 
 
-def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` as JSON would have them, without the entries of nested objects that are null; a row keeps its own."""
     return {name: _value_as_json(value) for name, value in fields.items()}
 

@@ -1,4 +1,4 @@
-"""Documents to batches of tensors: shuffled for training, in order for evaluation.
+"""Documents to batches of tensors: shuffled for training unless `data.shuffle=false`, in order for evaluation.
 
 A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget groups rows of one width, so little is
 padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
@@ -384,15 +384,16 @@ class UnbuiltBatch:
 
 
 class Batches:
-    """Training batches without end, shuffled anew each epoch by the seed and the epoch alone.
+    """Endless training batches. Each epoch draws an order from the seed and the epoch's number.
 
-    The first one of all is the epoch's largest: a run that has too little memory ends there, and not hours later.
+    The first batch of a run is the epoch's largest, so that a run with too little memory stops there and not hours later.
+    With `shuffle=False` every epoch has the rows in order.
     """
 
-    def __init__(self, layout: Layout, *, seed: int, report: DataReport, fingerprint: str):
+    def __init__(self, layout: Layout, *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True):
         self.layout = layout
         """Which documents stand in which rows."""
-        self._seed = seed
+        self._seed, self._shuffle = seed, shuffle
         self.report = report
         self.fingerprint = fingerprint
         self.epoch = 0
@@ -463,6 +464,9 @@ class Batches:
         With another batch size that is the place after the same rows. Raises ValueError where the data or the seed
         differ, or those rows are no whole batches, since no such place exists then.
         """
+        counts = [state[name] for name in ("epoch", "num_taken", "batch_size", "batches_per_epoch")]
+        if not all(type(number) is int and number >= 0 for number in counts) or state["batch_size"] == 0:
+            raise ValueError(f"cannot resume: the place in the data is damaged ({counts}).")
         here, state = self.state_dict(), self._with_own_batch_size(state)
         for key, name in (
             ("seed", "seed"),
@@ -497,6 +501,8 @@ class Batches:
         return state | {"batch_size": own, "num_taken": num_taken, "batches_per_epoch": self.batches_per_epoch}
 
     def _draw(self, epoch: int) -> Plan:
+        if not self._shuffle:
+            return self.layout.plan(None)
         return self.layout.plan(np.random.default_rng([self._seed, epoch]), largest_first=epoch == 0)
 
 

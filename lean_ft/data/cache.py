@@ -195,6 +195,9 @@ def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
         with contextlib.suppress(OSError):
             size = sum(file.stat().st_size for file in about.parent.iterdir())
             entries.append((about.stat().st_mtime, about.parent.name, size))
+    for rows in folder.glob("rows/*.jsonl"):  # of Python, written again when they are given again
+        with contextlib.suppress(OSError):
+            entries.append((rows.stat().st_mtime, f"rows/{rows.name}", rows.stat().st_size))
     total = sum(size for _, _, size in entries)
     deleted = []
     for _, key, size in sorted(entries):
@@ -233,7 +236,7 @@ def _remove_abandoned(folder: Path) -> None:
 def _remove(path: Path) -> None:
     # The description first: without it what is left is no entry, whenever this is interrupted.
     with contextlib.suppress(OSError):
-        (path / ABOUT).unlink()
+        (path if path.is_file() else path / ABOUT).unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 

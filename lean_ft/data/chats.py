@@ -11,8 +11,9 @@ from typing import Any
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
 from lean_ft.spelling import did_you_mean
+from lean_ft.tokenizers import ROLES
 
-ROLES = {
+SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -22,8 +23,7 @@ ROLES = {
     "function": "tool",
     "function_call": "assistant",
 }
-"""ShareGPT's names; those of the chat templates stand for themselves."""
-OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""ShareGPT's names, in `from` and in `conversations`; elsewhere a role is one of the chat template's."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ def read_chat(value: Any, field: str) -> Chat:
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else kind(value)
         raise ValueError(f'`{field}` is {found}; expected a list of {{"role": ..., "content": ...}}.')
-    messages = [_message(message, f"`{field}`, message {i}") for i, message in enumerate(value)]
+    messages = [
+        _message(message, f"`{field}`, message {i}", field == "conversations") for i, message in enumerate(value)
+    ]
     untrained = {i for i, message in enumerate(value) if not _is_trained(message, messages[i]["role"], i)}
     return Chat(messages, frozenset(untrained))
 
@@ -84,7 +86,7 @@ def check_text(value: Any, what: str) -> str:
     return value
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {kind(message)}; expected an object with `role` and `content`.")
     if "role" in message:
@@ -96,9 +98,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise ValueError(f"{where}: its role is {kind(role)}; expected a string.")
     read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", "train", "weight")}
-    read = {"role": ROLES.get(role, role), "content": _content(content, message, where), **read}
-    if "from" in message and "role" not in message and read["role"] not in OWN_ROLES:
-        known = [*ROLES, *OWN_ROLES]
+    is_sharegpt = is_sharegpt or "role" not in message
+    read = {
+        "role": SHAREGPT_ROLES.get(role, role) if is_sharegpt else role,
+        "content": _content(content, message, where),
+        **read,
+    }
+    if is_sharegpt and read["role"] not in ROLES:
+        known = [*SHAREGPT_ROLES, *ROLES]
         raise ValueError(
             f"{where}: {role!r} is no role; expected one of {', '.join(known)}.{did_you_mean(role, known)}"
         )

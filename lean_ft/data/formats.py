@@ -15,7 +15,7 @@
 Behind the semicolon stand the fields that a row may lack. Of several formats that fit, the first of the table is
 taken; unpaired by those alone who learn from labels.
 
-Without a chat template, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
+Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
 tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
 empty line, unless it is set. Control tokens spelled in such plain texts are control tokens, since a text may be a chat that was
 rendered elsewhere; inside messages they are ordinary text.
@@ -32,7 +32,8 @@ from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED, Document, Row, kind, names_of
 from lean_ft.data.sources import list_sources
-from lean_ft.settings import DataConfig, SFTDataConfig, Sources
+from lean_ft.own_functions import is_own
+from lean_ft.settings import DataConfig, RowsConfig, SFTDataConfig, Sources
 from lean_ft.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -57,6 +58,7 @@ FORMATS = {
     "tokens": _Fields(("input_ids",), ("labels", "attention_mask")),
     "text": _Fields(("text",)),
 }
+HOLD_STRINGS = {"preference", "unpaired", "prompt_completion", "alpaca", "input_output"}  # or messages
 
 
 class RowFormat(NamedTuple):
@@ -101,7 +103,8 @@ def formats_of(config: DataConfig, first_rows: Sequence[Row], source: Sources | 
         if rows:
             _check_columns_are_there(one.columns, rows)
             known = [name for name in FORMATS if name != "unpaired" or config.tells == "label"]
-            name = _detect(rows, one.columns, config.on_bad_row, known) if one.format == "auto" else one.format
+            is_told = one.format == "auto" or is_own(one.format)
+            name = _detect(rows, one.columns, config.on_bad_row, known) if is_told else one.format
             formats[number] = RowFormat(name, one.columns)
     return formats
 
@@ -275,7 +278,7 @@ class RowReader:
             fields = {"prompt": "\n\n".join(filter(None, asked)), "completion": fields["output"]}
         elif format == "input_output":
             fields = {"prompt": fields["input"], "completion": fields["output"]}
-        if self.tokenizer.chat_template is None and not isinstance(fields["prompt"], list):
+        if not writes_chats(self.config, self.tokenizer) and not isinstance(fields["prompt"], list):
             prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
             separator = (
                 self.config.separator if self.config.separator is not None else "\n\n" if format == "alpaca" else ""
@@ -319,19 +322,36 @@ def join(prompt: Chat, completion: Chat, *, train_prompt: bool) -> Chat:
     return Chat(prompt.messages + completion.messages, untrained | {i + count for i in completion.untrained})
 
 
+def writes_chats(config: RowsConfig, tokenizer: Tokenizer) -> bool:
+    """Whether prompts and completions that are plain strings become messages of a chat."""
+    return tokenizer.chat_template is not None if config.chat == "auto" else config.chat
+
+
 def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[RowFormat]) -> None:
-    """Refuses settings of how rows are written as text that would change none."""
+    """Raise ValueError for settings of how rows become text that would change no row."""
     names, has_template = {format.name for format in formats}, tokenizer.chat_template is not None
-    if config.system is not None and (not has_template or names <= {"text", "tokens"}):
-        no_chats = f"the rows are {' and '.join(sorted(names))}" if has_template else "this model has none"
+    rows = f"the rows are {' and '.join(sorted(names))}"
+    if config.chat != "auto" and names.isdisjoint(HOLD_STRINGS):
+        raise ValueError(
+            f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, and {rows}. "
+            "Leave it out."
+        )
+    if config.chat is True and not has_template:
+        raise ValueError(
+            "data.chat=true writes plain strings with a chat template, and this model has none. Leave it out, or set "
+            "data.chat_template."
+        )
+    never_chats = {"text", "tokens"} | (set() if config.chat else HOLD_STRINGS)
+    if config.system is not None and (not has_template or names <= never_chats):
+        no_chats = "this model has none" if not has_template else "data.chat=false" if not config.chat else rows
         raise ValueError(
             f"data.system is written in front of chats by a chat template, and {no_chats}. Leave it out and write it into "
             "the rows, or set data.chat_template."
         )
-    if config.separator is not None and has_template:
+    if config.separator is not None and writes_chats(config, tokenizer):
         raise ValueError(
-            "data.separator stands between prompts and completions that no chat template writes, and this model has one. "
-            "Leave it out."
+            "data.separator joins prompts and completions that are written without a chat template, and this model has a "
+            "template. Leave it out, or set data.chat=false."
         )
 
 

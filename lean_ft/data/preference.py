@@ -20,7 +20,17 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
-from lean_ft.data.formats import RowFormat, as_chat, check_rendering, formats_of, join, plain, reading, with_system
+from lean_ft.data.formats import (
+    RowFormat,
+    as_chat,
+    check_rendering,
+    formats_of,
+    join,
+    plain,
+    reading,
+    with_system,
+    writes_chats,
+)
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
 from lean_ft.settings import AnswerDataConfig, Sources
@@ -133,7 +143,7 @@ class PairReader:
                 chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
                 # Whoever wrote both as one text rendered them, too.
                 return [_plain(prompt, answer) for answer in (chosen, rejected)]
-            if self.tokenizer.chat_template is None:
+            if not writes_chats(self.config, self.tokenizer):
                 separator = self.config.separator or ""
                 return [plain(check_text(prompt, "`prompt`"), answer, separator) for answer in (chosen, rejected)]
         tools = read_tools(fields.get("tools"))
@@ -161,8 +171,8 @@ class PairReader:
             )
         if any(passage.num_rewritten for passage in passages):
             raise ValueError(
-                "a side answers more than once, and the chat template ends an answer otherwise once another message "
-                "follows. Give one answer each, and what comes before it as `prompt`."
+                "a side answers more than once, and the chat template ends an answer with another token once another "
+                "message follows. Give one answer each, and the messages before it as `prompt`."
             )
         return passages
 

@@ -28,7 +28,9 @@ from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.preference import Pair
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import list_sources, source_files
+from lean_ft.data.sources import files_of, list_sources
+from lean_ft.data.splits import is_sliced
+from lean_ft.own_functions import file_digest, is_own
 from lean_ft.paths import resolve_data_path
 from lean_ft.settings import (
     DataConfig,
@@ -46,9 +48,10 @@ NOT_IN_FINGERPRINT = {
     *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
     "shared_prompt",  # what is made of it counts
 }
-NOT_WHERE_NULL = ("system", "separator")  # so that checkpoints of before these settings still fit
+# Newer settings count only where they are not the default, so that runs from before them can be resumed.
+NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True}
 # What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
-NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens"}
+NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def prepare_batches(
     # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
-    settings = {name: value for name, value in settings.items() if value is not None or name not in NOT_WHERE_NULL}
+    settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
     sharing = [share_prompts] if share_prompts else []
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *sharing)
     layout = replace(layout, most_in_a_row=most)
@@ -174,7 +177,7 @@ def prepare_batches(
     num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
     if config.tells == "label":
         layout = replace(layout, first_mismatched=num_trained + 2 * num_held_out)
-    batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint)
+    batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
     if held_out is None or held_out_layout is None:
         return batches, None
     held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=num_trained)
@@ -348,7 +351,7 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
     """
     parts: list[Any] = []
     for one in list_sources(source, config):
-        files, part = source_files(one.path), None
+        files, part = files_of(one), one.split if is_sliced(one.split or "") else None
         if files is None and not config.streaming:
             assert one.split is not None
             files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
@@ -356,7 +359,8 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
         if not files:
             return None
         contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-        parts.append([one.format, one.columns, part, *contents])
+        form = [one.format, file_digest(one.format)] if is_own(one.format) else one.format
+        parts.append([form, one.columns, part, *contents])
     return hash_of(parts)
 
 

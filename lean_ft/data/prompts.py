@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.chats import check_text, parse_if_json, read_chat, read_tools
-from lean_ft.data.formats import reading
+from lean_ft.data.formats import reading, writes_chats
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
@@ -54,10 +54,13 @@ class PromptReport:
 
 
 class Prompts:
-    """Prompts without end, shuffled anew each epoch by the seed and the epoch alone; one who takes them keeps the place."""
+    """Endless prompts. Their order depends on the seed and the epoch, or with `shuffle=False` on the files alone; the caller
+    keeps the place."""
 
-    def __init__(self, prompts: list[Prompt], *, seed: int, report: PromptReport, fingerprint: str) -> None:
-        self._prompts, self._seed = prompts, seed
+    def __init__(
+        self, prompts: list[Prompt], *, seed: int, report: PromptReport, fingerprint: str, shuffle: bool = True
+    ) -> None:
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self.report, self.fingerprint = report, fingerprint
         self._orders: dict[int, np.ndarray] = {}  # of the epoch under way
 
@@ -73,6 +76,8 @@ class Prompts:
 
     def _at(self, place: int) -> int:
         epoch, i = divmod(place, len(self._prompts))
+        if not self._shuffle:
+            return i
         if epoch not in self._orders:
             self._orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))}
         return int(self._orders[epoch][i])
@@ -98,15 +103,16 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
         raise ValueError(f"nothing in {config.source} is left to ask: {report}. Raise data.max_prompt_length.")
     report.kept = len(prompts)
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
+    settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint), held_out
+    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
 def _read(
     config: PromptDataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, report: PromptReport
 ) -> Iterator[Prompt]:
     columns = [one.columns or {} for one in list_sources(source, config)]
-    chat = tokenizer.chat_template is not None if config.chat == "auto" else config.chat
+    chat = writes_chats(config, tokenizer)
     for row in read_rows(source, digest, config):
         report.rows += 1
         try:

@@ -66,12 +66,12 @@ class DataReport:
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         if self.rewritten_answers:
-            ended = "messages follow them, and the chat template then ends them otherwise"
-            parts.append(f"{self.rewritten_answers:,} answers not trained ({ended})")
+            ended = "the chat template ends them with another token once messages follow"
+            parts.append(f"{self.rewritten_answers:,} answers trained without their end token ({ended})")
         if self.empty_answers:
             parts.append(f"{self.empty_answers:,} empty answers")
         parts += [
-            f"no chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
+            f"without a chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
             "(data.separator)"
             for between, count in self.joined.items()
         ]

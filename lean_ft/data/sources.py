@@ -7,8 +7,10 @@ from itertools import islice
 from pathlib import Path
 
 from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
-from lean_ft.data.rows import Digest, Row
+from lean_ft.data.rows import Digest, Row, kind
+from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
+from lean_ft.own_functions import file_digest, is_own, line_in, load_function
 from lean_ft.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
 
@@ -23,7 +25,7 @@ def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig 
     `config` says which part of a Hugging Face dataset is meant. A row that cannot be read comes with its problem. Raises
     ValueError for a source that is missing, empty or cannot be read to its end, with its name and the reason.
     """
-    for number, one in enumerate(list_sources(source, config)):
+    for number, one in enumerate(_checked_sources(source, config)):
         for row in _read_source(one, digest, streaming=config is not None and config.streaming):
             yield row._replace(source=number) if number else row
 
@@ -31,7 +33,7 @@ def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig 
 def first_rows(source: Sources, count: int, config: RowsConfig | None = None) -> list[Row]:
     """The first `count` rows of every source, to tell their formats by."""
     rows: list[Row] = []
-    for number, one in enumerate(list_sources(source, config)):
+    for number, one in enumerate(_checked_sources(source, config)):
         some = _read_source(one, None, streaming=config is not None and config.streaming)
         rows += [row._replace(source=number) for row in islice(some, count)]
     return rows
@@ -49,6 +51,16 @@ def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Sour
         one.model_copy(update={name: getattr(common, name) for name in names})
         for one, names in zip(sources, missing, strict=True)
     ]
+
+
+def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]:
+    """`list_sources`. Raises ValueError if `data.streaming` is set and no source is a dataset to stream."""
+    sources = list_sources(source, config)
+    if config is not None and config.streaming and all(source_files(one.path) is not None for one in sources):
+        raise ValueError(
+            f"data.streaming=true is for Hugging Face datasets, and {sources[0].path} is a file. Leave it out."
+        )
+    return sources
 
 
 def source_files(source: str) -> list[Path] | None:
@@ -79,13 +91,74 @@ def source_files(source: str) -> list[Path] | None:
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.")
 
 
+def files_of(source: Source) -> list[Path] | None:
+    """`source_files` of a source. Raises ValueError if files are given a subset, or a split other than `train` and its
+    slices."""
+    files, split = source_files(source.path), "train" if source.split is None else source.split
+    if files is None or (source.subset is None and (read_split(split) or ("",))[0] == "train"):
+        return files
+    given = f"data.split={split}" if source.subset is None else f"data.subset={source.subset}"
+    raise ValueError(
+        f"{given}: {source.path} is a file and has the one split `train`. Use train, or a slice of it: train[:95%], "
+        "train[100:200]. For a Hugging Face dataset beside it, set the split in its entry: {path, subset, split}."
+    )
+
+
 def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
-    files = source_files(source.path)
+    rows = _rows_as_stored(source, digest, streaming=streaming)
+    if not is_own(source.format):
+        return rows
+    assert source.format is not None
+    if digest is not None:
+        digest.update(file_digest(source.format).encode())
+    return _converted(rows, source.format)
+
+
+def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
+    """What the user's function makes of each row: fields, a text or messages; a row of which it makes None is left out."""
+    convert = load_function(name)
+    for row in rows:
+        if row.problem is not None:
+            yield row
+            continue
+        try:
+            made = convert(dict(row.fields))
+        except Exception as error:
+            place = line_in(Path(name.rpartition(":")[0]).expanduser().resolve(), error)
+            yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
+            continue
+        if made is None:
+            continue
+        fields = {"text": made} if isinstance(made, str) else {"messages": made} if isinstance(made, list) else made
+        if isinstance(fields, dict):
+            yield row._replace(fields=fields)
+        else:
+            problem = f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
+            yield row._replace(fields={}, problem=problem)
+
+
+def _rows_as_stored(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
+    files = files_of(source)
     if files is None:
         assert source.split is not None
         yield from read_dataset(
             str(resolve_data_path(source.path)), digest, subset=source.subset, split=source.split, streaming=streaming
         )
         return
+    split = source.split or "train"
+    if not is_sliced(split):
+        yield from _rows_of_files(files, digest)
+        return
+    if digest is not None:
+        digest.update(split.encode())
+    first, last = rows_of_split(split, lambda: sum(1 for _ in _rows_of_files(files, None)))
+    rows = islice(_rows_of_files(files, digest), first, last)
+    if (beginning := next(rows, None)) is None:
+        raise ValueError(f"data.split={split} has none of the rows of {source.path}.")
+    yield beginning
+    yield from rows
+
+
+def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
     for file in files:
         yield from read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest)

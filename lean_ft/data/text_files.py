@@ -23,7 +23,9 @@ from lean_ft.data.rows import Digest, Row, kind
 BOM = b"\xef\xbb\xbf"
 NUM_BYTES_TO_DETECT = 4096
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-CHUNK_BYTES = 1 << 16  # compressed
+CHUNK_BYTES = 1 << 12  # compressed: at most 4 MiB of gzip's, 128 MiB of zstd's, where four bytes may stand for 128 KiB
+MAX_LINE_BYTES = 1 << 29
+MAX_EXPANSION, EXPANDED_BYTES = 200, 1 << 26  # text that grows more, beyond so many bytes, is made to fill the memory
 PLAIN_TEXT = (".txt", ".md")
 _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
 # An object that holds all rows: `{"version": "1.0", "data": [{`
@@ -39,7 +41,8 @@ def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     """
     start = _start(path)
     if not start.strip():
-        raise ValueError(f"{path} has no rows: the file is empty.")
+        what = f"its first {len(start):,} bytes are blank" if len(start) == NUM_BYTES_TO_DETECT else "the file is empty"
+        raise ValueError(f"{path} has no rows: {what}.")
     _check_encoding(start, path)
     lines = _lines(path, digest)
     ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
@@ -75,8 +78,8 @@ def parse_json(text: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"an object has the name `{twice}` more than once, so one of its values would be lost")
     return values
 
@@ -192,7 +195,9 @@ def _start(path: Path) -> bytes:
 
 def _lines(path: Path, digest: Digest | None) -> Iterator[bytes]:
     with open_decompressed(path) as file:
-        for number, line in enumerate(file):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path}, line {number + 1} is longer than {MAX_LINE_BYTES >> 20} MiB, as no row is.")
             if digest is not None:
                 digest.update(line)
             yield line.removeprefix(BOM) if number == 0 else line
@@ -235,7 +240,8 @@ class _Archive(io.RawIOBase):
     def __init__(self, file: IO[bytes], begin: Callable[[], Any], error: type[Exception]):
         self._file, self._begin, self._error = file, begin, error
         self._member = begin()
-        self._waiting = b""  # decompressed, not yet asked for
+        self._waiting = memoryview(b"")  # decompressed, not yet asked for
+        self._num_read = self._num_made = 0  # bytes
 
     def readable(self) -> bool:
         return True
@@ -243,26 +249,37 @@ class _Archive(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             while not self._waiting:
-                compressed = self._file.read(CHUNK_BYTES) if not self._member.eof else self._behind_member()
+                compressed = self._read() if not self._member.eof else self._behind_member()
                 if not compressed and self._member.eof:
                     return 0
                 if not compressed:
                     raise self._error("its last part is not complete")
                 if self._member.eof:
                     self._member = self._begin()
-                self._waiting = self._member.decompress(compressed)
+                self._waiting = memoryview(self._member.decompress(compressed))
+                self._num_made += len(self._waiting)
+                if self._num_made > max(EXPANDED_BYTES, MAX_EXPANSION * self._num_read):
+                    raise ValueError(
+                        f"{self._file.name} is more than {MAX_EXPANSION} times as large when decompressed, as no text is. "
+                        "If it is right, decompress it first."
+                    )
         except self._error as error:
             raise ValueError(
                 f"{self._file.name} cannot be read to its end: the archive is cut off or damaged ({error}). Copy or "
                 "download it again."
             ) from None
-        content, self._waiting = self._waiting[: len(buffer)], self._waiting[len(buffer) :]
-        buffer[: len(content)] = content
-        return len(content)
+        num_bytes = min(len(buffer), len(self._waiting))
+        buffer[:num_bytes], self._waiting = self._waiting[:num_bytes], self._waiting[num_bytes:]
+        return num_bytes
+
+    def _read(self) -> bytes:
+        compressed = self._file.read(CHUNK_BYTES)
+        self._num_read += len(compressed)
+        return compressed
 
     def _behind_member(self) -> bytes:
         """What follows a complete member; archives may be filled up with zeros."""
-        return self._member.unused_data.lstrip(b"\0") or self._file.read(CHUNK_BYTES).lstrip(b"\0")
+        return self._member.unused_data.lstrip(b"\0") or self._read().lstrip(b"\0")
 
     def close(self) -> None:
         self._file.close()

@@ -34,3 +34,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lean_ft.generation' has no attribute {name!r}")
     return getattr(import_module("lean_ft.generation.texts"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

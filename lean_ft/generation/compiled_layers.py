@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lean_ft.models import Decoder, DecoderConfig
+from lean_ft.torch_private import dynamo, uncompiled
 
 MOST_KINDS = 64  # of layers and batches; beyond that the compiler would let them run as they are written
 
@@ -25,15 +26,15 @@ class CompiledLayers:
         self._taken: list[Any] = [layer for i, layer in enumerate(self._layers) if _is_plain(model.config, i)]
 
     def __enter__(self) -> None:
-        self._before = [(layer, layer._compiled_call_impl, vars(layer).get("forward")) for layer in self._layers]
-        for layer in self._layers:
-            layer._compiled_call_impl = None
+        self._before = [(layer, vars(layer).get("forward")) for layer in self._layers]
+        self._uncompiled = uncompiled(self._layers)
+        self._uncompiled.__enter__()
         for layer in self._taken:
             layer.forward = partial(_forward, layer)
 
     def __exit__(self, *_: object) -> None:
-        for layer, compiled, forward in self._before:
-            layer._compiled_call_impl = compiled
+        self._uncompiled.__exit__(None, None, None)
+        for layer, forward in self._before:
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
@@ -50,7 +51,7 @@ def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
     kept, _ = args[4]
     # A mask that layers share: it is there before the first of them.
     kept.owner.visible(attention.scoring.window, attention.scoring.chunk)
-    with torch._dynamo.config.patch(recompile_limit=MOST_KINDS):  # pyright: ignore[reportAttributeAccessIssue]
+    with dynamo.config.patch(recompile_limit=MOST_KINDS):
         return _compiled(layer, *args, **others)
 
 

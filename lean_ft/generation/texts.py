@@ -15,6 +15,7 @@ from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
@@ -32,7 +33,7 @@ def open_model(
     path: str | Path = "auto",
     adapter: str | Path | Sequence[str | Path] = (),
     device: str = "auto",
-    dtype: str = "bfloat16",
+    dtype: str | torch.dtype = "bfloat16",
     random_init: bool = False,
 ) -> tuple[Decoder, Tokenizer]:
     """Returns the model that `path` names with its tokenizer, ready to be asked.
@@ -49,8 +50,9 @@ def open_model(
         adapters = adapters if path == "auto" else [folder, *adapters]
         folder = find_finished(find_base(folder), QUICK_BYTES)
     where = resolve_device(device)
-    check_dtype(dtype, where)
-    model = load_model(folder, where, getattr(torch, dtype), random_init, new_ids=ids_of_rows(*adapters))
+    dtype = torch_dtype(dtype)
+    check_dtype(str(dtype).removeprefix("torch."), where)
+    model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
     return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)

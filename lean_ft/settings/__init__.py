@@ -5,7 +5,7 @@ YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints the
 """
 
 from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig
-from lean_ft.settings.base import Every, Fraction, GroupT, Settings
+from lean_ft.settings.base import Device, Dtype, Every, Fraction, GroupT, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
     DataConfig,
@@ -56,7 +56,9 @@ __all__ = [
     "AskConfig",
     "AskedModelConfig",
     "DataConfig",
+    "Device",
     "DistillConfig",
+    "Dtype",
     "Every",
     "FormatName",
     "Fraction",
@@ -96,4 +98,5 @@ __all__ = [
     "UnpairedLossConfig",
     "ValueConfig",
     "models_of",
+    "spelled_out",
 ]

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from lean_ft.settings.base import PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
 
 # Which tokens are drawn among.
@@ -151,7 +151,7 @@ class AskConfig(Settings):
     min_p: MinP = None
     stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
     seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    device: Device = "auto"
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,13 +1,31 @@
 """What every group of settings is: strict, frozen, and its values' common types."""
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
+
+# Other spellings of a value -> ours.
+_SAME_VALUE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "gpu": "cuda"}
+
+
+def spelled_out(value: Any) -> Any:
+    """Our spelling of a dtype or a device: `bf16` and `torch.bfloat16` are `bfloat16`, `gpu` is `cuda`. Other values are
+    returned as they are."""
+    text = str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
+    return _SAME_VALUE.get(text, text) if isinstance(text, str) else text
+
+
+Dtype = Annotated[Literal["bfloat16", "float32", "float16"], BeforeValidator(spelled_out)]
+Device = Annotated[
+    Literal["auto", "cuda", "cpu", "mps"],
+    BeforeValidator(spelled_out),
+    Field(description="`auto` takes cuda, then mps, then cpu."),
+]
 
 # Optimizer steps, or what they are of an epoch.
 Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]
@@ -22,6 +40,10 @@ def _is_regular_expression(pattern: str) -> str:
 
 
 RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
+
+
+# FILE.py:FUNCTION, a function of the user's own; a union that has it ends in AfterValidator(check_function).
+OwnFunction = Annotated[str, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 
 
 class Settings(BaseModel):

@@ -3,21 +3,26 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from lean_ft.settings.base import Fraction, Settings
+from lean_ft.own_functions import check_function
+from lean_ft.settings.base import Fraction, OwnFunction, Settings
 
-FormatName = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "input_output",
-    "text",
-    "tokens",
-    "preference",
-    "unpaired",
+FormatName = Annotated[
+    Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "input_output",
+        "text",
+        "tokens",
+        "preference",
+        "unpaired",
+    ]
+    | OwnFunction,
+    AfterValidator(check_function),
 ]
 
 
@@ -48,7 +53,9 @@ class RowsConfig(Settings):
         "{path, format, columns, weight, subset, split}."
     )
     format: FormatName = Field(
-        "auto", description="How a row is read. `auto` decides from the fields of the first rows of a source."
+        "auto",
+        description="How a row is read. `auto` decides from the fields of the first rows of a source. `my_rows.py:convert` is a "
+        "function of your own from a row to one of the formats.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Field names, ours to yours: `columns.prompt=question`."
@@ -56,7 +63,11 @@ class RowsConfig(Settings):
     subset: str | None = Field(
         None, description="The subset (configuration) of a Hugging Face dataset that has several."
     )
-    split: str = Field("train", description="The split of a Hugging Face dataset.")
+    split: str = Field(
+        "train",
+        description="The split of a Hugging Face dataset, or a slice of it, in percent or rows: `train[:95%]`, "
+        "`train[100:200]`. A file has the one split `train`.",
+    )
     streaming: bool = Field(False, description="Read a Hugging Face dataset as it arrives, without storing it first.")
     on_bad_row: Literal["raise", "skip"] = Field(
         "raise",
@@ -84,6 +95,29 @@ class RowsConfig(Settings):
         description="What stands between a prompt and its completion where a model without a chat template reads them as "
         "one text; in a shell 'data.separator=\"\\n\"' is a line break. null: nothing, and an empty line in alpaca.",
     )
+    chat: Literal["auto"] | bool = Field(
+        "auto",
+        description="Whether a prompt and a completion that are plain strings become a user's and an assistant's message, "
+        "written with the chat template. `auto`: if the model has one. `false`: plain text, joined by `separator` and ended "
+        "by eos. Rows of messages are always chats.",
+    )
+    shuffle: bool = Field(
+        True,
+        description="Draw a new order of rows for each epoch. `false`: rows in the order of the files, packed rows in the "
+        "order they were packed, the same in every epoch. The first batch is then not the largest one.",
+    )
+
+    @model_validator(mode="after")
+    def _says_what_is_held_out(self) -> "RowsConfig":
+        held_out = [self.validation_source] if isinstance(self.validation_source, str) else self.validation_source or []
+        unsaid = next((one for one in held_out if isinstance(one, str) or one.split is None), None)
+        if "[" in self.split and unsaid is not None:
+            path = unsaid if isinstance(unsaid, str) else unsaid.path
+            raise ValueError(
+                f"split={self.split} is a part of source, and validation_source={path} does not say which part is held out. Write "
+                f"validation_source=[{{path: {path}, split: 'train[95%:]'}}], or split: train for all rows."
+            )
+        return self
 
     @field_validator("validation_source")
     @classmethod
@@ -98,11 +132,6 @@ class PromptDataConfig(RowsConfig):
 
     max_prompt_length: PositiveInt = Field(
         512, description="Tokens that a prompt may have; rows with longer ones are left out and counted."
-    )
-    chat: Literal["auto"] | bool = Field(
-        "auto",
-        description="Whether a prompt that is a text is a user's message, written with the chat template; `auto`: where there "
-        "is one.",
     )
 
 
@@ -170,6 +199,11 @@ class DataConfig(RowsConfig):
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} cannot be with packing={self.packing}: it is for rows that are not "
                 "packed. Set packing=none, or leave it out and set batch_size."
+            )
+        if self.batch_tokens is not None and not self.shuffle:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} groups rows of similar length, and shuffle=false keeps the order of the "
+                "files. Leave one of them out."
             )
         if self.batch_tokens is not None and self.batch_tokens < self.max_length * len(self.sides):
             times = f" for each of {len(self.sides)} answers" if len(self.sides) > 1 else ""

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from lean_ft.settings.base import Fraction, PositiveShare, Settings, Share
+from lean_ft.own_functions import check_function
+from lean_ft.settings.base import Dtype, Fraction, OwnFunction, PositiveShare, Settings, Share
 
 
 class LossConfig(Settings):
@@ -44,22 +45,30 @@ LOSS_READS = {
 class PreferenceLossConfig(Settings):
     """The loss of a pair of answers; docs/preferences.md has the formulas."""
 
-    name: Literal[
+    name: Annotated[
+        Literal[
+            "sigmoid",
+            "robust",
+            "ipo",
+            "hinge",
+            "sigmoid_norm",
+            "apo_zero",
+            "apo_down",
+            "nca",
+            "bco_pair",
+            "sppo",
+            "exo",
+            "simpo",
+            "cpo",
+            "orpo",
+        ]
+        | OwnFunction,
+        AfterValidator(check_function),
+    ] = Field(
         "sigmoid",
-        "robust",
-        "ipo",
-        "hinge",
-        "sigmoid_norm",
-        "apo_zero",
-        "apo_down",
-        "nca",
-        "bco_pair",
-        "sppo",
-        "exo",
-        "simpo",
-        "cpo",
-        "orpo",
-    ] = Field("sigmoid", description="Which loss: `sigmoid` is DPO. simpo, cpo and orpo have no reference model.")
+        description="Which loss: `sigmoid` is DPO. simpo, cpo and orpo have no reference model. `my_loss.py:fn` is "
+        "a function of your own, of `Pairs` and beta.",
+    )
     beta: PositiveFloat | None = Field(
         None, description="How near the model stays to the reference; more is nearer. null is 0.1, and 2.5 for simpo."
     )
@@ -171,9 +180,12 @@ POLICY_LOSS_READS = {
 class PolicyLossConfig(Settings):
     """The loss of answers that the model sampled itself; docs/online.md has the formulas."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = Field(
+    name: Annotated[
+        Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | OwnFunction, AfterValidator(check_function)
+    ] = Field(
         "dapo",
-        description="Which loss: how far the ratio to the sampling model may go, and what tokens are divided by.",
+        description="Which loss: how far the ratio to the sampling model may go, and what tokens are divided by. "
+        "`my_loss.py:fn` is a function of your own, of `Answers`.",
     )
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None, description="How far a ratio may fall below 1 before it gains nothing. null is 0.2, and 3e-4 for gspo."
@@ -205,7 +217,8 @@ class PolicyLossConfig(Settings):
     )
     entropy_share: PositiveShare = Field(
         1.0,
-        description="Learn from this share of a round's tokens, those where the model was least sure; 0.2 is usual.",
+        description="Share of a round's tokens whose policy loss counts: those with the highest entropy; the paper uses 0.2. "
+        "The divergence and the denominators are those of all tokens.",
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none",
@@ -305,7 +318,7 @@ class DistillConfig(Settings):
         False,
         description="Keep the teacher's layers in the host's memory, from which they travel to the GPU as they compute.",
     )
-    teacher_dtype: Literal["bfloat16", "float32", "float16", "nf4"] | None = Field(
+    teacher_dtype: Dtype | Literal["nf4"] | None = Field(
         None,
         description="Type of the teacher's weights and arithmetic; nf4 keeps its linear layers in 4 bits. null is "
         "model.dtype.",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from lean_ft.settings.base import Fraction, Settings
+from lean_ft.settings.base import Dtype, Fraction, Settings, spelled_out
 
 
 class ModelConfig(Settings):
@@ -14,7 +14,7 @@ class ModelConfig(Settings):
         description="A Hugging Face model folder, a repository of the hub (`org/name`, or `org/name@revision`), or the "
         "embedded model: `tiny`. A run records the commit, and goes on with it."
     )
-    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+    dtype: Dtype = Field(
         "bfloat16",
         description="Type of the weights and the arithmetic. `float16` keeps float32 master weights, computes "
         "in float16 and scales the loss.",
@@ -60,7 +60,7 @@ class LoRAConfig(Settings):
     lr_ratio: PositiveFloat = Field(
         1.0, description="LoRA+: learning rate of the second matrix (B) over optimizer.lr; its authors advise 16."
     )
-    dtype: Literal["float32", "model"] = Field(
+    dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = Field(
         "float32", description="Type in which the adapter is kept and updated; products take the model's type."
     )
     quantize: Literal["none", "nf4"] = Field(

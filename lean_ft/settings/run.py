@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from lean_ft.settings.answers import GenerationConfig, Reward
-from lean_ft.settings.base import Every, GroupT, RegularExpression, Settings
+from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Settings
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import DistillConfig, LossConfig, ReferenceConfig, ValueConfig
@@ -149,7 +149,7 @@ class RecipeConfig(Settings):
         (2, 1, 2), description="With profile: steps that it waits, warms up, and watches."
     )
     seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    device: Device = "auto"
     plan: Literal["auto"] | bool = Field(
         "auto",
         description="Rehearse one step on shapes before weights are loaded, and tell its peak memory. `auto` does for the "
@@ -258,7 +258,7 @@ class KeepTeacherConfig(Settings):
     batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
     memory: MemoryConfig = MemoryConfig.model_validate({})
     compile: bool = Field(False, description="torch.compile each layer.")
-    device: Literal["auto", "cuda", "cpu", "mps"] = Field("auto", description="`auto` takes cuda, then mps, then cpu.")
+    device: Device = "auto"
 
 
 _NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher", ValueConfig: "path"}

@@ -17,9 +17,9 @@ import json
 import re
 import shutil
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -36,7 +36,7 @@ from lean_ft.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
 from lean_ft.units import gibibytes
-from lean_ft.whole_files import sync, write_whole
+from lean_ft.whole_files import read_json, sync, write_whole
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -46,7 +46,7 @@ TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
 RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
 
 NAME = re.compile(r"step_(\d{8,})")
-SMALL_FILES_BYTES = 64 * 2**20  # allowance for the tokenizer, JSON and the file system's own records
+SMALL_FILES_BYTES = 2 * 2**20  # allowance for JSON, headers and the records of the file system
 
 State = dict[str, Any]
 
@@ -65,13 +65,18 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
-def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int) -> int:
-    """Room that a checkpoint of `model` takes on the disk, from above."""
+def small_files_bytes(tokenizer: Tokenizer | None) -> int:
+    """Size of a tokenizer's files, with an allowance for the other small files of a checkpoint."""
+    return SMALL_FILES_BYTES + sum(file.stat().st_size for file in (tokenizer.files if tokenizer is not None else ()))
+
+
+def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int, tokenizer: Tokenizer | None) -> int:
+    """Upper bound of the size of a checkpoint on the disk, in bytes."""
     if has_adapter(model):
         weights = adapter_bytes(model)
     else:
         weights = sum(whole_numel(p) * p.element_size() for p in model.parameters())
-    return weights + optimizer_state_bytes + SMALL_FILES_BYTES
+    return weights + optimizer_state_bytes + small_files_bytes(tokenizer)
 
 
 def free_bytes(directory: Path) -> int:
@@ -101,7 +106,7 @@ def write_checkpoint(
     with ExitStack() as whole_or_not:
 
         def begin() -> Path:
-            needed = checkpoint_bytes(model, whole_bytes(optimizer_state) + whole_bytes(beside or {}))
+            needed = checkpoint_bytes(model, whole_bytes(optimizer_state) + whole_bytes(beside or {}), tokenizer)
             free = free_bytes(directory)
             if free < needed:
                 raise OSError(
@@ -214,8 +219,10 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
 def _read_manifest(folder: Path) -> dict[str, State]:
     """The manifest's entries by file name; ValueError unless it is one, of this folder, with names inside of it."""
     path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {folder} is not a checkpoint, or not a whole one.")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         files = manifest["files"]
         step = NAME.fullmatch(folder.name)
         right = manifest["format"] == 1 and (step is None or manifest["step"] == int(step[1]))
@@ -224,8 +231,6 @@ def _read_manifest(folder: Path) -> dict[str, State]:
             parts = PurePosixPath(name).parts
             right = right and ".." not in parts and not name.startswith("/") and "\\" not in name
             right = right and type(entry["bytes"]) is int and type(entry["sha256"]) is str
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {folder} is not a checkpoint, or not a whole one.") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} cannot be read: the checkpoint is damaged.") from None
     if not right or not {TRAINING_STATE_FILE, RANDOM_STATE_FILE, OPTIMIZER_FILE} <= files.keys():
@@ -241,9 +246,21 @@ def read_training_state(folder: Path) -> State:
     for name, kind in expected.items():
         if type(state.get(name)) is not kind:
             raise ValueError(f"{path} cannot be used: expected {name}, of type {kind.__name__}, in it.")
-    if not {"batches", "scaler"} <= state.keys():
-        raise ValueError(f"{path} cannot be used: it lacks the position in the data or the loss scale.")
+    if not {"batches", "scaler"} <= state.keys() or type(state.get("bad_steps", 0)) is not int:
+        raise ValueError(
+            f"{path} cannot be used: it lacks the position in the data, the loss scale or the number of bad steps."
+        )
     return state
+
+
+@contextmanager
+def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, what fails because a value of the checkpoint's state has the wrong type or size is a ValueError that says so;
+    so are errors of these further kinds."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:
+        raise ValueError(f"{folder / STATE_FOLDER} cannot be used ({error!r}): the checkpoint is damaged.") from None
 
 
 def read_random_state(folder: Path) -> RandomState:
@@ -252,13 +269,7 @@ def read_random_state(folder: Path) -> RandomState:
 
 
 def _read_state(path: Path) -> State:
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}): the checkpoint is damaged.") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} cannot be used: expected a JSON object.")
-    return state
+    return read_json(path, "the checkpoint is damaged.")
 
 
 def restore_weights(folder: Path, model: nn.Module) -> None:

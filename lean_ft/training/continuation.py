@@ -16,6 +16,7 @@ from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
     checkpoint_step,
+    from_checkpoint,
     list_checkpoints,
     newest_whole,
     read_training_state,
@@ -42,6 +43,9 @@ SAID = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", 
 SAID |= {"neftune_alpha"}
 SAID_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # allowed together, where a step's rows stay the same
+# May differ when a complete run is started again: it is asked for answers, or nothing is left to prepare.
+OF_COMPLETE = {"plan", "device", "output_dir", "resume", "eval_answers", "eval_pattern"}
+OF_COMPLETE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}
 CONTENT = {"data.source", "data.chat_template"}  # files may move: what is in them is compared, by compare_data
 IDENTITY = ("model.path", "data.source")  # what makes it another run even when nothing was saved yet
 QUICK_BYTES = 2**20  # before a model is loaded, only the checksums of files up to this size are verified
@@ -62,7 +66,11 @@ def check_output_dir(cfg: RecipeConfig) -> None:
         )
     folder = find_checkpoint(cfg, quick=True)
     if folder is not None:
-        compare_settings(cfg, read_training_state(folder), folder)
+        state = read_training_state(folder)
+        with from_checkpoint(folder):
+            compare_settings(cfg, state, folder)
+        if cfg.max_steps is not None and cfg.max_steps <= state["step"]:
+            check_complete(cfg, state)
     elif starts := read_starts(directory):
         compare_identity(cfg, starts[-1])
 
@@ -150,9 +158,28 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     return said
 
 
+def check_complete(cfg: RecipeConfig, state: dict[str, Any]) -> None:
+    """Refuse settings that leave a run nothing to train, and that differ from those it was trained with.
+
+    Raises ValueError naming all of them, with both values.
+    """
+    before, now = state["settings"], settings_of(cfg)
+    changes = [
+        _change(key, before[key], now[key])
+        for key in sorted((before.keys() & now.keys()) - OF_COMPLETE - CONTENT)
+        if before[key] != now[key]
+    ]
+    if changes:
+        bound = "epochs" if cfg.max_steps is None else "max_steps"
+        raise ValueError(
+            f"output_dir={cfg.output_dir} holds a run with {state['step']} steps done, and nothing is left to train. Its settings "
+            f"differ:{_lines(changes)}\nSet a new output_dir for a run with the new settings, or a larger {bound} to extend that run."
+        )
+
+
 def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     """Refuse a directory whose run saved nothing yet, but is plainly another one: recipe, model or data."""
-    before: Settings = {"recipe": without_alias(start["recipe"]), **start["settings"]}
+    before: Settings = {"recipe": without_alias(start.get("recipe", "")), **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
     changes = [
         _change(key, before[key], now[key])
@@ -188,9 +215,12 @@ def _change(key: str, old: Any, new: Any) -> str:
     return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
 
 
+def _lines(changes: list[str]) -> str:
+    return "".join(f"\n  {change}" for change in changes)
+
+
 def _refusal(what: str, changes: list[str]) -> str:
-    lines = "".join(f"\n  {change}" for change in changes)
     return (
-        f"{what}, and going on with these would be neither run:{lines}\n"
+        f"{what}, and going on with these would be neither run:{_lines(changes)}\n"
         f"Set them back to go on, or set a new output_dir to start a run of its own with them."
     )

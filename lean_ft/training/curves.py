@@ -6,7 +6,8 @@ pictures, and below them one of the settings in which they differ. Drawn by matp
 """
 
 import io
-import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,8 +16,8 @@ from typing import Any
 
 from lean_ft.spelling import did_you_mean
 from lean_ft.training.loggers import as_text, is_number
-from lean_ft.training.metrics import Row
-from lean_ft.training.run_directory import METRICS_FILE, read_starts
+from lean_ft.training.metrics import Row, has_diverged, parse_line
+from lean_ft.training.run_directory import METRICS_FILE, RUN_FILE, read_starts
 from lean_ft.units import GIB, gibibytes, number
 from lean_ft.whole_files import write_whole
 
@@ -30,7 +31,8 @@ _LAST = {
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
 _COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
-_SMOOTHED_POINTS = 40  # with more of them a curve is drawn pale, and its mean over a twentieth of the run on top
+_SMOOTHED_POINTS = 40  # a panel with a longer curve shows all its curves pale, and running means on top
+_WINDOWS = 20  # in the longest run: the same number of steps is the window of all runs
 _EXACT = ("lr", "memory")  # but for these
 _COLUMNS = 2  # panels beside each other
 _PAGE = """\
@@ -68,6 +70,37 @@ class Curves:
             told = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
         return [step for step, _ in told], [value for _, value in told]
 
+    def results(self) -> dict[str, Any]:
+        """Steps made, losses, tokens, mean speed and peak memory; None for a value that was not measured."""
+        steps = [row for row in self.rows if is_number(row.get("tokens"))]
+        seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
+        tokens = sum(row["tokens"] for row in steps)
+        losses, held_out = self.points("loss")[1], self.points("eval_loss")[1]
+        return {
+            "steps": max((row["step"] for row in self.rows), default=0),
+            "loss": losses[-1] if losses else None,
+            "diverged": not self.points("reward")[0] and bool(losses) and has_diverged(losses[0], losses),
+            "eval_loss": held_out[-1] if held_out else None,
+            "lowest_eval_loss": min(held_out, default=None),
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "peak_memory_bytes": max((row.get("peak_memory_bytes") or 0 for row in steps), default=0) or None,
+        }
+
+    def results_as_text(self) -> dict[str, str]:
+        """`results` as a table shows them."""
+        written = {"steps": "{:,}", "tokens": "{:,}", "tokens_per_second": "{:,.0f}"}
+
+        def text(name: str, value: Any) -> str:
+            if name in written:
+                return written[name].format(value)
+            return gibibytes(value) if name == "peak_memory_bytes" else number(value)
+
+        results = self.results()
+        diverged = " diverged" if results.pop("diverged") else ""
+        shown = {name: "-" if value is None else text(name, value) for name, value in results.items()}
+        return {**shown, "loss": shown["loss"] + diverged}
+
 
 def read_curves(runs: Sequence[Path]) -> list[Curves]:
     """Reads run directories, with the shortest names that tell them apart.
@@ -80,26 +113,59 @@ def read_curves(runs: Sequence[Path]) -> list[Curves]:
         depth += 1
     read = []
     for given, path in zip(runs, paths, strict=True):
-        file = path / METRICS_FILE
-        if not file.is_file():
+        if not (path / METRICS_FILE).is_file():
             beside = path.parent.glob(f"*/{METRICS_FILE}") if path.parent.is_dir() else []
             near = did_you_mean(path.name, [other.parent.name for other in beside])
             raise ValueError(
                 f"{given} has no {METRICS_FILE}: expected the output_dir of a run that has made a step.{near}"
             )
-        rows = []
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # a run is writing it, or was killed as it did: the lines before are good
-                break
-        if not rows:
+        run = _read_run(path, "/".join(path.parts[-depth:]))
+        if not run.rows:
             raise ValueError(
-                f"{file} has no line yet: wait for the first step (log_every says how often it is written)."
+                f"{path / METRICS_FILE} has no line yet: wait for the first step (log_every says how often it is written)."
             )
-        starts = read_starts(path)
-        read.append(Curves("/".join(path.parts[-depth:]), rows, starts[-1]["settings"] if starts else {}))
+        read.append(run)
     return read
+
+
+def _read_run(folder: Path, name: str) -> Curves:
+    """A run that may have no line yet. Lines that are damaged, or being written, are skipped."""
+    file = folder / METRICS_FILE
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    rows = [row for row in map(parse_line, lines) if row is not None]
+    starts = read_starts(folder)
+    return Curves(name, rows, starts[-1]["settings"] if starts else {})
+
+
+def find_runs(folder: Path) -> list[Curves]:
+    """The runs in `folder` and its subfolders, named by their path below it. Raises ValueError for a damaged run.json."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        if RUN_FILE in files or METRICS_FILE in files:
+            path = Path(place)
+            found.append(_read_run(path, path.name if path == folder else path.relative_to(folder).as_posix()))
+            folders.clear()  # a run holds no other runs
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return found
+
+
+def differing_settings(runs: Sequence[Curves]) -> list[str]:
+    """Names of the settings whose values are not the same in all runs, without `output_dir`."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
+    return [key for key in keys if len({as_text(run.settings.get(key, "-")) for run in runs}) > 1]
+
+
+def figure_of(runs: Sequence[Path]) -> Any:
+    """The curves of runs as a matplotlib figure, which a notebook shows. Raises ValueError as `draw_curves` does."""
+    curves = read_curves(runs)
+    figure = _figure(curves)
+
+    def as_png() -> bytes:
+        figure.savefig(drawn := io.BytesIO(), format="png", dpi=110)
+        return drawn.getvalue()
+
+    figure._repr_png_ = as_png  # IPython's protocol
+    return figure
 
 
 def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
@@ -108,11 +174,9 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
     Raises ValueError where matplotlib is not installed, or a directory is no run's.
     """
     curves = read_curves(runs)
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("pictures need matplotlib; install it with: pip install 'lean-ft[plots]'") from None
     figure = _figure(curves)
+    import matplotlib
+
     title = ", ".join(run.name for run in curves)
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # words stay words
@@ -126,23 +190,31 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
 
 
 def _figure(curves: list[Curves]) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise ValueError("pictures need matplotlib; install it with: pip install 'lean-ft[plots]'") from None
 
     metrics = _metrics(curves)
     num_rows = -(-len(metrics) // _COLUMNS)
+    window = max(run.rows[-1]["step"] for run in curves) / _WINDOWS
+    has_means = False
     figure = Figure(figsize=(5.5 * _COLUMNS, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
     for place, (metric, title) in enumerate(metrics.items(), start=1):
         axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+        most_points = max(len(run.points(metric)[0]) for run in curves)
+        is_smoothed = most_points > _SMOOTHED_POINTS and metric not in _EXACT
+        has_means |= is_smoothed
         for number_of_run, run in enumerate(curves):
             steps, values = run.points(metric)
             color, label = f"C{number_of_run % 10}", run.name
-            if len(values) > _SMOOTHED_POINTS and metric not in _EXACT:
+            if is_smoothed:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                values = _smoothed(values)
+                values = _smoothed(steps, values, window)
             marker = "o" if len(values) <= 12 else None
             axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3)
         if metric in ("memory", "tokens_per_second"):
@@ -152,7 +224,12 @@ def _figure(curves: list[Curves]) -> Any:
     # Of steps there are no halves.
     figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False)
+    title = (
+        f"pale: every step; bold: running mean over about {window:.0f} steps, the same for all runs"
+        if has_means
+        else None
+    )
+    figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False, title=title, alignment="left")
     return figure
 
 
@@ -171,11 +248,11 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
     }
 
 
-def _smoothed(values: list[float]) -> list[float]:
-    """The exponential mean over about a twentieth of the values, without its pull to the first."""
-    keep = 1 - 20 / max(40, len(values))
-    mean, weight, smooth = 0.0, 0.0, []
-    for value in values:
+def _smoothed(steps: list[int], values: list[float], window: float) -> list[float]:
+    """The exponential mean over `window` steps, corrected for its start."""
+    mean, weight, before, smooth = 0.0, 0.0, steps[0] - 1 if steps else 0, []
+    for step, value in zip(steps, values, strict=True):
+        keep, before = math.exp(-(step - before) / window), step
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         smooth.append(mean / weight)
     return smooth
@@ -184,32 +261,12 @@ def _smoothed(values: list[float]) -> list[float]:
 def _ends(curves: list[Curves]) -> str:
     """How each run ended, as a table."""
     head = ["run", "steps", "loss, last", "held-out, last", "held-out, lowest", "tokens", "tokens/s", "peak memory"]
-    lines = []
-    for run in curves:
-        steps = [row for row in run.rows if "tokens" in row]
-        seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
-        tokens = sum(row["tokens"] for row in steps)
-        losses, held_out = run.points("loss")[1], run.points("eval_loss")[1]
-        peak = max((row.get("peak_memory_bytes") or 0 for row in steps), default=0)
-        lines.append(
-            [
-                run.name,
-                f"{run.rows[-1]['step']:,}",
-                *(number(told[-1]) if told else "-" for told in (losses, held_out)),
-                number(min(held_out)) if held_out else "-",
-                f"{tokens:,}",
-                f"{tokens / seconds:,.0f}" if seconds else "-",
-                gibibytes(peak) if peak else "-",
-            ]
-        )
-    return _table(head, lines)
+    return _table(head, [[run.name, *run.results_as_text().values()] for run in curves])
 
 
 def _differences(curves: list[Curves]) -> str:
-    """The settings in which the runs differ, as a table; nothing for one."""
-    keys = {key: None for run in curves for key in run.settings if key != "output_dir"}
-    rows = [[key, *(as_text(run.settings[key]) if key in run.settings else "-" for run in curves)] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
+    """The settings in which the runs differ, as a table; nothing for one run."""
+    rows = [[key, *(as_text(run.settings.get(key, "-")) for run in curves)] for key in differing_settings(curves)]
     return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
 
 

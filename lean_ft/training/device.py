@@ -11,7 +11,8 @@ from lean_ft.distributed import check_number, refuse_cuts
 from lean_ft.log import log_to, say
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.document_attention import num_product_shapes
-from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
+from lean_ft.models.float32_products import slow_dtypes
+from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig, spelled_out
 from lean_ft.shapes_only import stage
 from lean_ft.training import host_memory
 from lean_ft.training.continuation import check_output_dir
@@ -123,24 +124,23 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
 
 
 def _settle_host_memory(cfg: RecipeConfig) -> str:
-    """Decides where a CPU's freed memory goes, and says so."""
+    """Choose the allocator of CPU tensors; returns a note for the log."""
     returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
     keep_compiled_products(num_product_shapes(cfg.row_tokens or 2048) + OTHER_SHAPES)
     if memory is None or not wants_host_pool(memory):
-        return "freed memory goes back to the system at once (glibc's malloc thresholds fixed)" if returned else ""
+        return "malloc returns freed memory to the system" if returned else ""
     try:
         pool_host_memory()
     except RuntimeError as error:
         if memory.host_pool:
             raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
         return f"no memory.host_pool: {error}"
-    why = "memory.host_pool" if memory.host_pool else "memory.host_pool=false turns that off"
-    return f"tensors are allocated from a pool, which keeps what they free for the next ones ({why})"
+    return "memory.host_pool=true"
 
 
 def resolve_device(name: str) -> torch.device:
     """`auto|cuda|cpu|mps` as a device that is there; ValueError telling what is, where it is not."""
-    there = ["cpu"]
+    name, there = spelled_out(name), ["cpu"]
     if torch.backends.mps.is_available():
         there.insert(0, "mps")
     if torch.cuda.is_available():
@@ -170,12 +170,8 @@ def check_dtype(dtype: str, device: torch.device) -> list[str]:
             )
     if device.type == "mps" and dtype == "bfloat16" and not torch.backends.mps.is_macos_or_newer(14, 0):
         raise ValueError("model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu.")
-    if device.type == "cpu" and dtype != "float32":
-        flag = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
-        get = getattr(torch.cpu, "get_capabilities", dict)  # a torch that does not tell has none
-        is_x86 = (capabilities := get()).get("architecture") == "x86_64"
-        if is_x86 and not any(capabilities.get(name) for name in flag):
-            return [f"this CPU has neither {flag[0]} nor {flag[1]}: {dtype} is computed by converting, slowly"]
+    if device.type == "cpu" and getattr(torch, dtype) in slow_dtypes():
+        return [f"this CPU has no {dtype} instructions, so {dtype} products are computed in float32"]
     return []
 
 

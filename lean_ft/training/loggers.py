@@ -8,20 +8,26 @@ missed is in metrics.jsonl. Packages come with the extras `tensorboard`, `wandb`
 """
 
 import csv
+import importlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lean_ft.log import say
-from lean_ft.redaction import redact
 from lean_ft.settings import LogConfig
 from lean_ft.training.checkpoint import write_json
-from lean_ft.whole_files import write_whole
+from lean_ft.whole_files import open_in_place, read_json, write_whole
 
+T = TypeVar("T")
 Row = dict[str, Any]
+CONNECT_SECONDS, CLOSE_SECONDS = 10, 60  # that a service gets to answer, and to take what is still to be sent
+_SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking"}  # and what they are imported as
 RECORDS_FILE = "loggers.json"  # service -> what it calls this run
 MLFLOW_FILE = "mlflow.db"
 
@@ -45,14 +51,20 @@ class Loggers:
         Raises ValueError where one cannot be opened, with its own reason: better now than after an hour.
         """
         self._open: dict[str, _Logger] = {}
-        settings = {name: redact(as_text(value)) for name, value in settings.items()}
+        self._offline = cfg.offline
+        settings = {name: as_text(value) for name, value in settings.items()}
         for name in cfg.to:
             if name == "jsonl":
                 continue
             try:
-                self._open[name] = _OPENED[name](cfg, directory, settings, start_step)
+                if not self._is_local(name):
+                    importlib.import_module(_SERVICES[name])  # which takes seconds and needs no network
+                open_it = partial(_OPENED[name], cfg, directory, settings, start_step)
+                self._open[name] = self._in_time(name, open_it, CONNECT_SECONDS)
+            except TimeoutError as error:
+                self._leave_out(name, error)
             except Exception as error:
-                raise ValueError(f"log.to={name} could not be opened: {redact(str(error))}") from error
+                raise ValueError(f"log.to={name} could not be opened: {error}") from error
 
     def write(self, rows: Sequence[Row]) -> None:
         self._each(lambda logger: logger.write(rows))
@@ -63,16 +75,43 @@ class Loggers:
 
     def close(self, *, done: bool) -> None:
         """`done`: all steps were made, or early stopping ended them."""
-        self._each(lambda logger: logger.close(done))
+        self._each(lambda logger: logger.close(done), CLOSE_SECONDS)
 
-    def _each(self, call: Callable[[_Logger], None]) -> None:
+    def _each(self, call: Callable[[_Logger], None], seconds: int = CONNECT_SECONDS) -> None:
         for name, logger in list(self._open.items()):
             try:
-                call(logger)
+                self._in_time(name, partial(call, logger), seconds)
             except Exception as error:
                 del self._open[name]
-                left_out = f"log.to={name} failed and is left out from here on ({error})"
-                say("WARNING", f"{left_out}; metrics.jsonl has every line")
+                self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        say("WARNING", f"log.to={name} failed and is left out from here on ({error}); metrics.jsonl has every line")
+
+    def _is_local(self, name: str) -> bool:
+        """Whether a logger writes to the disk alone."""
+        return (
+            self._offline or name not in _SERVICES or (name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"))
+        )
+
+    def _in_time(self, name: str, call: Callable[[], T], seconds: int) -> T:
+        """What `call` returns or raises. A service that has not answered after so many seconds is left to itself, and
+        TimeoutError raised."""
+        if self._is_local(name):
+            return call()
+        result: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return result.result(seconds)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {seconds} s") from None
 
 
 class _Csv(_Logger):
@@ -89,7 +128,7 @@ class _Csv(_Logger):
         if any(name not in self._columns for row in rows for name in _flat(row)):
             self._write_whole()  # from metrics.jsonl, where these rows stand by now
             return
-        with self._file.open("a", newline="", encoding="utf-8") as file:
+        with open_in_place(self._file, "a") as file:
             csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
 
     def _write_whole(self) -> None:
@@ -232,8 +271,8 @@ def as_text(value: Any) -> str:
 
 
 def _records(directory: Path) -> dict[str, str]:
-    file = directory / RECORDS_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    records = read_json(directory / RECORDS_FILE)
+    return {service: record for service, record in records.items() if isinstance(record, str)}
 
 
 def _keep_record(directory: Path, service: str, record: str) -> None:

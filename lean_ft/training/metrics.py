@@ -7,6 +7,8 @@ backward and update, but not evaluations or checkpoints.
 
 import json
 import math
+import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +19,15 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
+from lean_ft.log import say
+from lean_ft.redaction import redact_values
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
-from lean_ft.whole_files import sync
+from lean_ft.whole_files import open_in_place, sync, write_whole
 
 Row = dict[str, Any]
+DIVERGED_STEPS = 10  # whose median loss is compared with the first loss
+DIVERGED_RATIO = 1.5
 
 
 @dataclass
@@ -148,8 +154,8 @@ class Metrics:
     def _append(self, rows: list[Row]) -> None:
         if not self._writes:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        with open_in_place(self.path, "a") as file:
+            file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in map(redact_values, rows)))
         if self.loggers is not None:
             self.loggers.write(rows)
 
@@ -174,24 +180,47 @@ def _put(row: Row, name: str, value: Any) -> None:
     row[name] = value
 
 
-def trim_metrics(path: Path, step: int) -> list[Row]:
-    """Cut metrics.jsonl back to what was known after `step` steps and return the lines that stay.
+def has_diverged(first_loss: float | None, losses: Sequence[float]) -> bool:
+    """Whether the median of the last steps' losses is far above the loss of the first step."""
+    last = list(losses)[-DIVERGED_STEPS:]
+    return bool(last) and first_loss is not None and statistics.median(last) > DIVERGED_RATIO * first_loss > 0
 
-    A line torn by a crash goes too, with all that follows it.
+
+def parse_line(line: bytes) -> Row | None:
+    """One line of metrics.jsonl; None if it is not a whole line with a step."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> list[Row]:
+    """Cut metrics.jsonl back to the lines of the first `step` steps and return them.
+
+    The first unreadable line is removed with all lines after it. If the file should have every step and that loses one (a
+    power cut can leave zeros), the damaged file is kept under another name and a warning printed.
     """
     if not path.exists():
         return []
     rows: list[Row] = []
     kept_bytes = 0
-    with path.open("rb+") as file:
+    with open_in_place(path, "rb+") as file:
         for line in file:
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or row.get("step", step + 1) > step:
+            row = parse_line(line)
+            if row is None or row["step"] > step:
                 break
             rows.append(row)
             kept_bytes += len(line)
+        reached = rows[-1]["step"] if rows else 0
+        if has_every_step and reached < step:
+            damaged = path.with_stem("metrics.damaged")
+            with write_whole(damaged) as copy:
+                shutil.copyfile(path, copy)
+            say(
+                "WARNING",
+                f"{path} has no readable lines of steps {reached + 1} to {step}: line {len(rows) + 1} is damaged or missing. "
+                f"The run continues, without these steps in its curves. The damaged file is kept as {damaged}.",
+            )
         file.truncate(kept_bytes)
     return rows

@@ -211,7 +211,13 @@ def _filled(
         first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
         assert first is not None
         num_pairs = first + num_epochs * len(batches.layout.starts)
-        settings += [cfg.seed, cfg.batch_size, cfg.data.batch_tokens, cfg.data.packing, num_epochs]
+        settings += [
+            cfg.seed if cfg.data.shuffle else None,
+            cfg.batch_size,
+            cfg.data.batch_tokens,
+            cfg.data.packing,
+            num_epochs,
+        ]
     key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
     kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # what is written to it lies in the file

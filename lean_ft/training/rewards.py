@@ -12,18 +12,23 @@ Source: the protocol is TRL's, so that functions written for it run here.
 """
 
 import asyncio
+import contextlib
+import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.generation import Sample
+from lean_ft.log import say
+from lean_ft.own_functions import load_function
 from lean_ft.paths import repository_name
 from lean_ft.settings import Reward
 from lean_ft.shapes_only import stage
@@ -37,6 +42,7 @@ from lean_ft.training.finished_models import find_finished
 from lean_ft.training.reward_model import JudgingModel
 
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended")
+SLOW_SECONDS = 10.0
 Function = Callable[..., Any]
 
 
@@ -134,7 +140,8 @@ class Rewards:
         }
         for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
             given[name] = [prompt.columns.get(name) for prompt in prompts]
-        columns = asyncio.run(self._all(prompts, given))
+        with contextlib.chdir("."):  # back from wherever a function leads
+            columns = asyncio.run(self._all(prompts, given))
         each = [list(row) for row in zip(*columns, strict=True)]
         weights = [one.weight for one in self._settings]
         totals: list[float | None] = []
@@ -155,8 +162,11 @@ class Rewards:
     ) -> list[float | None]:
         taken = _taken(name, function, given)
         try:
-            values = await _call(function, taken)
-        except Exception as error:
+            with _reported(name):
+                values = await _call(function, taken)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit too: the run would end as if it were complete
             place = await _failing(function, prompts, taken)
             raise TrainingFailed(
                 f"the reward {name} failed at {place}: {type(error).__name__}: {error}\nThe run keeps what it has learned; "
@@ -165,8 +175,25 @@ class Rewards:
         return _checked(name, values, prompts)
 
 
+@contextlib.contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """Report a function that takes long, after 10 s, 20 s, 40 s and so on."""
+
+    def report(seconds: float, began: float) -> None:
+        while not done.wait(began + seconds - time.monotonic()):
+            say("waiting", f"for the reward {name}: {seconds:.0f} s")
+            seconds *= 2
+
+    done = threading.Event()
+    threading.Thread(target=report, args=(SLOW_SECONDS, time.monotonic()), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 async def _call(function: Function, taken: dict[str, list[Any]]) -> Any:
-    values = function(**taken)
+    values = function(**copy.deepcopy(taken))  # it may change what it is given
     return await values if inspect.isawaitable(values) else values
 
 
@@ -175,7 +202,9 @@ async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[st
     for i, prompt in enumerate(prompts):
         try:
             await _call(function, {name: values[i : i + 1] for name, values in taken.items()})
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException:
             return prompt.place
     return f"a round of {len(prompts)} answers, and at none of them alone (the first is to {prompts[0].place})"
 
@@ -206,18 +235,24 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
         raise TrainingFailed(
             f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for each."
         )
+    numbers: list[float | None] = []
     for value, prompt in zip(values, prompts, strict=True):
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        try:
+            one = value.item() if hasattr(value, "item") else value  # numpy's and torch's numbers
+            number = None if one is None or isinstance(one, str | bytes) else float(one)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several, or 10**400
+            number = None
+        if value is not None and (number is None or not math.isfinite(number)):
             raise TrainingFailed(
-                f"the reward {name} returned {value!r} at {prompt.place}; expected a finite number, or None for no reward."
+                f"the reward {name} returned {str(value)[:80]} at {prompt.place}; expected a finite number, or None for no reward."
             )
-    return [None if value is None else float(value) for value in values]
+        numbers.append(number)
+    return numbers
 
 
 def _load(reward: Reward) -> Function:
     assert reward.function is not None
-    file, colon, name = reward.function.rpartition(":")
-    if not colon:
+    if ":" not in reward.function:
         if reward.function not in BUILT_IN:
             raise ValueError(
                 f"no reward is called '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} There are "
@@ -231,18 +266,7 @@ def _load(reward: Reward) -> Function:
         raise ValueError(
             f"rewards: a pattern is for {' and '.join(BUILT_IN)}; {reward.function} is a function of yours."
         )
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ValueError(f"rewards: {path} is no file; expected FILE.py:FUNCTION, came {reward.function}.")
-    spec = spec_from_file_location(f"rewards.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"rewards: {path} cannot be run: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = [own for own, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"rewards: {path} has no function {name}; it has {', '.join(there) or 'none'}.")
-    return function
+        return load_function(reward.function)
+    except ValueError as error:
+        raise ValueError(f"rewards: {error}") from error

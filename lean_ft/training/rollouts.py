@@ -48,12 +48,21 @@ class Answer:
     values: list[float] = field(default_factory=list)  # of each token, what was expected before it
     returns: list[float] = field(default_factory=list)  # and what should have been
     old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
-    counts: list[bool] = field(default_factory=list)  # whether a token is learned from
+    counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
+    uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
     advantages: list[float] = field(default_factory=list)  # of each token, or one of all
 
     def of_tokens(self, values: list[float]) -> list[float]:
         """A value of all tokens for each of them; those of each as they are, and zeros where there are none yet."""
         return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
+
+    @property
+    def token_advantages(self) -> list[float]:
+        """The advantage of each token; 0 where `loss.entropy_share` leaves the policy loss out."""
+        advantages = self.of_tokens(self.advantages)
+        return (
+            [a if u else 0.0 for a, u in zip(advantages, self.uncertain, strict=True)] if self.uncertain else advantages
+        )
 
     @property
     def divergence(self) -> float | None:
@@ -341,7 +350,7 @@ class Rollouts(Rounds[PolicyBatch]):
         if self._looks_back:
             entropies = self._take_what_is_known()
             if loss.entropy_share < 1:
-                self._keep_least_sure(entropies)
+                self._mark_uncertain(entropies)
         worth = [
             math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
             for answer in self._answers
@@ -352,17 +361,17 @@ class Rollouts(Rounds[PolicyBatch]):
         for answer, value in zip(self._answers, above, strict=True):
             answer.advantages = [value]
 
-    def _keep_least_sure(self, entropies: list[list[float]]) -> None:
-        """Of the tokens that count leaves out all but the `loss.entropy_share` of highest entropy."""
-        tokens = [
-            list(zip(own, answer.counts, strict=True)) for own, answer in zip(entropies, self._answers, strict=True)
-        ]
-        counted = sorted(entropy for answer in tokens for entropy, counts in answer if counts)
-        if not counted:
-            return
-        least = counted[math.floor((len(counted) - 1) * (1 - self._cfg.loss.entropy_share))]
-        for answer, own in zip(self._answers, tokens, strict=True):
-            answer.counts = [counts and entropy >= least for entropy, counts in own]
+    def _mark_uncertain(self, entropies: list[list[float]]) -> None:
+        """Keep the policy loss of the `loss.entropy_share` of a round's tokens with the highest entropy.
+
+        Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
+        """
+        counted = [e for own, one in zip(entropies, self._answers, strict=True) if one.counts[0] for e in own]
+        threshold = float(
+            np.quantile(counted or [0.0], 1 - self._cfg.loss.entropy_share)
+        )  # a checkpoint takes no numpy bool
+        for answer, own in zip(self._answers, entropies, strict=True):
+            answer.uncertain = [entropy >= threshold for entropy in own]
 
     # Batches ------------------------------------------------------------------------------------------------------
 
@@ -379,7 +388,7 @@ class Rollouts(Rounds[PolicyBatch]):
             first=first,
             counts=[answer.counts for answer in answers],
             sampled=[answer.log_probs for answer in answers],
-            advantages=[one.of_tokens(one.advantages) for one in answers],
+            advantages=[one.token_advantages for one in answers],
             **{name: grid if grid[0] else None for name, grid in grids.items()},
         )
 

@@ -39,6 +39,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoint import (
+    from_checkpoint,
     read_random_state,
     read_training_state,
     restore_beside,
@@ -46,6 +47,7 @@ from lean_ft.training.checkpoint import (
     restore_weights,
 )
 from lean_ft.training.continuation import (
+    check_complete,
     check_output_dir,
     compare_base,
     compare_data,
@@ -55,7 +57,7 @@ from lean_ft.training.continuation import (
 )
 from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
-from lean_ft.training.loggers import Loggers
+from lean_ft.training.loggers import Loggers, is_number
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
@@ -149,6 +151,7 @@ class Run:
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._growth_said = False
         self._eval_losses: dict[int, float | None] = {}  # held-out losses, by the steps done
+        self._lacks_evaluation = self._lacks_tasks = False  # a finished run whose last evaluation was interrupted
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
 
@@ -208,6 +211,8 @@ class Run:
         if folder is not None:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
+            if self._lacks_evaluation or self._lacks_tasks:
+                self.ranks.first(self._open_loggers)
             return
         needed_bytes = self._saving.needed_bytes()
 
@@ -221,10 +226,13 @@ class Run:
             if folder is not None:
                 facts["resumed_from"] = str(folder)
             record_start(self.directory, self.cfg, facts)
-            self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
+            self._open_loggers()
 
         self.ranks.first(record)
         say_start(self)
+
+    def _open_loggers(self) -> None:
+        self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
 
     def _set_earlier_attempt_aside(self) -> None:
         """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""
@@ -236,30 +244,38 @@ class Run:
 
     def _go_on_from(self, folder: Path) -> None:
         state = read_training_state(folder)
-        changes = compare_settings(self.cfg, state, folder)
+        with from_checkpoint(folder):
+            changes = compare_settings(self.cfg, state, folder)
+        self._bad_steps.count = state.get("bad_steps", 0)
         compare_data(self.cfg, self.batches.fingerprint, state, folder)
         compare_base(self._base_fingerprint, state, folder)
         self.start_step = self._done_steps = self._saving.saved_steps = state["step"]
         self._saving.newest = folder
-        self._bad_steps.count = int(state.get("bad_steps", 0))
-        if is_own(self.cfg, folder) and (
-            rows := self.ranks.first(lambda: trim_metrics(self._metrics.path, self.start_step))
-        ):
+        is_own_run, rows = is_own(self.cfg, folder), []
+        if is_own_run and (rows := self.ranks.first(lambda: trim_metrics(self._metrics.path, self.start_step))):
             self._totals.first_loss = rows[0].get("loss")
-            self._eval_losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+            losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+            self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
         restore_weights(folder, self.model)  # of a complete run, too: it can still be asked for answers
         if self.start_step >= self.total_steps or self._evals_say_stop:
+            check_complete(self.cfg, state)
             self.total_steps = self.start_step  # `max_steps` may ask for fewer than there are: none is undone
+            last = [row for row in rows if row["step"] == self.total_steps and "tokens" not in row]
+            self._lacks_evaluation = (
+                is_own_run and self._held_out is not None and self.total_steps not in self._eval_losses
+            )
+            self._lacks_tasks = is_own_run and bool(self.cfg.eval_tasks) and all("eval_loss" in row for row in last)
             return
 
         restore_optimizer(folder, self.optimizer)
         if self._beside is not None:
             restore_beside(folder, self._beside)
-        self.batches.load_state_dict(state["batches"])
-        if state["scaler"] is not None:
-            self.optimizer.scaler.load_state_dict(state["scaler"])
-        if self._carried is not None and state.get("carried") is not None:
-            self._carried.load_state_dict(state["carried"])
+        with from_checkpoint(folder):
+            self.batches.load_state_dict(state["batches"])
+            if state["scaler"] is not None:
+                self.optimizer.scaler.load_state_dict(state["scaler"])
+            if self._carried is not None and state.get("carried") is not None:
+                self._carried.load_state_dict(state["carried"])
         self._random_state = read_random_state(folder)
         say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
         for change in changes:
@@ -289,7 +305,12 @@ class Run:
             yield 0
             return
         if self.start_step >= self.total_steps:
-            self._release()
+            try:
+                yield from self._evaluate_again()
+            finally:
+                if self._metrics.loggers is not None:
+                    self._metrics.loggers.close(done=True)
+                self._release()
             self._say_complete()
             self._say_answers(f"at step {self.total_steps}")
             return
@@ -304,7 +325,8 @@ class Run:
                 profiled(self.cfg, self.model, self.device, writes=self.ranks.rank == 0) as profiler,
             ):
                 if self._random_state is not None:
-                    restore_random_state(self._random_state, self.device)
+                    with from_checkpoint(self.checkpoint or self.directory, ValueError):
+                        restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
                     if step <= self.start_step + 1:
                         # Before the first step and after it: preparing data and compiling leave much freed memory.
@@ -345,10 +367,30 @@ class Run:
         self._saving.remove_superseded(self._done_steps, self._eval_losses)  # by the loss of the last evaluation too
         if self._done_steps < self.total_steps:
             say("stopped", self._why_early())
+        self._bad_steps.say_totals()
         seconds = time.perf_counter() - started
         say_end(self, self._totals, seconds=seconds, steps=self._done_steps - self.start_step)
-        self._bad_steps.say_totals()
         self._say_answers(f"at step {self._done_steps}")
+
+    def _evaluate_again(self) -> Iterator[int]:
+        """Do the last evaluation of a finished run if it was interrupted.
+
+        Only the body of the loop can evaluate, so it takes its last step once more. Nothing of that step is kept:
+        `evaluation_due` reads the weights of the checkpoint again.
+        """
+        if self._lacks_evaluation:
+            say("evaluation", f"the last one, after step {self.total_steps}, was interrupted; it is done now")
+            self._step, self._logged = self.total_steps, False
+            with self._signals:
+                yield self.total_steps - 1
+            self._lacks_evaluation = False
+        if self._lacks_tasks:
+            self._do_tasks()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the step under way counts: False while a finished run does its last evaluation again."""
+        return not self._lacks_evaluation
 
     def log(
         self,
@@ -369,6 +411,8 @@ class Run:
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True
+        if not self.is_training:
+            return
         micro_batches = list(micro_batches)
         self._bad_steps.keep(self._step, micro_batches)
         self._metrics.record(
@@ -384,6 +428,12 @@ class Run:
         is saved first; never where nothing is held out."""
         if self._held_out is None:
             return False
+        if not self.is_training and self.checkpoint is not None:
+            restore_weights(self.checkpoint, self.model)
+            if self._beside is not None:
+                restore_beside(self.checkpoint, self._beside)
+            restore_random_state(read_random_state(self.checkpoint), self.device)
+            return True
         if self._step < self.total_steps:
             return is_due(self.cfg.eval_every, self._step, self.steps_per_epoch)
         if self._logged:
@@ -418,7 +468,8 @@ class Run:
             held_out = list(held_out)
         for batch, _ in self.ranks.share(held_out):
             if self._logged and (received := self._signal_to_stop(self._signals)) is not None:
-                say("evaluation", f"after step {self._step}: cut short, and not made up for")
+                again = "the next start does it again" if self._step == self.total_steps else "it is not done again"
+                say("evaluation", f"after step {self._step}: interrupted; {again}")
                 self._finish_step(stopping=True)
                 self._stop(128 + received)
             yield batch

@@ -23,11 +23,13 @@ import torch
 
 import lean_ft
 from lean_ft.log import say
-from lean_ft.redaction import redact, shorten_home
+from lean_ft.own_functions import file_digest, is_own
+from lean_ft.redaction import redact, redact_values
 from lean_ft.settings import RecipeConfig
-from lean_ft.settings_text import dotted, dump
+from lean_ft.settings_text import dotted
+from lean_ft.strict_yaml import to_yaml
 from lean_ft.training.checkpoint import list_checkpoints, write_json
-from lean_ft.whole_files import LEFTOVER, remove, write_whole
+from lean_ft.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -39,20 +41,14 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 
 def settings_of(cfg: RecipeConfig) -> Settings:
-    """All settings by dotted key, as JSON values; `~` stands for the user's home."""
-    return {key: _shortened(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
+    """All settings by dotted key, as redacted JSON values."""
+    return {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
 
 
 def told_of_run(cfg: RecipeConfig, batches: Any) -> Settings:
     """What all processes of a run have to have alike, by name."""
     data = {"data fingerprint": batches.fingerprint, "batches an epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_shortened(item) for item in value]
-    return shorten_home(value) if isinstance(value, str) else value
 
 
 def recipe_name(cfg: RecipeConfig) -> str:
@@ -79,6 +75,10 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
         "git_commit": git_commit(Path.cwd()),
         "data_fingerprint": data_fingerprint,
     }
+    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
+    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
+        if is_own(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
+            facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
@@ -142,7 +142,7 @@ class DirectoryLock:
     def __init__(self, directory: Path):
         """Make the directory where it is missing and lock it; ValueError where another process holds the lock."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / LOCK_FILE).open("a+", encoding="utf-8")
+        self._file = open_in_place(directory / LOCK_FILE, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,9 +166,10 @@ class DirectoryLock:
 
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     """Write config.yaml and add this start to run.json."""
-    facts = {name: redact(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+    facts = redact_values(facts)
     comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
-    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{redact(dump(cfg))}"
+    settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
+    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
@@ -178,9 +179,14 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
 def read_starts(directory: Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; none where it is missing."""
     path = directory / RUN_FILE
-    if not path.exists():
-        return []
+    delete = "Delete it to go on without the record of earlier starts."
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["starts"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} cannot be read; delete it to go on without the record of earlier starts.") from None
+        starts = read_json(path).get("starts", [])
+    except ValueError as error:
+        raise ValueError(f"{error} {delete}") from None
+    if not isinstance(starts, list) or not all(
+        isinstance(start, dict) and isinstance(start.get("settings"), dict) and isinstance(start.get("recipe", ""), str)
+        for start in starts
+    ):
+        raise ValueError(f"{path} is not the record of a run's starts. {delete}")
+    return starts

@@ -11,6 +11,7 @@ from lean_ft.training.metrics import trim_metrics
 from lean_ft.training.rollouts import Rounds
 from lean_ft.training.run import Run
 from lean_ft.units import number
+from lean_ft.whole_files import open_in_place
 
 FILE = "samples.jsonl"
 WRITTEN, SHOWN = 8, 2  # answers of a round, into the file and onto the console
@@ -24,7 +25,7 @@ class SampleLog:
         self._run, self._every, self._writes = run, every, stage() is None and run.ranks.rank == 0
         if self._writes:
             self._path = run.directory / FILE
-            trim_metrics(self._path, run.start_step)
+            trim_metrics(self._path, run.start_step, has_every_step=False)
 
     def say_before(self, told: dict[str, Any]) -> None:
         """Tells an evaluation that was made before the first step."""
@@ -32,10 +33,10 @@ class SampleLog:
 
     def write(self, step: int, rollouts: Rounds) -> None:
         """Adds a few answers of the round, after step `step` (from 0), every so many steps; the first time at once."""
-        if not self._writes or not self._every or step % self._every:
+        if not self._writes or not self._every or step % self._every or not self._run.is_training:
             return
         rows = rollouts.shown(WRITTEN)
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_in_place(self._path, "a") as file:
             file.write("".join(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n" for row in rows))
         self._run.log_samples([{**row, "prompt": _asked(row)} for row in rows])
         for row in rows[:: max(1, len(rows) // SHOWN)][:SHOWN]:

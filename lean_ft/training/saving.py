@@ -74,7 +74,7 @@ class Saving:
     def needed_bytes(self) -> int:
         """Of a checkpoint, on the disk."""
         others = self._optimizer.state_parts() | trained_parts(self._beside)
-        return checkpoint_bytes(self._model, whole_bytes(others))
+        return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
 
     def check_free_space(self, needed: int, start_step: int, total_steps: int, steps_per_epoch: int) -> None:
         """Raises ValueError where not one checkpoint would fit; says where those that the run keeps would not."""

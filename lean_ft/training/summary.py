@@ -3,7 +3,9 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,22 @@ from lean_ft.launch import COMMAND_VARIABLE
 from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
+from lean_ft.models.config_json import dropouts
 from lean_ft.optim import num_warmup_steps
 from lean_ft.peft import NF4Linear
-from lean_ft.settings import MemoryConfig, OptimizerConfig, ParallelConfig, RecipeConfig, ScheduleConfig
+from lean_ft.settings import (
+    DataConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecipeConfig,
+    RowsConfig,
+    ScheduleConfig,
+)
+from lean_ft.settings_text import dotted
 from lean_ft.shards import whole_numel
-from lean_ft.training.metrics import Row
+from lean_ft.strict_yaml import to_yaml
+from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
 from lean_ft.units import duration, gibibytes, number
 
 if TYPE_CHECKING:
@@ -33,7 +46,9 @@ class Totals:
     step_seconds: float = 0.0
     peak_memory_bytes: int = 0
     rss_growth_bytes: int | None = None
-    first_loss: float | None = None  # of the whole run, where its first line is still there
+    first_loss: float | None = None  # of the whole run, if metrics.jsonl still has its first line
+    first_step: int = 1  # that `first_loss` belongs to
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=DIVERGED_STEPS))  # that are finite
     last_loss: float | None = None
     eval_loss: float | None = None
 
@@ -46,7 +61,9 @@ class Totals:
         if row["target_tokens"]:
             self.last_loss = row["loss"]
             if self.first_loss is None:
-                self.first_loss = row["loss"]
+                self.first_loss, self.first_step = row["loss"], row["step"]
+            if row["loss"] is not None and "reward" not in row:  # the loss of a policy is about 0
+                self.last_losses.append(row["loss"])
 
 
 def say_start(run: "Run") -> None:
@@ -124,13 +141,13 @@ def describe_model(model: nn.Module) -> str:
         text += f"; the language model of a {model.part_of}, without what reads images"
     if isinstance(model, Decoder) and model.quantization:
         text += f"; its folder has them in {model.quantization['quant_method']}, what is saved is in {dtypes[0]}"
+    if isinstance(model, Decoder) and (ignored := dropouts(model.hf_config)):
+        text += f"; without dropout ({', '.join(ignored)} of config.json)"
     return text
 
 
 def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
-    """A line each for loss, rows left out, speed, memory, time, and what can be done with the result."""
-    evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
-    say("loss", f"{number(totals.first_loss)} at the first step, {number(totals.last_loss)} at the last{evaluation}")
+    """A line each for rows left out, speed, memory, time and the next commands, and the loss last."""
     if (left_out := run.batches.report.left_out) is not None:
         say("data", left_out)
     if totals.step_seconds > 0:
@@ -145,11 +162,32 @@ def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
     say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
     if run.checkpoint is not None:
         say("checkpoint", str(run.checkpoint))
-        if isinstance(run.model, Decoder) and run.model.config.scores:
-            say("next", shlex.join(["leanft", "score", str(run.checkpoint), "rows.jsonl"]))
-        else:
-            say("next", shlex.join(["leanft", "run", "generate", f"model.path={run.checkpoint}"]))
-        say("", shlex.join(["leanft", "plot", str(run.directory)]) + "   # its curves")
+        say("next", shlex.join(["leanft", *_command_that_tries(run)]))
+        needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
+        say("", shlex.join(["leanft", "plot", str(run.directory)]) + f"   # its curves{needs}")
+    evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
+    first = "the first step" if totals.first_step == 1 else f"step {totals.first_step}"
+    say("loss", f"{number(totals.first_loss)} at {first}, {number(totals.last_loss)} at the last{evaluation}")
+    if has_diverged(totals.first_loss, totals.last_losses):
+        say(
+            "WARNING",
+            f"the run diverged: its loss ended far above {number(totals.first_loss)}, where it began. Do not use this model. "
+            "Try a lower optimizer.lr, a warm-up (schedule.warmup_ratio=0.1) or clip_grad_norm=1.0.",
+        )
+
+
+def _command_that_tries(run: "Run") -> list[str]:
+    """The arguments of the command that tries the trained model: a chat, a text, or the scores of the run's own rows."""
+    if not (isinstance(run.model, Decoder) and run.model.config.scores):
+        chats = run.tokenizer.chat_template is not None
+        return ["chat", str(run.checkpoint)] if chats else ["generate", str(run.checkpoint), "prompt=Hello"]
+    data = run.cfg.group(DataConfig)
+    assert data is not None
+    fields = set(RowsConfig.model_fields) - {"validation_fraction"}
+    rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
+    source, held_out = rows.pop("source"), rows.pop("validation_source", None)
+    settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
+    return ["score", str(run.checkpoint), to_yaml(held_out or source, flow=True), *settings]
 
 
 def command_to_continue(resume: str) -> str:

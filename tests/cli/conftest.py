@@ -119,7 +119,7 @@ def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
         done = subprocess.run(
             [sys.executable, "-m", "lean_ft", *map(str, arguments)],
             cwd=tmp_path,
-            env={**kept, "PYTHONPATH": str(CHECKOUT), **variables},
+            env={**kept, **variables},
             capture_output=True,
             text=True,
             timeout=120,

@@ -21,6 +21,17 @@ def test_a_recipes_settings_are_a_preset_that_runs(leanft, shipped, tmp_path):
     assert "model.path" in refused.err
 
 
+def test_groups_and_settings_are_printed_alone(leanft, shipped):
+    whole, alone = leanft("cat", "toy_single_device").out, leanft("cat", "toy_single_device", "optimizer.lr", "act").out
+    assert [line for line in alone.splitlines() if line[:1] not in ("#", "") and not line.startswith("  #")] == [
+        line for line in whole.splitlines() if line.startswith(("optimizer:", "  lr:", "act:"))
+    ]
+    refused = leanft("cat", "toy_single_device", "lr")
+    assert refused.code == 2
+    assert "no setting and no group is called 'lr'. Did you mean 'optimizer.lr'?" in refused.err
+    assert "is a preset" in leanft("cat", "tiny/toy", "optimizer").err
+
+
 def test_the_schema_is_json(leanft, shipped):
     schema = json.loads(leanft("cat", "toy_single_device", "--schema").out)
     assert "batch_size" in schema["properties"]

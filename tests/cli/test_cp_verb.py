@@ -26,7 +26,7 @@ def test_where_a_copy_goes(leanft, shipped, tmp_path, monkeypatch, name, destina
     assert answer.code == 0
     assert (tmp_path / made).read_bytes() == catalog.find_either(name).read_bytes()
     assert made.removeprefix("./") in answer.out
-    assert "leanft run" in answer.out
+    assert "Edit it, then: leanft " in answer.out
 
 
 def test_a_folder_that_is_not_there_yet_is_made(leanft, shipped, tmp_path):

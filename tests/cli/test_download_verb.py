@@ -1,6 +1,5 @@
 """`leanft download`, and models by name in `leanft run`: what is printed and exited with, tried as a user would."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import pytest
 from huggingface_hub import constants
 
 from lean_ft.paths import resolve_model_path
-from tests.cli.conftest import CHECKOUT
 from tests.hub_server import SIGNATURE, TOKEN, Repository
 
 COMMIT = "c" * 40
@@ -125,7 +123,6 @@ def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository,
     hub_server.stalls = True
     process = subprocess.Popen(
         [sys.executable, "-m", "lean_ft", "download", "org/tiny"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

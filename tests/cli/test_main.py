@@ -43,7 +43,10 @@ def test_version(leanft):
         (["env", "extra"], ["extra", "leanft env --help"]),
         (["run", "toy_single_device", "--confg", "x"], ["Did you mean '--config'?"]),
         (["run", "toy_single_device", "--config"], ["--config", "requires an argument"]),
-        (["run", "toy_single_device", "--batch_size", "3"], ["Settings take no dashes: batch_size=VALUE"]),
+        (["run", "toy_single_device", "--batch_size", "3"], ["Settings take no dashes: batch_size=3"]),
+        (["run", "toy_single_device", "--learning-rate=1e-4"], ["Settings take no dashes: optimizer.lr=1e-4"]),
+        (["run", "toy_single_device", "--lr", "--config", "x"], ["Settings take no dashes: optimizer.lr=VALUE"]),
+        (["train", "model.path=tiny"], ["no such command 'train'", "leanft run finetune"]),
     ],
 )
 def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, arguments, words):
@@ -54,6 +57,44 @@ def test_a_mistyped_command_line_is_one_message_and_code_2(leanft, shipped, argu
     assert answer.err.count("\n") == 1
     for word in words:
         assert word in answer.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "toy_single_device", "m", "batch_size=3"],
+        ["toy_single_device", "m", "batch_size=3"],
+        ["toy_single_device", "batch_size=3", "m"],
+        ["toy_single_device", "model.path", "=", "m", "batch_size=", "3"],
+        ["run", "toy_single_device", "--config", "tiny/toy", "batch_size", "=3", "m"],
+    ],
+)
+def test_a_recipe_that_asks_a_model_takes_it_first_and_its_name_is_a_command(leanft, shipped, arguments):
+    answer = leanft(*arguments)
+    assert (answer.code, answer.out) == (0, "ran with m 3\n")
+
+
+def test_a_second_word_and_a_word_beside_the_model_are_refused(leanft, shipped):
+    for words in (["m", "n"], ["m", "model.path=n"]):
+        answer = leanft("toy_single_device", *words)
+        assert answer.code == 2
+        assert "expected key=value" in answer.err
+
+
+def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
+    for words in (["run", "toy_single_device", "--help"], ["toy_single_device", "-h"], ["help", "toy_single_device"]):
+        answer = leanft(*words)
+        assert answer.code == 0
+        assert "\n  model.path=...   " in answer.out
+        assert "\n  batch_size=2   " in answer.out
+    assert leanft("help").out == leanft("--help").out == leanft().out
+    assert leanft("help", "cp").out == leanft("cp", "--help").out
+
+
+def test_data_without_a_verb_is_its_help(leanft):
+    answer = leanft("data")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == leanft("data", "--help").out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +133,7 @@ def test_what_needs_no_recipe_imports_no_torch(arguments):
         "    heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "    sys.exit(str(heavy) if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -100,14 +141,14 @@ def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
     """`leanft cat RECIPE | head -1`, with more output than a pipe holds."""
     script = f"{sys.executable} -m lean_ft cat {toy_recipe.with_suffix('.yaml')} | head -n 1; echo ${{PIPESTATUS[0]}}"
     toy_recipe.with_suffix(".yaml").write_text("# a comment\n" * 20_000)
-    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("# a comment\n0\n", "")
 
 
 def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
     command = f"{sys.executable} -m lean_ft run {toy_recipe} model.path=m act=flood"
     script = f"{command} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n"
     assert done.stderr.startswith("error: RuntimeError: whatever read the output has gone")
     assert "Traceback" not in done.stderr

@@ -43,6 +43,21 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
     assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
 
 
+def test_a_line_that_needs_values_is_named(leanft, tmp_path):
+    assert leanft("cp", "full_finetune_single_device", f"{tmp_path}/mine.py").code == 0
+    text, line = (tmp_path / "mine.py").read_text(), "picked = batch.labels[batch.labels != -100]"
+    before, loss, after = text.partition("            loss = cross_entropy")
+    (tmp_path / "mine.py").write_text(f"{before}            {line}\n{loss}{after}")
+    number = before.count("\n") + 1
+    answer = leanft("plan", f"{tmp_path}/mine.py", "--config", "tiny/full", "device=cpu")
+    assert answer.code == 2
+    assert f"mine.py, line {number}: `{line}` cannot be simulated (DynamicOutputShapeException" in answer.err
+    assert "torch.where" in answer.err and "Traceback" not in answer.err
+    (tmp_path / "own.py").write_text("def fn(pairs, beta):\n    return pairs.margin[pairs.margin > 0]\n")
+    answer = leanft("plan", "dpo", "--config", "tiny/dpo", "device=cpu", f"loss.name={tmp_path}/own.py:fn")
+    assert answer.code == 2 and "own.py, line 2: `return pairs.margin[pairs.margin > 0]` cannot be" in answer.err
+
+
 @pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
 def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
     figures = []
@@ -73,7 +88,12 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     for arguments, message in {
         ("full_finetune_single_device", "--gpus", "2"): "it has no settings `parallel`. Plan finetune.",
         ("finetune", "--nodes", "2"): "--nodes 2 needs --gpus N",
-        ("finetune", "--gpus", "2"): "gradient_accumulation_steps=1 counts the batches of a step over all",
+        (
+            "finetune",
+            "gradient_accumulation_steps=1",
+            "--gpus",
+            "2",
+        ): "gradient_accumulation_steps=1 counts the batches of a step over all",
     }.items():
         answer = leanft("plan", *arguments, *tiny)
         assert answer.code == 2

@@ -1,5 +1,7 @@
 """`leanft plot`: where its files go, and what it refuses."""
 
+from pathlib import Path
+
 import pytest
 
 METRICS = '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n{"step": 2, "loss": 1.0, "tokens": 8, "step_seconds": 1.0}\n'
@@ -34,3 +36,19 @@ def test_a_wrong_place_is_one_message(leanft, tmp_path, monkeypatch, arguments, 
     answer = leanft("plot", *arguments)
     assert answer.code == 2
     assert message in answer.err
+
+
+def test_no_file_is_overwritten_without_a_word(leanft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(METRICS)
+    assert leanft("plot", "a", "b").out.split() == ["curves.png", "curves.html"]
+    assert leanft("plot", "a", "b").out.split() == ["curves_2.png", "curves_2.html"]
+    leanft("plot", "a")
+    assert leanft("plot", "a").out.splitlines() == ["a/curves.png (replaced)", "a/curves.html (replaced)"]
+    Path("mine.html").write_text("mine")
+    refused = leanft("plot", "a", "-o", "mine")
+    assert (refused.code, Path("mine.html").read_text()) == (2, "mine")
+    assert "mine.html exists already; choose another name, or overwrite it with --force" in refused.err
+    assert leanft("plot", "a", "-o", "mine", "--force").code == 0

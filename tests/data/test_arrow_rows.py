@@ -1,6 +1,7 @@
 """Rows of Parquet files and of Hugging Face datasets, which come from folders here: nothing is downloaded."""
 
 import hashlib
+import importlib
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from lean_ft.data import arrow_rows
-from lean_ft.data.arrow_rows import read_dataset
+from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
 from lean_ft.data.prepare import load_documents
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
@@ -134,3 +135,13 @@ def test_a_dataset_is_prepared_once(tmp_path: Path, plain_tokenizer, monkeypatch
     assert prepare("data", "test").key != made.key
     datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "three"}])).save_to_disk(tmp_path / "other")
     assert prepare("other").key != made.key
+
+
+def test_parquet_that_tells_of_more_rows_than_bytes(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    file = tmp_path / "rows.parquet"
+    importlib.import_module("pyarrow.parquet").write_table(
+        pyarrow.table({"text": pyarrow.repeat("a", 2_000_000)}), file
+    )
+    with pytest.raises(ValueError, match=r"2,000,000 rows in [\d,]+ bytes"):
+        next(read_parquet_file(file, None))

@@ -195,6 +195,7 @@ class TestTokenBudget:
         [
             ({"batch_tokens": 63}, "batch_tokens=63 is less than max_length=64"),
             ({"batch_tokens": 640, "packing": "bfd"}, "for rows that are not packed"),
+            ({"batch_tokens": 640, "shuffle": False}, "shuffle=false keeps the order of the files"),
             ({"overflow": "drop", "packing": "padding_free"}, "overflow=drop cannot be with packing=padding_free"),
         ],
     )
@@ -226,10 +227,25 @@ class TestOrder:
         with pytest.raises(ValueError, match="take"):
             batches.take(0)
 
+    @pytest.mark.parametrize("packing", ["none", "padding_free", "bfd"])
+    def test_without_shuffling_rows_come_in_order_in_every_epoch(self, config: Config, plain_tokenizer, packing: str):
+        settings = config(rows(), shuffle=False, packing=packing)
+        batches, _ = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=0)
+        found = []
+        for _ in range(2):
+            documents = [document[:2] for batch in epoch(batches) for document in documents_of(batch)]
+            found.append([(ids, labels) for ids, labels in documents if set(labels) > {-100}])
+        assert found[0] == found[1]
+        if packing == "bfd":  # the order that rows were packed in: the fullest first
+            return
+        for (ids, labels), (row, targets) in zip(found[0], expected_documents(rows(), plain_tokenizer), strict=True):
+            assert (ids[: len(row)], labels[: len(row)]) == (row, targets)
+
     @pytest.mark.parametrize(
         ("layout", "num_rows"),
         [
             ({"packing": "none"}, 20),
+            ({"packing": "none", "shuffle": False}, 20),
             ({"packing": "none", "batch_tokens": 100}, 20),
             ({"packing": "bfd"}, 60),
             ({"packing": "bfd_split", "max_length": 20}, 22),
@@ -274,6 +290,7 @@ class TestOrder:
             (batches(max_length=63), "data .* changed"),
             (batches(train_on="all"), "data .* changed"),
             (batches(batch_tokens=256), "data .* changed"),
+            (batches(shuffle=False), "data .* changed"),
         ):
             with pytest.raises(ValueError, match=rf"cannot resume: the {reason}"):
                 other.load_state_dict(state)

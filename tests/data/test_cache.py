@@ -64,7 +64,7 @@ class TestEntries:
             "with write_entry(Path(sys.argv[1]), 'a') as writer:\n"
             "    writer.append({'numbers': numpy.arange(3)}); os.kill(os.getpid(), 9)"
         )
-        killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env={**os.environ, **path_to_package()})
+        killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
         assert killed.returncode == -9
         [left] = names(tmp_path)
         assert left.endswith(".unfinished")
@@ -303,7 +303,3 @@ class TestPrepared:
         batches, _ = sft_batches(config(ROWS, packing="bfd", cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
         shutil.rmtree(tmp_path / "c")
         assert sum(batch.num_targets for batch in batches.take(100)) == batches.report.target_tokens
-
-
-def path_to_package() -> dict[str, str]:
-    return {"PYTHONPATH": str(Path(cache.__file__).parents[2])}

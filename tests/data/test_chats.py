@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lean_ft.data.chats import read_chat, read_tools
+from tests.data.conftest import build
 
 CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": [1, None]}}}
 OPENAI = [
@@ -98,3 +99,26 @@ def test_no_tools(value: Any):
 def test_chats_that_cannot_be_read(value: Any, message: str):
     with pytest.raises(ValueError, match=message):
         read_chat(value, "messages")
+
+
+@pytest.mark.parametrize(
+    ("role", "meant"),
+    [("bot", "assistant"), ("gpt", "assistant"), ("Assistant", "assistant"), ("human", "user"), ("function", "tool")],
+)
+def test_a_role_in_messages_is_one_of_the_chat_template(role: str, meant: str, chat_tokenizer) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": role, "content": "a"}]
+    assert read_chat(messages, "messages").messages[1]["role"] == role
+    with pytest.raises(
+        ValueError, match=rf"message 1: '{role}' is not a role .*expected system, .*Did you mean '{meant}'"
+    ):
+        chat_tokenizer.passage(messages)
+    if role != "Assistant":
+        assert read_chat(messages, "conversations").messages[1]["role"] == meant
+        assert read_chat([{"from": role, "value": "a"}], "messages").messages[0]["role"] == meant
+
+
+def test_a_template_may_have_roles_of_its_own(tmp_path) -> None:
+    source = "{% for m in messages %}{% if m['role'] == 'critic' %}!{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer = build(tmp_path / "tokenizer", chat_template=source)
+    text = tokenizer.passage([{"role": "critic", "content": "hm"}, {"role": "assistant", "content": "a"}]).text
+    assert text.startswith("!<|im_start|>critic")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from lean_ft.data.formats import RowReader, formats_of, read_token_row
-from lean_ft.data.preference import PairReader
+from lean_ft.data.preference import PairReader, UnpairedReader
 from lean_ft.data.rows import Row
-from lean_ft.settings import PreferenceDataConfig, SFTDataConfig
+from lean_ft.settings import PreferenceDataConfig, RewardDataConfig, SFTDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import Passage
 
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -74,8 +74,69 @@ def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenize
     passage = reader.of(config, [row], plain_tokenizer).passages(row)[0]
     assert isinstance(passage, Passage)
     assert (passage.text, trained(passage)) == ("q\nA: a", ["a"])
-    with pytest.raises(ValueError, match="no chat template writes, and this model has one"):
+    with pytest.raises(ValueError, match="and this model has a template. Leave it out, or set data.chat=false"):
         reader.of(config, [row], chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reader", "fields"),
+    [
+        (SFTDataConfig, RowReader, {"prompt": "q", "completion": "a"}),
+        (SFTDataConfig, RowReader, {"instruction": "q", "input": "x", "output": "a"}),
+        (PreferenceDataConfig, PairReader, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        (RewardDataConfig, PairReader, {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1.0}),
+        (UnpairedDataConfig, UnpairedReader, {"prompt": "q", "completion": "a", "label": True}),
+    ],
+)
+@pytest.mark.parametrize("separator", [None, "\n"])
+def test_without_chat_strings_become_what_a_model_without_a_template_reads(
+    settings, reader, fields, separator, plain_tokenizer, chat_tokenizer
+):
+    row = Row(fields, "rows.jsonl, line 7")
+
+    def sequences(tokenizer: Any, **chat: Any) -> list[tuple[list[int], list[bool]]]:
+        passages = reader.of(settings(source="rows.jsonl", **chat), [row], tokenizer).passages(row)
+        return [(ids.tolist(), mask.tolist()) for ids, mask in tokenizer.tokenize(passages)]
+
+    between = "\n\n" if separator is None and "output" in fields else separator or ""
+    prompt = chat_tokenizer.encode(("q\n\nx" if "output" in fields else "q") + between)
+    answers = [fields[name] for name in ("completion", "output", "chosen", "rejected") if name in fields]
+    expected = [
+        (
+            [*prompt, *chat_tokenizer.encode(answer), chat_tokenizer.eos_id],
+            [False] * len(prompt) + [True] * (len(answer) + 1),
+        )
+        for answer in answers
+    ]
+    found = sequences(chat_tokenizer, chat=False, separator=separator)
+    assert found == expected
+    plain = sequences(plain_tokenizer, separator=separator)
+    assert [(ids[:-1], mask) for ids, mask in found] == [(ids[:-1], mask) for ids, mask in plain]  # their eos differ
+    assert sequences(chat_tokenizer) == sequences(chat_tokenizer, chat=True) != expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "message"),
+    [
+        (
+            {"messages": MESSAGES},
+            {"chat": False},
+            "data.chat=false applies to .* plain strings, and the rows are messages",
+        ),
+        ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, and the rows are text"),
+        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "by a chat template, and data.chat=false"),
+    ],
+)
+def test_what_data_chat_would_not_change_is_refused(fields, given, message, chat_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        read(fields, chat_tokenizer, **given)
+
+
+def test_a_chat_needs_a_template(plain_tokenizer):
+    with pytest.raises(
+        ValueError, match="data.chat=true writes plain strings with a chat template, and this model has none"
+    ):
+        read({"prompt": "q", "completion": "a"}, plain_tokenizer, chat=True)
 
 
 SYSTEM = {"role": "system", "content": "s"}

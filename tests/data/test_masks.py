@@ -174,8 +174,8 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     config = SFTDataConfig(source="rows.jsonl", max_length=4096)
     documents, report = Renderer(config, RowReader.of(config, rows, tokenizer), tokenizer)(rows)
     answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
-    assert answers == ["Fourteen.<|endoftext|>"] * 3
-    assert "; 1 answers not trained (messages follow them, and" in str(report)
+    assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
+    assert "; 1 answers trained without their end token" in str(report)
     report.add(report)
     assert report.rewritten_answers == 2
 

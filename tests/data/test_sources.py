@@ -3,11 +3,18 @@
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lean_ft.data import documents
+from lean_ft.data.documents import renderer_of
+from lean_ft.data.prepare import source_content
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.settings import Source
+from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, Source
+from lean_ft.tokenizers import Tokenizer
+from tests.data.conftest import prepare
 
 Write = Callable[..., str]
 ROWS = [{"text": "first"}, {"text": "zweite ü"}, {"text": "third\u2028still third"}]
@@ -73,3 +80,73 @@ def test_paths_that_are_no_source(write: Write, tmp_path):
     write(ROWS)
     with pytest.raises(ValueError, match=r"is a folder \(it holds rows\.jsonl\).*/\*\.jsonl"):
         list(read_rows(str(tmp_path)))
+
+
+CONVERTERS = """
+def pairs(row): return {"prompt": row["q"], "completion": row["a"]}
+def chat(row): return [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+def text(row): return row["q"] + row["a"]
+def odd(row): return pairs(row) if row["n"] % 2 else None
+def number(row): return row["n"]
+def fails(row): return 1 / (row["n"] - 2) and pairs(row)
+def preference(row): return {"prompt": row["q"], "chosen": row["a"], "rejected": "no"}
+"""
+
+
+class TestAFunctionOfOnesOwn:
+    """`data.format=FILE.py:FUNCTION`."""
+
+    ROWS = [{"q": f"{n}?", "a": f"{n}!", "n": n} for n in range(1, 5)]  # noqa: RUF012
+
+    @pytest.fixture
+    def settings(self, write: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+        (tmp_path / "own.py").write_text(CONVERTERS)
+        source = write(self.ROWS)
+        return lambda name, **more: {"source": source, "format": f"{tmp_path / 'own.py'}:{name}", **more}
+
+    @pytest.mark.parametrize("num_processes", [1, 2])
+    def test_its_rows_are_those_of_a_file_that_has_them(
+        self, num_processes: int, settings: Any, write: Any, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(documents, "FEW_ROWS", 1)
+        converters: dict[str, Any] = {}
+        exec(CONVERTERS, converters)
+        for name in ("pairs", "chat", "text", "odd") if num_processes == 1 else ("pairs",):
+            made = [value for row in self.ROWS if (value := converters[name](row)) is not None]
+            wrapped = [{"chat": {"messages": row}, "text": {"text": row}}.get(name, row) for row in made]
+            expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl")), chat_tokenizer)
+            found, report = prepare(SFTDataConfig(**settings(name, num_processes=num_processes)), chat_tokenizer)
+            assert [ids.tolist() for ids, _ in found] == [ids.tolist() for ids, _ in expected]
+            assert [mask.tolist() for _, mask in found] == [mask.tolist() for _, mask in expected]
+            assert report.rows == len(made)
+        render = renderer_of(config := PreferenceDataConfig(**settings("preference")), chat_tokenizer, config.source)
+        assert render.reader.format == "preference"
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("fails", r"rows.jsonl, line 2: data.format: .*own.py, line 7: ZeroDivisionError"),
+            ("number", r"rows.jsonl, line 1: data.format=.*own.py:number returned a number; expected a dict of fields"),
+        ],
+    )
+    def test_a_row_that_it_cannot_convert_is_a_bad_row(
+        self, name: str, message: str, settings: Any, chat_tokenizer: Tokenizer
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(SFTDataConfig(**settings(name)), chat_tokenizer)
+        if name == "fails":
+            _, report = prepare(SFTDataConfig(**settings(name, on_bad_row="skip")), chat_tokenizer)
+            assert (report.kept, report.bad_rows) == (3, 1)
+
+    def test_what_is_kept_is_found_again_until_the_file_changes(self, settings: Any, tmp_path: Path):
+        def content() -> tuple[str | None, str]:
+            config = SFTDataConfig(**settings("pairs"))
+            read_rows_into = hashlib.blake2b()
+            list(read_rows(config.source, read_rows_into, config))
+            return source_content(config, config.source, tmp_path), read_rows_into.hexdigest()
+
+        before = content()
+        assert content() == before
+        (tmp_path / "own.py").write_text(CONVERTERS.replace('"completion": row["a"]', '"completion": row["q"]'))
+        after = content()
+        assert before[0] != after[0] and before[1] != after[1]

@@ -3,13 +3,16 @@
 import gzip
 import hashlib
 import json
+import time
 from collections.abc import Callable
 
 import pytest
 import zstandard
 
+from lean_ft.data import text_files
 from lean_ft.data.rows import Row
 from lean_ft.data.sources import read_rows
+from lean_ft.data.text_files import parse_json
 
 Write = Callable[..., str]
 ROWS = [{"q": 'a "b", c', "a": "1\n2"}, {"q": "ü\u2028", "a": ""}, {"q": "x" * 70_000, "a": "nul"}]
@@ -162,3 +165,32 @@ def test_zstd_without_its_package(write: Write, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(ValueError, match=r"pip install 'lean-ft\[zstd\]'"):
         list(read_rows(write(zstandard.compress(b'{"a": 1}\n'))))
+
+
+@pytest.mark.parametrize("start", [b'{"a": "', b"[", b" "])
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_an_archive_that_grows_without_end_is_refused_at_once(write: Write, start: bytes, kind: str, monkeypatch):
+    monkeypatch.setattr(text_files, "EXPANDED_BYTES", 2**20)
+    content = start + bytes([32]) * 2**24
+    compress = gzip.compress if kind == "gzip" else zstandard.compress
+    path = write(compress(content))
+    del content
+    began = time.process_time()
+    expected = "more than 200 times as large|first 4,096 bytes are blank"
+    with pytest.raises(ValueError, match=expected):
+        list(read_rows(path))
+    assert time.process_time() - began < 5
+
+
+def test_many_names_of_an_object_are_compared_in_linear_time():
+    names = ",".join(f'"{i}": 1' for i in range(100_000))
+    began = time.process_time()
+    with pytest.raises(ValueError, match="the name `99999` more than once"):
+        parse_json(f'{{{names}, "99999": 2}}')
+    assert time.process_time() - began < 5
+
+
+def test_a_line_without_end_is_refused(write: Write, monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 2**20)
+    with pytest.raises(ValueError, match=r"line 2 is longer than 1 MiB"):
+        list(read_rows(write(b'{"a": "b"}\n' + b" " * 2**21)))

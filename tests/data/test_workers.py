@@ -113,10 +113,9 @@ list(results)
 def started(tmp_path: Path, last: str) -> subprocess.Popen:
     """A script without `if __name__ == "__main__"`, as people write them."""
     (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(FOLDER), last=last))
-    variables = {**os.environ, "PYTHONPATH": str(Path(documents.__file__).parents[2])}
     command = [sys.executable, str(tmp_path / "script.py")]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def test_a_script_is_not_run_again_and_what_is_printed_goes_to_stderr(tmp_path: Path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import sft_batches
 from lean_ft.models import load_model, save_model
 from lean_ft.paths import resolve_data_path, resolve_model_path
@@ -24,6 +24,7 @@ from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.teacher_cache import keep_teacher
 
+RECIPE = "distill"
 SETTINGS = (
     "model.dtype=float32",
     "data.source=tiny/validation.jsonl",
@@ -54,16 +55,8 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tmp_path: Path, student: Path) -> Train:
-    """Runs the recipe with settings, and returns the lines of its metrics."""
-
-    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
-        module = load_recipe(find_recipe("distill"))
-        given = [f"model.path={student}", *SETTINGS, f"output_dir={tmp_path / output}", *settings]
-        module.main(load_config(module.Config, None, given))
-        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-
-    return run
+def own_settings(student: Path) -> tuple[str, ...]:
+    return (f"model.path={student}",)
 
 
 def keep(destination: Path, *settings: str, top_k: int = V) -> tuple[str]:
@@ -135,7 +128,7 @@ def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, student: Path, s
         "padding_free" if "data.packing=padding_free" in settings else "none",
     )
     assert losses[-1] < 0.9 * losses[0]
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=5e-5)
     for line in lines:
         assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)
 
@@ -271,27 +264,6 @@ def test_answers_that_cannot_be_are_refused(train: Train, settings: tuple[str, .
 
 
 # Resuming, precision, planning ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("optimizer.in_backward=true", "data.packing=bfd"),
-        ("lora.rank=4", "lora.dropout=0.1", "distill.teacher_dtype=nf4"),
-        ("cached", "gradient_accumulation_steps=2"),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
-    teacher = keep(tmp_path / "kept", top_k=16) if "cached" in settings else LIVE
-    settings = (*teacher, *(setting for setting in settings if setting != "cached"))
-    whole = train(*settings, output="whole")
-    train(*settings, "max_steps=3", output="parts")
-    parts = train(*settings, output="parts")
-    assert numbers(parts) == numbers(whole)
-    (folder,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
-    for file in (tmp_path / "whole" / folder).glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "parts" / folder / file.name).read_bytes()
 
 
 def test_a_teacher_in_fewer_bits_says_nearly_the_same(train: Train) -> None:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import PairBatch, preference_batches
 from lean_ft.models import load_model
+from lean_ft.own_functions import file_digest
 from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
@@ -26,6 +27,7 @@ from lean_ft.training.reference import _weights_digest
 from tests.data.pair_texts import texts_of
 from tests.training.toy_runs import TIMES
 
+RECIPE = "dpo"
 SETTINGS = (
     "model.path=tiny",
     "model.dtype=float32",
@@ -39,19 +41,6 @@ SETTINGS = (
 )
 Train = Callable[..., list[dict[str, Any]]]
 UNLIKE = TIMES | {"tokens"}  # what may differ between runs that compute the same
-
-
-@pytest.fixture
-def train(tmp_path) -> Train:
-    """Runs the recipe with settings, and returns the lines of its metrics."""
-
-    def run(*settings: str, output: str = "run", name: str = "dpo") -> list[dict[str, Any]]:
-        module = load_recipe(find_recipe(name))
-        given = [*SETTINGS, f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / output}", *settings]
-        module.main(load_config(module.Config, None, given))
-        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-
-    return run
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
@@ -80,10 +69,12 @@ def test_it_begins_with_margins_of_exactly_0_and_a_loss_of_ln_2(train: Train, se
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
-def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, packing: str) -> None:
+def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, packing: str, tmp_path: Any) -> None:
     """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
-    rows = ("data.validation_fraction=0.9", "epochs=2", "max_steps=10", "optimizer.lr=0", "reference.kind=cached")
-    *lines, evaluation = train(*rows, f"data.packing={packing}", "batch_size=4")
+    few = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()[:24]
+    (tmp_path / "few.jsonl").write_text("\n".join(few))
+    rows = (f"data.source={tmp_path / 'few.jsonl'}", "data.validation_fraction=0.5", "epochs=2", "optimizer.lr=0")
+    *lines, evaluation = train(*rows, "reference.kind=cached", f"data.packing={packing}")
     assert lines[-1]["epoch"] > 1
     for line in lines:
         assert line["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -97,7 +88,7 @@ def test_a_reference_in_4_bits_is_near(train: Train) -> None:
 
 
 @cache
-def by_hand(settings: tuple[str, ...], num_steps: int = 20) -> tuple[list[float], list[float]]:
+def by_hand(settings: tuple[str, ...], num_steps: int = 8) -> tuple[list[float], list[float]]:
     """DPO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
     Returns the losses and the mean margins. `settings` tell which pairs come in a batch."""
     config = load_config(load_recipe(recipes()["dpo"]).Config, None, [*SETTINGS, "output_dir=unused", *settings])
@@ -145,21 +136,22 @@ MEMORY = [
 
 
 @pytest.mark.parametrize(("rows", "settings"), MEMORY, ids=str)
-def test_twenty_steps_are_those_of_a_loop_by_hand(
+def test_eight_steps_are_those_of_a_loop_by_hand(
     train: Train, rows: tuple[str, ...], settings: tuple[str, ...]
 ) -> None:
-    lines = train("max_steps=20", *rows, *settings)
+    lines = train("max_steps=8", *rows, *settings)
     losses, margins = by_hand(rows)
-    assert max(margins) > 0.05
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5, abs=1e-5)
-    assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=5e-5)
+    assert max(margins) > 0.02
+    # AdamW's first steps are of full length however small a gradient is, also where its sign is a rounding.
+    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=5e-5)
+    assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
 
 
 def test_packed_rows_learn_what_padded_ones_do(train: Train, tmp_path: Any) -> None:
     """All pairs in each step, since packing puts others together."""
     rows = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
-    (tmp_path / "few.jsonl").write_text("\n".join(rows[:30]))
-    settings = (f"data.source={tmp_path / 'few.jsonl'}", "batch_size=30", "max_steps=3", "epochs=3")
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[:12]))
+    settings = (f"data.source={tmp_path / 'few.jsonl'}", "batch_size=12", "max_steps=3", "epochs=3")
     padded, packed = train(*settings), train(*settings, "data.packing=bfd", output="packed")
     for line, expected in zip(packed, padded, strict=True):
         assert line["target_tokens"] == expected["target_tokens"]
@@ -194,21 +186,6 @@ def test_micro_batches_add_up_to_the_whole_batch(train: Train, settings: tuple[s
     for line, expected in zip(parts, whole, strict=True):
         for name in ("loss", "grad_norm", "rewards/margins", "nll", "entropy"):
             assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
-
-
-@pytest.mark.parametrize(
-    "settings", [("reference.kind=cached",), (*LORA, "data.packing=bfd"), ("reference.kind=model",)], ids=str
-)
-def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Any) -> None:
-    whole = train(*settings, output="whole")
-    train(*settings, "max_steps=3", output="parts")
-    for values in (tmp_path / "cache").glob("reference-*/values"):  # a cache that was deleted is made of the same model
-        values.write_bytes(b"\xff" * len(values.read_bytes()))
-    parts = train(*settings, output="parts")
-    assert numbers(parts) == numbers(whole)
-    (folder,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
-    for file in (tmp_path / "whole" / folder).glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "parts" / folder / file.name).read_bytes()
 
 
 def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
@@ -356,3 +333,13 @@ def test_a_batch_tells_its_answers_apart() -> None:
     first = json.loads(resolve_data_path("tiny/pairs_validation.jsonl").read_text().partition("\n")[0])
     for side, ids in zip(("chosen", "rejected"), seen["none"][0], strict=True):
         assert tokenizer.decode(ids) == first[side][0]["content"] + "<|end|>"
+
+
+def test_a_loss_of_ones_own_trains_as_the_same_loss_that_is_there(train: Train, tmp_path: Any) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch.nn.functional import logsigmoid\ndef mine(pairs, beta): return -logsigmoid(beta * pairs.margin)\n"
+    )
+    own = train(f"loss.name={tmp_path / 'own.py'}:mine", "max_steps=2", output="own")
+    assert numbers(own) == numbers(train("max_steps=2"))
+    config = (tmp_path / "own" / "config.yaml").read_text()
+    assert f"own.py: {file_digest(f'{tmp_path}/own.py:mine')}\n" in config and "own.py:mine\n" in config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import UnpairedBatch, unpaired_batches
 from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
@@ -19,6 +19,7 @@ from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 
+RECIPE = "kto"
 SETTINGS = (
     "model.path=tiny",
     "model.dtype=float32",
@@ -34,19 +35,6 @@ SETTINGS = (
 WEIGHTS = ("loss.desirable_weight=1.5", "loss.undesirable_weight=0.5", "loss.beta=0.3")
 LORA = ("lora.rank=4", "lora.dropout=0.1")
 Train = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture
-def train(tmp_path) -> Train:
-    """Runs the recipe with settings, and returns the lines of its metrics."""
-
-    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
-        module = load_recipe(find_recipe("kto"))
-        given = [*SETTINGS, f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / output}", *settings]
-        module.main(load_config(module.Config, None, given))
-        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-
-    return run
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
@@ -88,7 +76,7 @@ def test_each_answer_and_each_mismatched_one_has_its_own_reference(train: Train,
 
 
 @cache
-def by_hand(name: str, packing: str, num_steps: int = 20) -> tuple[list[float], list[float]]:
+def by_hand(name: str, packing: str, num_steps: int = 8) -> tuple[list[float], list[float]]:
     """KTO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
     Returns the losses and the baselines."""
     given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}"]
@@ -153,28 +141,13 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("name", "settings"), EQUAL, ids=str)
-def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
+def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
     """In micro-batches too, but for kto, whose baseline is of the prompts and answers that stand in one."""
-    lines = train("max_steps=20", f"loss.name={name}", *WEIGHTS, *settings)
+    lines = train("max_steps=8", f"loss.name={name}", *WEIGHTS, *settings)
     losses, baselines = by_hand(name, "padding_free" if "data.packing=padding_free" in settings else "none")
-    assert name == "apo_zero_unpaired" or max(map(abs, baselines)) > 0.05
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5, abs=1e-5)
+    assert name == "apo_zero_unpaired" or max(map(abs, baselines)) > 0.02
+    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=5e-5)  # as in test_dpo
     assert [line["baseline"] for line in lines] == pytest.approx(baselines, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [("reference.kind=cached",), (*LORA, "data.packing=bfd", "batch_size=1"), ("loss.name=bco", "log_every=2")],
-    ids=str,
-)
-def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
-    whole = train(*settings, output="whole")
-    train(*settings, "max_steps=3", output="parts")
-    parts = train(*settings, output="parts")
-    assert numbers(parts) == numbers(whole)
-    (folder,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
-    for file in (tmp_path / "whole" / folder).glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "parts" / folder / file.name).read_bytes()
 
 
 def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:

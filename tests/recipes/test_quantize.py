@@ -53,7 +53,8 @@ def test_transformers_computes_what_is_computed_here(
     assert quantize(ours, kind) == 28
     with torch.inference_mode():
         expected, logits = ours(IDS), theirs(IDS).logits
-        assert (logits - expected).abs().max() < (0.3 if "dynamic" in kind else 1e-4)
+        # Activations are rounded to steps of 1/127 of a token's largest, and sums in another order round some the other way.
+        assert (logits - expected).norm() < (0.03 if "dynamic" in kind else 1e-5) * expected.norm()
         assert (expected - whole(IDS)).abs().max() > 0.01  # and it is quantised
     assert type(theirs.model.layers[0].mlp.up_proj.weight) is type(ours.model.layers[0].mlp.up_proj.weight)
     assert AutoTokenizer.from_pretrained(tmp_path / "q")("Hello").input_ids == load_tokenizer("tiny").encode(

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from lean_ft import load_model
-from lean_ft.catalog import find_recipe, load_recipe, recipes
+from lean_ft.catalog import load_recipe, recipes
 from lean_ft.cli.main import app
 from lean_ft.data import preference_batches
 from lean_ft.export import export_folder, export_gguf
@@ -26,6 +26,7 @@ from lean_ft.scoring import open_reward_model, score, score_rows
 from lean_ft.settings_text import load_config
 from lean_ft.tokenizers import load_tokenizer
 
+RECIPE = "reward"
 SETTINGS = (
     "model.path=tiny",
     "model.dtype=float32",
@@ -39,19 +40,6 @@ SETTINGS = (
     "plan=false",
 )
 Train = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture
-def train(tmp_path) -> Train:
-    """Runs the recipe with settings, and returns the lines of its metrics."""
-
-    def run(*settings: str, output: str = "run") -> list[dict[str, Any]]:
-        module = load_recipe(find_recipe("reward"))
-        given = [*SETTINGS, f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / output}", *settings]
-        module.main(load_config(module.Config, None, given))
-        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-
-    return run
 
 
 @pytest.fixture
@@ -71,7 +59,7 @@ def with_a_score(**config: Any) -> Any:
 
 
 @cache
-def by_hand(source: str, packing: str, shares: bool, num_steps: int = 20) -> tuple[list[float], list[float]]:
+def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tuple[list[float], list[float]]:
     """A reward model as a person would train it: one text at a time, transformers, torch's AdamW. Returns losses, margins."""
     given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}", f"data.source={source}"]
     config = load_config(load_recipe(recipes()["reward"]).Config, None, given)
@@ -107,12 +95,12 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 20) -> tup
     ],
     ids=str,
 )
-def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
-    given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=20", "loss.centering=0.1")
+def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
+    given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=8", "loss.centering=0.1")
     lines = train(*given, *settings)
     packing = "padding_free" if "data.packing=padding_free" in settings else "none"
     losses, margins = by_hand(rows_with_margins, packing, "data.shared_prompt=false" not in settings)
-    assert max(map(abs, margins)) > 0.01
+    assert max(map(abs, margins)) > 0.003
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4, abs=1e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
 
@@ -180,23 +168,10 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
         export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
 
 
-@pytest.mark.parametrize(
-    "settings", [(), ("lora.rank=4", "lora.dropout=0.1", "data.packing=bfd"), ("loss.per_token=true",)], ids=str
-)
-def test_a_resumed_run_is_the_uninterrupted_one(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
-    whole = train(*settings, output="whole")
-    train(*settings, "max_steps=3", output="parts")
-    parts = train(*settings, output="parts")
-    for line in (*whole, *parts):
-        assert math.isfinite(line["loss"])
-    assert [(line["loss"], line["grad_norm"]) for line in parts] == [
-        (line["loss"], line["grad_norm"]) for line in whole
-    ]
-    assert whole[0]["loss"] == pytest.approx(math.log(2))
-    assert whole[0]["rewards/margins"] == 0 and whole[0]["rewards/accuracies"] == 0.5
-    (name,) = {path.name for path in (tmp_path / "whole").glob("step_*")}
-    for file in (tmp_path / "whole" / name).glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "parts" / name / file.name).read_bytes()
+def test_it_begins_with_no_margin_and_a_loss_of_ln_2(train: Train) -> None:
+    (first,) = train("max_steps=1")
+    assert first["loss"] == pytest.approx(math.log(2))
+    assert first["rewards/margins"] == 0 and first["rewards/accuracies"] == 0.5
 
 
 def test_rewards_of_tokens_have_the_mean_that_was_trained(train: Train, tmp_path: Path) -> None:

@@ -69,6 +69,30 @@ def test_what_moves_the_numbers_is_allowed_and_said(setting, value, run, train, 
     assert f"changed     {setting}: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_steps": 2}, ["max_steps: 4 then, 2 now"]),
+        ({"max_steps": 4, "optimizer__lr": 0.5, "log_every": 3}, ["log_every: 1 then, 3 now", "optimizer.lr: "]),
+        ({"max_steps": 5, "epochs": 1}, ["max_steps: 4 then, 5 now", "epochs: "]),  # an epoch has four steps
+    ],
+)
+def test_a_complete_run_is_not_taken_for_one_with_other_settings(settings, named, run, train, capsys):
+    before = digests(run)
+    with pytest.raises(ValueError, match=r"holds a run with 4 steps done, .* Its settings differ:\n") as refusal:
+        train(run, **{"save_every": 2, **settings})
+    for change in named:
+        assert f"\n  {change}" in str(refusal.value)
+    assert "Set a new output_dir" in str(refusal.value)
+    assert "complete  " not in capsys.readouterr().out
+    assert digests(run) == before
+
+
+def test_a_complete_run_is_started_again_as_it_was_and_where_nothing_depends_on_it(run, train, capsys):
+    train(run, max_steps=4, save_every=2, plan="false", device="cpu")
+    assert "complete    all 4 steps are done" in capsys.readouterr().out
+
+
 def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypatch):
     original = recipe.Batches.__init__
 

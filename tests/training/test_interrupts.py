@@ -3,9 +3,9 @@
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -13,43 +13,51 @@ import torch
 from lean_ft.data.batches import Layout
 from lean_ft.interrupts import OutsideTraining, StopSignals
 from lean_ft.settings_text import load_config
-from tests.training.toy_runs import ENVIRONMENT, RECIPE, digests, metrics
+from tests.distributed.processes import FORKS
+from tests.training import toy_recipe
+from tests.training.toy_runs import RECIPE, digests, metrics
 
 
 @pytest.fixture
-def launch(overrides):
+def launch(overrides, tmp_path):
     """Start the toy recipe as a process of its own; returned once its third step has begun, which takes a while."""
-    processes = []
+    started = []
 
     def start(output_dir, sleep_seconds=30.0, **settings):
-        environment = {**ENVIRONMENT, "TOY_SLEEP_SECONDS": str(sleep_seconds)}
-        arguments = [sys.executable, str(RECIPE), *overrides(output_dir, **settings)]
-        process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        processes.append(process)
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line == "began step 2\n":
-                break
-        assert lines, process.stderr.read()
-        return process, lines
+        arguments = (overrides(output_dir, **settings), sleep_seconds, tmp_path / "out", tmp_path / "err")
+        started.append(FORKS.Process(target=run_toy_recipe, args=arguments))
+        started[-1].start()
+        wait_for(tmp_path / "out", "began step 2\n", started[-1])
+        return started[-1]
 
     yield start
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def run_toy_recipe(arguments, sleep_seconds, out, err):
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    toy_recipe.SLEEP_SECONDS = sleep_seconds
+    sys.argv = [str(RECIPE), *arguments]
+    toy_recipe.main(load_config(toy_recipe.Config, None, arguments))
+
+
+def wait_for(file, text, process):
+    while not file.exists() or text not in file.read_text():
+        assert process.is_alive(), file.with_name("err").read_text()
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
     # log_every: what was not yet written when the signal came is written too.
-    process, _ = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code
+    process = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
+    os.kill(process.pid, number)
+    process.join(120)
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert process.exitcode == code
     assert f"{number.name}: will save and stop" in err
     assert "stopped     after step 3 of 12, all of it saved. To go on:" in out
     command = next(line.strip() for line in out.splitlines() if "toy_recipe.py" in line)
@@ -62,20 +70,20 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
 
 
 def test_a_second_signal_ends_at_once(launch, tmp_path):
-    process, _ = launch(tmp_path / "run", save_every=1)
-    process.send_signal(signal.SIGINT)
-    assert "will save and stop" in "".join(process.stderr.readline() for _ in range(2))
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGINT  # as a shell's 130
+    process = launch(tmp_path / "run", save_every=1)
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(tmp_path / "err", "will save and stop", process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(120)
+    assert process.exitcode == -signal.SIGINT  # as a shell's 130
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
 @pytest.mark.parametrize("save_every", [2, "auto"])
 def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, launch, train, tmp_path, capsys):
-    process, _ = launch(tmp_path / "run", save_every=save_every, max_steps=4)
+    process = launch(tmp_path / "run", save_every=save_every, max_steps=4)
     process.kill()
-    process.communicate()
+    process.join()
     train(tmp_path / "run", save_every=save_every, max_steps=4)
     assert "after 2 of 4 steps" in capsys.readouterr().out
     whole = train(tmp_path / "whole", max_steps=4)
@@ -119,7 +127,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     assert next(count) == 4  # no batch was computed after it
     out = capsys.readouterr().out
     assert "stopped     after step 2 of 12, all of it saved. To go on:" in out
-    assert "cut short, and not made up for" in out
+    assert "interrupted; " in out
     train_real(tmp_path / "run", *settings)
     whole = train_real(tmp_path / "whole", *settings)
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
@@ -165,11 +173,11 @@ def test_a_forked_worker_ends_as_if_it_had_no_handler(capfd):
 
 
 def test_two_runs_do_not_share_a_directory(launch, train, tmp_path):
-    process, _ = launch(tmp_path / "run")
+    process = launch(tmp_path / "run")
     with pytest.raises(ValueError, match=rf"in use by process {process.pid} on "):
         train(tmp_path / "run")
     process.kill()
-    process.communicate()
+    process.join()
     train(tmp_path / "run", max_steps=1)  # a dead process holds no lock
 
 

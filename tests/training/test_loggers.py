@@ -4,11 +4,13 @@ import csv
 import json
 import logging
 import struct
+import threading
 from pathlib import Path
 
 import pytest
 
 from lean_ft.settings import LogConfig
+from lean_ft.training import loggers
 from lean_ft.training.loggers import MLFLOW_FILE, Loggers
 from tests.training.toy_runs import digests, metrics
 
@@ -147,3 +149,25 @@ def test_answers_come_as_tables(tmp_path):
     for table in (json.loads(file.read_text()), json.loads(other.read_text())):
         assert table["columns"] == list(rows[0])
         assert table["data"] == [["2 + 2 =", "4 | four\nfive", 1.0, '{"exact_answer": 1.0}']] * 2
+
+
+@pytest.mark.parametrize("when", ["opened", "written to"])
+def test_a_service_that_does_not_answer_is_left_out(tmp_path, monkeypatch, capsys, when):
+    class Silent(loggers._Logger):
+        def __init__(self, *_):
+            if when == "opened":
+                threading.Event().wait()
+
+        def write(self, rows):
+            threading.Event().wait()
+
+    monkeypatch.setitem(loggers._OPENED, "wandb", Silent)
+    monkeypatch.setitem(loggers._SERVICES, "wandb", "json")
+    monkeypatch.setattr(loggers, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(loggers.Loggers._each, "__defaults__", (0.2,))
+    opened = loggers.Loggers(LogConfig(to=["wandb"]), tmp_path, {}, 0)
+    for _ in range(3):
+        opened.write([{"step": 1}])
+    opened.close(done=True)
+    said = capsys.readouterr().out
+    assert said.count("log.to=wandb failed and is left out from here on (no answer within 0.2 s)") == 1

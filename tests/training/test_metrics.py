@@ -89,6 +89,20 @@ def test_trimming_keeps_whole_lines_up_to_the_step(step, kept, path):
     assert path.read_text() == "".join(lines[:kept])
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda lines: [b"\0" * 60], lambda lines: [lines[0], b"\0" * 9 + lines[1], lines[2]]]
+)
+def test_lines_lost_in_a_power_cut_are_reported_and_the_file_kept(damage, path, capsys):
+    lines = [b'{"step": %d, "loss": 1}\n' % step for step in (1, 2, 3)]
+    path.write_bytes(damaged := b"".join(damage(lines)))
+    kept = trim_metrics(path, 3)
+    assert f"no readable lines of steps {len(kept) + 1} to 3" in capsys.readouterr().out
+    assert (path.parent / "metrics.damaged.jsonl").read_bytes() == damaged
+    assert path.read_bytes() == b"".join(lines[: len(kept)])
+    trim_metrics(path, len(kept))  # nothing more is missing
+    assert capsys.readouterr().out == ""
+
+
 def test_trimming_what_is_not_there(path):
     assert trim_metrics(path, 3) == []
     assert not path.exists()

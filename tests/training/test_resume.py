@@ -2,6 +2,7 @@
 
 import pytest
 
+from lean_ft.training.saving import Saving
 from tests.training.toy_runs import digests, metrics
 
 RULES = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd")
@@ -90,3 +91,42 @@ def test_data_is_known_by_its_content(train_real, inputs, tmp_path):
         train_real(tmp_path / "run2", f"resume={tmp_path / 'run/step_00000002'}", f"data.source={moved}")
     with pytest.raises(ValueError, match=r"\n  data\.max_length: 48 then, 40 now"):
         train_real(tmp_path / "run", "data.max_length=40")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["optimizer.in_backward=true", "optimizer.name=adafactor"],
+        ["model.dtype=bfloat16", "data.packing=bfd", "log.to=[csv]", "neftune_alpha=5"],
+    ],
+    ids=" ".join,
+)
+def test_an_interrupted_last_evaluation_is_done_at_the_next_start(settings, train_real, tmp_path, capsys):
+    run = train_real(tmp_path / "run", *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
+    whole, (checkpoint,) = metrics(run, timed=False), run.glob("step_*")
+    saved, file = digests(checkpoint), run / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]) + '{"step": 3, "ev')  # killed as it wrote
+    capsys.readouterr()
+    for says in ("the last one, after step 3, was interrupted; it is done now", "complete    all 3 steps are done"):
+        train_real(run, *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
+        assert says in (out := capsys.readouterr().out)
+        assert metrics(run, timed=False) == whole
+        assert digests(checkpoint) == saved
+    assert "evaluation" not in out
+
+
+@pytest.mark.parametrize(("lr", "diverges"), [("1e-3", False), ("10", True)])
+def test_a_diverged_run_ends_with_a_warning(lr, diverges, train_real, tmp_path, capsys):
+    train_real(tmp_path / "run", f"optimizer.lr={lr}", "max_steps=8")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("WARNING     the run diverged" if diverges else "loss ")
+
+
+def test_the_disk_estimate_is_the_size_of_a_checkpoint(train_real, tmp_path, monkeypatch):
+    estimates = []
+    monkeypatch.setattr("lean_ft.training.saving.free_bytes", lambda _: estimates.append(0) or 2**40)
+    needed = Saving.needed_bytes
+    monkeypatch.setattr(Saving, "needed_bytes", lambda self: estimates.append(needed(self)) or estimates[-1])
+    run = train_real(tmp_path / "run", "max_steps=1")
+    size = sum(file.stat().st_size for file in run.glob("step_*/**/*") if file.is_file())
+    assert size <= max(estimates) <= size + 2 * 2**20

@@ -297,8 +297,6 @@ def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys)
     run = train(tmp_path / "run", max_steps=4, epochs=2)
     train(run, max_steps=4, epochs=2)
     assert "a larger max_steps and epochs;" in capsys.readouterr().out
-    train(run, max_steps=3)
-    assert "a larger max_steps;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("setting", ["max_steps", "epochs"])
@@ -384,7 +382,7 @@ def test_log_is_called_once_a_step(config, recipe, tmp_path, monkeypatch):
 
 def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("lean_ft.training.saving.free_bytes", lambda _: 1000)
-    with pytest.raises(ValueError, match=r"A checkpoint of this run takes up to 64.1 MiB.*1000 B free"):
+    with pytest.raises(ValueError, match=r"A checkpoint of this run takes up to 2.1 MiB.*1000 B free"):
         recipe.main(config(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -431,7 +429,7 @@ def test_the_lock_is_free_after_a_run_and_after_a_failure(config, recipe, train,
         patch.setattr(recipe, "FAILING_STEP", 2)
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
-    train(tmp_path / "run", max_steps=2)
+    train(tmp_path / "run", max_steps=3)
     train(tmp_path / "run", max_steps=4)
 
 

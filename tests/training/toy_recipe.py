@@ -1,13 +1,9 @@
 """A recipe in miniature, with the real decoder and optimizer and stand-ins for data and tokenizer, for the tests of `Run`.
 
-    python toy_recipe.py key=value ...
-
 The loop draws from every random number generator, so that a resumed run is only right if all of them are restored.
 """
 
-import os
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -19,10 +15,9 @@ from lean_ft.data import DataReport
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
-from lean_ft.settings_text import load_config
 from lean_ft.training import Run, start
 
-SLEEP_SECONDS = float(os.environ.get("TOY_SLEEP_SECONDS", "0"))  # in step 2, for tests that interrupt it
+SLEEP_SECONDS = 0.0  # in step 2, for tests that interrupt it
 BAD_STEP = -1  # the step whose loss is infinite
 FAILING_STEP = -1  # the step whose body raises
 
@@ -70,6 +65,8 @@ class Batches:
 
 
 class Tokenizer:
+    files, chat_template = (), None
+
     def save(self, path: Path) -> None:
         (path / "tokenizer.json").write_text("{}")
 
@@ -108,7 +105,3 @@ def main(cfg: Config) -> None:
         loss_sum.fill_(-1)  # what was logged is what it was then
         if run.evaluation_due():
             run.log_evaluation(eval_loss=1.5, num_eval_tokens=12)
-
-
-if __name__ == "__main__":
-    main(load_config(Config, None, sys.argv[1:]))

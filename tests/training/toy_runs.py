@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(RECIPE.parents[2])}  # of processes that import lean_ft
 
 QWEN = {
     "model_type": "qwen2",

@@ -1,0 +1,51 @@
+"""Settings for many processes: a step has a batch for each, unless the user chose their number."""
+
+import pytest
+
+NOTE = "note: gradient_accumulation_steps=4 instead of 1, so that each of {} processes has a batch."
+
+
+@pytest.fixture
+def launched(leanft, monkeypatch, tmp_path):
+    """What `leanft run` would start processes with, and what it printed."""
+    calls = []
+    monkeypatch.setattr("lean_ft.cli.run.launch", lambda plan, arguments: calls.append(arguments))
+
+    def call(*arguments):
+        answer = leanft("run", *arguments, f"output_dir={tmp_path / 'run'}")
+        return (calls.pop() if calls else None), answer
+
+    return call
+
+
+def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
+    arguments, answer = launched("--nproc-per-node", 4, "finetune", "--config", "tiny/full")
+    assert arguments[-1] == "gradient_accumulation_steps=4"
+    assert NOTE.format(4) in answer.err
+    assert leanft("plan", "finetune", "--config", "tiny/full", "--gpus", 4).code == 0
+    job = leanft("slurm", "finetune", "--config", "tiny/full", f"output_dir={tmp_path}", "--gpus-per-node", 4)
+    assert "gradient_accumulation_steps=4\n" in job.out.replace(" &", "")
+    assert NOTE.format(4) in job.err
+
+
+def test_processes_that_share_a_batch_need_one(launched):
+    arguments, answer = launched("--nproc-per-node", 8, "finetune", "--config", "tiny/full", "parallel.context=2")
+    assert arguments[-1] == "gradient_accumulation_steps=4"
+    assert NOTE.format(8) in answer.err
+
+
+def test_what_the_user_chose_is_kept(launched, leanft, tmp_path):
+    arguments, answer = launched(
+        "--nproc-per-node", 4, "finetune", "--config", "tiny/full", "gradient_accumulation_steps=1"
+    )
+    assert arguments[-2:] == ["gradient_accumulation_steps=1", f"output_dir={tmp_path / 'run'}"]
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "recipe: finetune\nmodel: {path: tiny}\ndata: {source: tiny/train.jsonl}\ngradient_accumulation_steps: 1\n"
+    )
+    arguments, also = launched("--nproc-per-node", 4, "--config", own)
+    assert arguments[-1] == "gradient_accumulation_steps=1"
+    assert "note" not in answer.err + also.err
+    refused = leanft("slurm", "--config", own, f"output_dir={tmp_path}", "--gpus-per-node", 4)
+    assert refused.code == 2
+    assert "Set gradient_accumulation_steps=4, or a multiple" in refused.err

@@ -1,0 +1,51 @@
+"""`leanft runs`: which runs it lists, in which settings they differ, and how they ended."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two runs that differ in two settings, one of them below another folder, and one that has made no step."""
+    monkeypatch.chdir(tmp_path)
+    for name, lr, losses in [("a", 1e-4, [3.0, 2.0]), ("sweep/b", 1e-3, [3.0, 1.5]), ("sweep/new", 1e-3, [])]:
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        settings = {"seed": 0, "optimizer.lr": lr, "data.source": ["x.jsonl"], "output_dir": name}
+        (run / "run.json").write_text(json.dumps({"starts": [{"settings": settings}]}))
+        rows = []
+        for step, loss in enumerate(losses, start=1):
+            rows.append(
+                {"step": step, "loss": loss, "tokens": 100, "step_seconds": 0.5, "peak_memory_bytes": 2**30 * step}
+            )
+            rows.append({"step": step, "eval_loss": loss + step})
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "\0\0")
+    (tmp_path / "runs/a/step_00000002").mkdir()
+    return tmp_path / "runs"
+
+
+def test_runs_are_listed_with_what_differs(folder, leanft):
+    answer = leanft("runs")
+    assert answer.code == 0, answer.err
+    assert [line.split() for line in answer.out.splitlines()] == [
+        ["run", "settings", "steps", "loss", "held-out", "lowest", "tokens/s", "peak"],
+        ["a", "optimizer.lr=0.0001", "2", "2", "4", "4", "200", "2.00", "GiB"],
+        ["sweep/b", "optimizer.lr=0.001", "2", "1.5", "3.5", "3.5", "200", "2.00", "GiB"],
+        ["sweep/new", "optimizer.lr=0.001", "0", "-", "-", "-", "-", "-"],
+    ]
+    listed = json.loads(leanft("runs", "runs", "--json").out)
+    assert [(run["run"], run["settings"], run["loss"]) for run in listed] == [
+        ("a", {"optimizer.lr": 1e-4}, 2.0),
+        ("sweep/b", {"optimizer.lr": 1e-3}, 1.5),
+        ("sweep/new", {"optimizer.lr": 1e-3}, None),
+    ]
+    assert [run["run"] for run in json.loads(leanft("runs", "runs/a", "--json").out)] == ["a"]
+
+
+def test_a_folder_without_runs_says_so(folder, leanft):
+    (folder / "none").mkdir()
+    assert leanft("runs", "runs/none").out == "no runs in runs/none\n"
+    answer = leanft("runs", "nowhere")
+    assert answer.code == 2
+    assert "no such folder: nowhere" in answer.err
