@@ -1,5 +1,6 @@
 # make demo    install into .venv, then fine-tune the embedded model
 # make test    the tests
+# make test-avx2   the numeric tests, as on a CPU that has AVX2 and nothing newer
 # make test-long   those that take minutes each
 # make test-pretended-gpu   those that need a GPU, on a pretended one (downloads 2.6 GB, takes 5 GB of disk)
 # make docs    the documents as a site, in site/
@@ -13,13 +14,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in several processes: one thread each, and not so many that small machines swap.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
-.PHONY: demo test test-long test-pretended-gpu docs lint clean
+NUMERIC := $(addprefix tests/,losses models optim memory peft generation recipes/test_dpo.py recipes/test_quantize.py)
+
+.PHONY: demo test test-avx2 test-long test-pretended-gpu docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The first variable limits ATen and the code that Inductor generates; the second limits oneDNN.
+test-avx2: $(VENV)/installed-dev
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest $(PYTEST_ARGS) $(NUMERIC)
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
