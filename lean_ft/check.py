@@ -33,7 +33,6 @@ from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
 from lean_ft.data.rows import IGNORED
 from lean_ft.data.sources import first_rows
-from lean_ft.environment import available_bytes
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.losses import CrossEntropy
@@ -45,10 +44,11 @@ from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.optim import build_optimizer
 from lean_ft.peft import load_with_adapter
 from lean_ft.peft.layers import LoRALinear
-from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.environment import available_bytes
+from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.device import resolve_device
-from lean_ft.units import gibibytes
 
 MARGIN = 32  # a float32 result may differ by this many times its rounding noise
 MARGIN_16_BIT = 1.5  # our distance to float32 in 16 bits may be this many times transformers'

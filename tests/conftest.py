@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import pytest
 
-from tests.hub_server import HubServer
+from tests.hub.hub_server import HubServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

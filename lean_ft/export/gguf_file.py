@@ -23,11 +23,11 @@ from lean_ft.export.places import check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.peft import MergeReport
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
-from lean_ft.whole_files import write_whole
 
 # How matrices are stored, with the number of llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}

@@ -14,12 +14,12 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 
-from lean_ft.context import context_length
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import longest_first, sample
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.context_length import context_length
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 LOGITS_AT_A_TIME = 512  # positions whose logits exist

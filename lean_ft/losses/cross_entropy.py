@@ -15,7 +15,7 @@ from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shards import ALONE, Ranks
 
 _PLAIN = LossConfig.model_validate({})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.shards import Ranks
+from lean_ft.system.shards import Ranks
 
 
 class OutputLayer:

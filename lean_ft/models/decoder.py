@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
+from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
+from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
-from lean_ft.models.convolution import ShortConvolution
-from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
-from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm, gated
-from lean_ft.models.mamba2 import Mamba2
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
-from lean_ft.models.state_mixer import StateMixer
-from lean_ft.shards import Cut
+from lean_ft.models.state.convolution import ShortConvolution
+from lean_ft.models.state.delta_rule import GatedDeltaRule
+from lean_ft.models.state.mamba2 import Mamba2
+from lean_ft.models.state.state_mixer import StateMixer
+from lean_ft.system.shards import Cut
 from lean_ft.torch_private import assert_on_device
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         self.quantization: dict[str, Any] = {}  # how the weights of its folder are, where they were read into others
         self.generation_config: bytes | None = None
         self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
-        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
+        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.parallel, as is the next
         self.tokens: Any = None  # a `distributed.context.RowTokens`, where ranks share rows
         self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef

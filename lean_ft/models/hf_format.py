@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.hub import home_of_links
+from lean_ft.hub.download import home_of_links
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import MAX_LAYERS, as_its_family, decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
@@ -23,12 +24,11 @@ from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
-from lean_ft.paths import resolve_model_path
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.system.shapes_only import counted_as, outside, stage
+from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.system.whole_files import read_json, write_json, write_whole
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.whole_files import read_json, write_json, write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

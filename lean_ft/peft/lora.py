@@ -17,11 +17,11 @@ from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows
-from lean_ft.peft.nf4 import NF4Linear, check_available
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.quantize.nf4 import NF4Linear, check_available
 from lean_ft.settings import LoRAConfig, ModelConfig
-from lean_ft.shapes_only import counted_as
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shapes_only import counted_as
+from lean_ft.system.shards import ALONE, Ranks
 
 _OUTPUT = "lm_head"
 SCORE = "score"

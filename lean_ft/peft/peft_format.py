@@ -24,22 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.hub import cached_name
+from lean_ft.hub.download import cached_name
+from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_fields import MAX_NUMBER
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
-from lean_ft.paths import checkpoint_hint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
-from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
-from lean_ft.shards import ALONE, Part, Ranks, part_of
-from lean_ft.whole_files import read_json, write_json
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of
+from lean_ft.system.whole_files import read_json, write_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

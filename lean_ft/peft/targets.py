@@ -11,8 +11,8 @@ from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.spelling import did_you_mean
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
 _ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)

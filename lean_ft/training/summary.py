@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lean_ft.launch import COMMAND_VARIABLE
-from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
@@ -27,11 +25,13 @@ from lean_ft.settings import (
     RowsConfig,
     ScheduleConfig,
 )
-from lean_ft.settings_text import dotted
-from lean_ft.shards import whole_numel
-from lean_ft.strict_yaml import to_yaml
+from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.settings.text import dotted
+from lean_ft.system.launch import COMMAND_VARIABLE
+from lean_ft.system.log import say
+from lean_ft.system.shards import whole_numel
+from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
-from lean_ft.units import duration, gibibytes, number
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run

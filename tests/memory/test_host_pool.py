@@ -27,7 +27,7 @@ STEPS = """
 import random, resource, sys
 import torch
 from lean_ft.memory import pool_host_memory
-from lean_ft.training.host_memory import return_freed_memory
+from lean_ft.memory.host_memory import return_freed_memory
 
 return_freed_memory()
 if "pooled" in sys.argv:

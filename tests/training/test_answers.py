@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lean_ft.data import EvalBatches, preference_batches, sft_batches
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
-from lean_ft.paths import resolve_model_path
 from lean_ft.settings import PreferenceDataConfig, RecipeConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.answers import answer_held_out, questions_of, say_answers
