@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lean_ft.models.attention import row_attention
 from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
-from tests.models import test_document_attention as documents
+from tests.models.attention import test_document_attention as documents
 
 LENGTHS, ROW = [1, 70, 64, 0, 129, 6], 135  # two rows
 
