@@ -161,9 +161,9 @@ class Check:
         model = load_model(self.cfg.model, self.device)
         self.margin_16_bit = math.inf if model.mixture else MARGIN_16_BIT  # rounding changes the choice of experts
         # transformers' names are those on disk, except for experts, which it stacks as we do.
-        as_ours = model.mixture and not FAMILIES[model.hf_config["model_type"]].in_memory
+        as_ours = model.mixture and not FAMILIES[model.source.config["model_type"]].in_memory
         names = [name for name, _ in model.named_parameters()]
-        self.names = {n: n if as_ours and ".mlp." in n else module_on_disk(model.hf_config, n) for n in names}
+        self.names = {n: n if as_ours and ".mlp." in n else module_on_disk(model.source.config, n) for n in names}
         self.logits, self.gradients, loss = self._results(model)
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.

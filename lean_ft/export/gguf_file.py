@@ -137,7 +137,7 @@ def _package() -> Any:
 
 def _architecture(model: Decoder, folder: Path) -> tuple[str, bool]:
     """llama.cpp's name of what the model computes. Raises ValueError where it computes something else."""
-    config, family = model.hf_config, model.hf_config["model_type"]
+    config, family = model.source.config, model.source.config["model_type"]
     if family not in _ARCHITECTURES:
         raise ValueError(
             f"{folder}: GGUF is written for the families {', '.join(_ARCHITECTURES)}, and this is {family}. Export a "

@@ -46,7 +46,7 @@ def read_source(
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype)
         if model.config.scores and tokenizer is not None:  # transformers finds a text's end by it
-            model.hf_config["pad_token_id"] = tokenizer.pad_id
+            model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
         model, merged = load_model(folder, dtype=dtype, scores=None), None
     _check_finite(model, folder)

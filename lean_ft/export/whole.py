@@ -30,8 +30,8 @@ def find_whole(model: Decoder, folder: Path, base: str | Path | None) -> Path:
 
     Raises ValueError where that is not known, and where it reads no images.
     """
-    if base is None and model.part_of:
-        base = model.source_folder
+    if base is None and model.source.part_of:
+        base = model.source.folder
     if base is None and (folder / TRAINING_STATE_FILE).is_file():
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
@@ -77,8 +77,8 @@ def save_whole(model: Decoder, whole: Path, destination: Path) -> int:
     for name in PROCESSOR_FILES:
         if (whole / name).is_file():
             shutil.copyfile(whole / name, destination / name)
-    if model.generation_config is not None:
-        (destination / "generation_config.json").write_bytes(model.generation_config)
+    if model.source.generation_config is not None:
+        (destination / "generation_config.json").write_bytes(model.source.generation_config)
     shutil.copyfile(whole / "config.json", destination / "config.json")
     if (changed := _brought_up_to_date(config, model)) != config:
         write_json(destination / "config.json", changed)

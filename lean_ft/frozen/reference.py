@@ -258,7 +258,7 @@ def _filled(
 def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     """Tells the frozen model from others: what config.json says, the sum of every tensor's bits, and some of its values.
     The same on all ranks, however many they are."""
-    digest = hashlib.blake2b(json.dumps(model.hf_config, sort_keys=True, default=str).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(model.source.config, sort_keys=True, default=str).encode(), digest_size=16)
     found: list[Tensor] = []  # int64
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer | TrainedRows):

@@ -40,7 +40,7 @@ def open_reward_model(
     model = load_model(folder, where, kept, scores=True, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)
-    if model.score_is_new:
+    if model.source.score_is_new:
         raise ValueError(
             f"{adapter} is no reward model: it has no output layer that gives a score. Train one: leanft run reward "
             f"model.path={path}."

@@ -46,7 +46,7 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
             "model finds the end of a padded row by that token, and would read the score one token too early. Set "
             f"pad_token to a control token that ends nothing,{advice}."
         )
-    model.hf_config["pad_token_id"] = pad_id
+    model.source.config["pad_token_id"] = pad_id
 
 
 def score_rows(

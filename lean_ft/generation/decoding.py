@@ -180,7 +180,10 @@ def _decode_rows(
     """Fills the rows' samples; yields after each step its tokens, by the rows' places."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
-    capacity, context = max(len(row.prompt) for row in rows) + sampling.max_new_tokens, context_length(model.hf_config)
+    capacity, context = (
+        max(len(row.prompt) for row in rows) + sampling.max_new_tokens,
+        context_length(model.source.config),
+    )
     running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     if stage() is not None:
         _rehearse(model, running, capacity)

@@ -37,7 +37,7 @@ class HarnessModel(TemplateLM):
         self._tokens_at_a_time = tokens_at_a_time
         self.model, self.tokenizer, self._seed = model, tokenizer, seed  # pyright: ignore[reportAttributeAccessIssue]
         self._tokens = tokenizer
-        self.max_length = context_length(model.hf_config) or _DEFAULT_CONTEXT
+        self.max_length = context_length(model.source.config) or _DEFAULT_CONTEXT
 
     @property
     def eot_token_id(self) -> int:
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.model.source_folder or "model").replace("/", "__")
+        return str(self.model.source.folder or "model").replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         begins = string.startswith(self._tokens.token_text(self.prefix_token_id))

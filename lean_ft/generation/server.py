@@ -117,7 +117,7 @@ class _Answer:
             self.how, (self.prompt,) = asked_of(server.model, server.tokenizer, [messages], True, settings)
         except (ValueError, TypeError) as error:  # sampling out of range; messages that the template does not take
             raise _Refused(400, str(error)) from None
-        context = context_length(server.model.hf_config)
+        context = context_length(server.model.source.config)
         if context is None:
             return
         if len(self.prompt) + (1 if most is None else self.how.max_new_tokens) > context:

@@ -50,7 +50,7 @@ class CrossEntropy:
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
             # A vocabulary that is cut over ranks has a loss of its own.
-            cut = getattr(model, "cut_vocabulary", None)
+            cut = model.sharding.vocabulary
             of_hidden = (
                 partial(linear_cross_entropy, hidden, model.output_weight)
                 if cut is None

@@ -40,8 +40,8 @@ def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Ten
     batch: a `lean_ft.data.Batch`, or what has its `inputs`; of_rows: of all tokens, where several ranks share a row.
     """
     hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
-    tokens = getattr(model, "tokens", None) if of_rows else None
-    return hidden if tokens is None else tokens.gather(hidden), router_loss
+    row_tokens = model.sharding.row_tokens if of_rows else None
+    return hidden if row_tokens is None else row_tokens.gather(hidden), router_loss
 
 
 def mean_losses(

@@ -87,7 +87,7 @@ class VLLMServer:
             of_layer = {
                 place: part.contiguous()
                 for name, tensor in tensors
-                for place, part in parameters_on_disk(model.hf_config, name, tensor.detach())
+                for place, part in parameters_on_disk(model.source.config, name, tensor.detach())
             }
             write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
         self._ask("pause?mode=wait", {})  # forgets what was cached of prompts, too

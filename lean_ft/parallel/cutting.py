@@ -38,7 +38,7 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     if cfg.experts > 1:
         experts.check_experts(model, cfg.experts)
     if ranks.num_sharing > 1:
-        model.tokens = context.RowTokens(
+        model.sharding.row_tokens = context.RowTokens(
             ranks.groups["tokens"].group_name,
             cfg.context,
             ranks.rank % ranks.num_sharing // cfg.tensor,

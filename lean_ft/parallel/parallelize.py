@@ -46,8 +46,8 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
     with outside():  # where shapes alone are computed the model has no memory yet, and FSDP2 asks for real shapes
         _cut(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)
-    remember_cuts(model.named_parameters(), model.cuts)
-    if model.unread is not None:
+    remember_cuts(model.named_parameters(), model.sharding.cuts)
+    if model.source.unread is not None:
         read_weights(model, ranks.device)
 
 
@@ -115,7 +115,7 @@ def _sum_gradients(model: nn.Module) -> None:
 
 def _placement(model: Decoder, ranks: ManyRanks) -> Any:
     """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
-    if not model.cuts:
+    if not model.sharding.cuts:
         return None
     from torch.distributed.tensor import Shard
 
@@ -127,7 +127,7 @@ def _placement(model: Decoder, ranks: ManyRanks) -> Any:
             f"{torch.__version__} has not. Set them to 1, or take a newer torch."
         )
 
-    meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.cuts.values()}}
+    meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.sharding.cuts.values()}}
     infos = {
         over: fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         if mesh.ndim == 1

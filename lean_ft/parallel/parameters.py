@@ -12,5 +12,5 @@ def cut_parameter(model: Decoder, owner: nn.Module, place: str, name: str, cut: 
     assert whole.shape[cut.dim] % cut.num_parts == 0, "it was refused before"
     part = whole.detach().chunk(cut.num_parts, cut.dim)[cut.part].clone()
     setattr(owner, name, nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad))
-    model.cuts[f"{place}.{name}"] = cut
+    model.sharding.cuts[f"{place}.{name}"] = cut
     remember_cuts([(name, owner.get_parameter(name))], {name: cut})

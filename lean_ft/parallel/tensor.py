@@ -114,8 +114,8 @@ def refuse_states(model: Decoder, setting: str) -> None:
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
     """Cuts the projections of every layer, and puts the exchange of tokens around them."""
     group = ranks.groups[TENSOR]
-    assert model.tokens is not None
-    exchange = TokenExchange(group.group_name, group.size(), model.tokens)
+    assert model.sharding.row_tokens is not None
+    exchange = TokenExchange(group.group_name, group.size(), model.sharding.row_tokens)
     for name, projection, side in list(_projections(model)):
         adapter, base = None, projection
         if hasattr(projection, "base_layer"):

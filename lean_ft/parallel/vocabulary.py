@@ -100,7 +100,7 @@ class CutVocabulary:
         self._handed_on: Tensor | None = None  # (P, D) the tied rows as the last look-up gave them
         setattr(self.embedding, "forward", self.look_up)  # noqa: B010  (the instance's, which no stub knows)
         model.tied_output_weight = None
-        model.cut_vocabulary = self
+        model.sharding.vocabulary = self
 
     def _cut(self, module: nn.Module, mesh: Any) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -43,7 +43,7 @@ class UnreadBesideAdapter(Unread):
                     if module in below_dora:
                         _measure(below_dora[module], weight)
                     else:
-                        _begin(below_rows[module], model.new_ids, weight)
+                        _begin(below_rows[module], model.source.new_ids, weight)
                 else:
                     self.fill(f"{own_name}.{key}" if own_name else key, parameter)
         for layer in adapters.values():

@@ -137,11 +137,11 @@ def describe_model(model: nn.Module) -> str:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
     weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
     text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
-    if isinstance(model, Decoder) and model.part_of:
-        text += f"; the language model of a {model.part_of}, without what reads images"
-    if isinstance(model, Decoder) and model.quantization:
-        text += f"; its folder has them in {model.quantization['quant_method']}, what is saved is in {dtypes[0]}"
-    if isinstance(model, Decoder) and (ignored := dropouts(model.hf_config)):
+    if isinstance(model, Decoder) and model.source.part_of:
+        text += f"; the language model of a {model.source.part_of}, without what reads images"
+    if isinstance(model, Decoder) and model.source.quantization:
+        text += f"; its folder has them in {model.source.quantization['quant_method']}, what is saved is in {dtypes[0]}"
+    if isinstance(model, Decoder) and (ignored := dropouts(model.source.config)):
         text += f"; without dropout ({', '.join(ignored)} of config.json)"
     return text
 

@@ -6,6 +6,7 @@ from lean_ft.losses import LOSSES
 from lean_ft.settings.text import describe
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.spelling import ELSEWHERE, did_you_mean, nearest
+from lean_ft.tokenizers import ROLES
 
 KEYS = ["batch_size", "seed", "optimizer.lr", "optimizer.name", "schedule.name", "data.max_length", "model.path"]
 
@@ -38,7 +39,7 @@ def test_nearest(typed, meant):
 def test_names_of_other_frameworks_lead_to_settings_that_are_there():
     names = ("finetune", "dpo", "reward", "grpo", "ppo")
     keys = {s.key for name in names for s in describe(load_recipe(find_recipe(name)).Config)}
-    assert set(ELSEWHERE.values()) <= keys | set(LOSSES)
+    assert set(ELSEWHERE.values()) <= keys | set(LOSSES) | set(ROLES)
 
 
 def test_did_you_mean_is_empty_where_nothing_is_near():
