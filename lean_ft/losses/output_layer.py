@@ -40,7 +40,8 @@ def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Ten
     batch: a `lean_ft.data.Batch`, or what has its `inputs`; of_rows: of all tokens, where several ranks share a row.
     """
     hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
-    row_tokens = model.sharding.row_tokens if of_rows else None
+    sharding = getattr(model, "sharding", None) if of_rows else None  # a module that is no Decoder has none
+    row_tokens = None if sharding is None else sharding.row_tokens
     return hidden if row_tokens is None else row_tokens.gather(hidden), router_loss
 
 

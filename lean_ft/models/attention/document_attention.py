@@ -48,6 +48,7 @@ _BLOCK_SCORES = 2**22
 
 
 @torch.library.custom_op("lean_ft::document_attention", mutates_args=())
+@torch.autocast("cpu", enabled=False)
 def document_attention(
     query: Tensor,
     key: Tensor,
@@ -98,6 +99,7 @@ def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
 
 
 @torch.library.custom_op("lean_ft::document_attention_backward", mutates_args=())
+@torch.autocast("cpu", enabled=False)
 def document_attention_backward(
     grad_out: Tensor,
     out: Tensor,
@@ -218,7 +220,6 @@ class _Softmax:
         self.scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
         self.window, self.softcap = rules.window, rules.softcap
 
-    @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> _Weights:
         num_queries = block.queries.stop - block.queries.start
