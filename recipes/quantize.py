@@ -29,8 +29,8 @@ from lean_ft.training.finished_models import find_finished
 class Config(Settings):
     model: ModelConfig
     kind: QuantizedKind = Field(
-        description="int8, int4 and float8: weights alone. int8_dynamic_int8_weight and int8_dynamic_int4_weight: inputs too, "
-        "each token with a scale of its own. Weights of 4 bits take a byte each in the file, as torchao lays them out."
+        description="`int8`, `int4` and `float8` quantize weights only. `int8_dynamic_int8_weight` and `int8_dynamic_int4_weight` "
+        "also quantize inputs, with one scale per token. torchao stores a 4-bit weight in one byte."
     )
     group_size: GroupSize = 32
     output: Path = Field(description="The new folder.")

@@ -8,70 +8,71 @@ from lean_ft.settings.base import Device, PositiveShare, RegularExpression, Sett
 from lean_ft.settings.model import ModelConfig
 
 # Which tokens are drawn among.
-TopK = Annotated[PositiveInt | None, Field(description="Draw among this many likeliest tokens.")]
+TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
 TopP = Annotated[
-    PositiveShare | None, Field(description="Draw among the fewest tokens whose probabilities reach this share.")
+    PositiveShare | None, Field(description="Sample from the fewest tokens whose probabilities add up to this share.")
 ]
 MinP = Annotated[
     PositiveShare | None,
-    Field(description="Draw among the tokens at least so likely as this share of the likeliest's probability."),
+    Field(description="Sample from tokens with at least this share of the likeliest token's probability."),
 ]
 
 
 class GenerationConfig(Settings):
-    """How a model in training answers prompts, and how the answers are learned from."""
+    """How completions are sampled during training."""
 
-    num_answers: PositiveInt = Field(8, description="Answers to each prompt, the group that they are compared in.")
-    max_new_tokens: PositiveInt = Field(256, description="Tokens after which an answer is cut, if it has not ended.")
+    num_answers: PositiveInt = Field(8, description="Completions per prompt; rewards are compared within this group.")
+    max_new_tokens: PositiveInt = Field(256, description="Maximum length of a completion in tokens.")
     temperature: PositiveFloat = Field(
-        1.0, description="What logits are divided by, in sampling and in the log-probabilities that are learned from."
+        1.0, description="Temperature of sampling, and of the log-probabilities that are trained."
     )
     eval_temperature: NonNegativeFloat | None = Field(
         None,
-        description="The same for answers to held-out prompts; 0 takes the likeliest tokens, null is as in training.",
+        description="Temperature for held-out prompts. 0 is greedy. null uses `temperature`.",
     )
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    stop: list[str] = Field([], description="Texts that end an answer, beside the model's own end tokens.")
+    stop: list[str] = Field([], description="Strings that end a completion, in addition to the model's end tokens.")
     steps_per_round: PositiveInt = Field(
         1,
-        description="Optimizer steps that the answers of one round of sampling are shared out to. A round has batch_size x "
-        "gradient_accumulation_steps x steps_per_round answers.",
+        description="Optimizer steps per round of sampling. A round has batch_size x gradient_accumulation_steps x "
+        "steps_per_round completions.",
     )
-    passes: PositiveInt = Field(1, description="How often a round's answers are gone through.")
+    passes: PositiveInt = Field(1, description="Number of passes over the completions of a round.")
     most_attempts: PositiveInt = Field(
         1,
-        description="Dynamic sampling: from 2 on, prompts whose answers all have the same reward give way to new ones, in at "
-        "most so many samplings a round. 1 keeps them; they teach nothing and count in the means.",
+        description="Dynamic sampling: with 2 or more, prompts whose completions all have the same reward are replaced by"
+        " new ones, in at most this many attempts per round. 1 keeps them.",
     )
     cache_gib: PositiveFloat | None = Field(
         None,
-        description="Most memory, in GiB, that keys and values take while it samples; what does not fit is sampled after the "
-        "rest. null is a quarter of what the weights leave on the device.",
+        description="Maximum memory of the KV cache while sampling, in GiB. Prompts that do not fit are sampled "
+        "afterwards. null is a quarter of the memory that the weights leave free.",
     )
 
     compile: bool = Field(
         False,
-        description="Compile the layers for a token that follows a text; takes seconds once. On one process; layers that keep a "
-        "state, mixtures and latent attention stay as they are written.",
+        description="Compile the layers for decoding; takes some seconds once. For one process. Layers with a recurrent "
+        "state, mixtures of experts and latent attention are not compiled.",
     )
     offload_training_state: bool = Field(
         False,
-        description="Keep the optimizer's state in the host's memory while it samples, and so more of the GPU's for keys and "
-        "values: two copies a round.",
+        description="Keep the optimizer state in host memory while sampling, which frees GPU memory for the KV cache. "
+        "Costs two copies per round.",
     )
     gather: Literal["layer", "whole"] = Field(
         "layer",
-        description="Of a model that is cut over processes: gather the weights of a `layer` at a time, for every token, or "
-        "the `whole` model once for a round, which is faster and has to fit.",
+        description="With a sharded model: gather the weights one `layer` at a time for every token, or the `whole` model"
+        " once per round, which is faster and must fit in memory.",
     )
 
     engine: Literal["own", "vllm"] = Field(
         "own",
-        description="Who samples: the model that is trained, or a server of vLLM's beside it, see docs/online.md.",
+        description="What samples the completions: the model that trains (`own`), or a vLLM server beside it (see "
+        "docs/online.md).",
     )
-    engine_url: str = Field("http://127.0.0.1:8000", description="engine=vllm: where the server is.")
+    engine_url: str = Field("http://127.0.0.1:8000", description="URL of the vLLM server, for engine=vllm.")
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -89,15 +90,17 @@ class Reward(Settings):
 
     function: str | None = Field(
         None,
-        description="A function of your own, `my_rewards.py:name`, or one that is there: `exact_answer`, `format`, `length`.",
+        description="Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`.",
     )
     model: str | None = Field(
         None,
-        description="In place of it a reward model: a run of `reward`, its checkpoint, another folder of one, or org/name.",
+        description="Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or "
+        "org/name.",
     )
-    weight: float = Field(1.0, description="What it counts in the sum.")
+    weight: float = Field(1.0, description="Weight of this reward in the sum.")
     pattern: RegularExpression | None = Field(
-        None, description="A regular expression: what `format` looks for, and what of a text `exact_answer` compares."
+        None,
+        description="Regular expression: what `format` looks for, and the part of a text that `exact_answer` compares.",
     )
 
     @property
@@ -114,43 +117,43 @@ class Reward(Settings):
 
 
 class SamplingConfig(Settings):
-    """How the student answers, in the steps that distill.on_policy asks for."""
+    """How the student samples completions in the steps of distill.on_policy."""
 
     max_new_tokens: PositiveInt = Field(
         256,
-        description="Tokens after which an answer is cut, if it has not ended; with its prompt it has data.max_length.",
+        description="Maximum length of a completion in tokens. Prompt and completion together have at most "
+        "data.max_length tokens.",
     )
-    temperature: NonNegativeFloat = Field(
-        1.0, description="What logits are divided by before a token is drawn; 0 takes the likeliest."
-    )
+    temperature: NonNegativeFloat = Field(1.0, description="Temperature of sampling. 0 is greedy.")
 
 
 class AskedModelConfig(ModelConfig):
-    """The model that is asked."""
+    """The model to run."""
 
     path: str = Field(
         "auto",
-        description="A run (its newest whole checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a "
-        "repository of the hub (`org/name`, or `org/name@revision`), or the embedded model: `tiny`. `auto` is the model "
-        "that `adapter` is of.",
+        description="A run (its newest complete checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a Hub"
+        " repository (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base "
+        "model of `adapter`.",
     )
 
 
 class AskConfig(Settings):
-    """Which model is asked, and how it answers."""
+    """The model to run, and how it samples."""
 
     model: AskedModelConfig = AskedModelConfig.model_validate({})
     adapter: str | list[str] = Field(
         [],
-        description="Folder of an adapter in PEFT's format, or a run that trained one; or a list of them that add up.",
+        description="Folder of an adapter in PEFT's format, or a run that trained one. The adapters of a list are added "
+        "up.",
     )
-    max_new_tokens: PositiveInt = Field(256, description="Tokens after which to stop, if the text has not ended.")
-    temperature: NonNegativeFloat = Field(0.0, description="0 takes the likeliest token; above it, tokens are drawn.")
+    max_new_tokens: PositiveInt = Field(256, description="Maximum length of the answer in tokens.")
+    temperature: NonNegativeFloat = Field(0.0, description="Temperature of sampling. 0 is greedy.")
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    stop: list[str] = Field([], description="Texts that end an answer, and are left out of it.")
-    seed: NonNegativeInt = Field(0, description="Seeds the drawing.")
+    stop: list[str] = Field([], description="Strings that end an answer. They are not part of it.")
+    seed: NonNegativeInt = Field(0, description="Seed of the sampling.")
     device: Device = "auto"
 
     @property

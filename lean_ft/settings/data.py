@@ -27,84 +27,82 @@ FormatName = Annotated[
 
 
 class Source(Settings):
-    """One of several sources of rows."""
+    """One of several data sources."""
 
-    path: str = Field(description="A file, a glob, or a Hugging Face dataset.")
-    format: FormatName | None = Field(default=None, description="As data.format, for this source alone.")
-    columns: dict[str, str] | None = Field(default=None, description="As data.columns, for this source alone.")
+    path: str = Field(description="A file, a glob pattern, or a Hugging Face dataset.")
+    format: FormatName | None = Field(default=None, description="Same as data.format, for this source only.")
+    columns: dict[str, str] | None = Field(default=None, description="Same as data.columns, for this source only.")
     weight: PositiveFloat = Field(
         default=1.0,
-        description="How often an epoch shows each row of this source: 2 shows all twice, 0.5 a half of them, drawn by "
-        "the seed and the same in every epoch.",
+        description="How often an epoch uses each row of this source. 2 uses all rows twice; 0.5 uses half of them, "
+        "chosen by the seed and the same in every epoch.",
     )
-    subset: str | None = Field(default=None, description="As data.subset, for this source alone.")
-    split: str | None = Field(default=None, description="As data.split, for this source alone.")
+    subset: str | None = Field(default=None, description="Same as data.subset, for this source only.")
+    split: str | None = Field(default=None, description="Same as data.split, for this source only.")
 
 
 Sources = str | list[str | Source]
 
 
 class RowsConfig(Settings):
-    """Where rows come from and how they are read."""
+    """Data sources and how their rows are read."""
 
     source: Sources = Field(
-        description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text ones may be gzip or zstd), a glob of them, or a "
-        "Hugging Face dataset (org/name, or a folder that save_to_disk wrote); or a list of these, each a path or "
-        "{path, format, columns, weight, subset, split}."
+        description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a "
+        "Hugging Face dataset (org/name, or a folder written by save_to_disk). A list combines several: each "
+        "a path or {path, format, columns, weight, subset, split}."
     )
     format: FormatName = Field(
         "auto",
-        description="How a row is read. `auto` decides from the fields of the first rows of a source. `my_rows.py:convert` is a "
-        "function of your own from a row to one of the formats.",
+        description="How a row is read. `auto` decides from the fields of a source's first rows. `my_rows.py:convert` is "
+        "your own function from a row to one of the formats.",
     )
     columns: dict[str, str] = Field(
-        default_factory=dict, description="Field names, ours to yours: `columns.prompt=question`."
+        default_factory=dict, description="Your field names for lean_ft's: `columns.prompt=question`."
     )
-    subset: str | None = Field(
-        None, description="The subset (configuration) of a Hugging Face dataset that has several."
-    )
+    subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset that has several.")
     split: str = Field(
         "train",
-        description="The split of a Hugging Face dataset, or a slice of it, in percent or rows: `train[:95%]`, "
-        "`train[100:200]`. A file has the one split `train`.",
+        description="Split of a Hugging Face dataset, or a slice of it in percent or rows: `train[:95%]`, "
+        "`train[100:200]`. A file has one split, `train`.",
     )
-    streaming: bool = Field(False, description="Read a Hugging Face dataset as it arrives, without storing it first.")
+    streaming: bool = Field(
+        False, description="Read a Hugging Face dataset while it downloads, without storing it first."
+    )
     on_bad_row: Literal["raise", "skip"] = Field(
         "raise",
-        description="What a row that cannot be read does: stop with its file, line, field and reason, or be left out and "
-        "counted.",
+        description="What happens with a row that cannot be read. `raise` stops and reports its file, line, field and "
+        "reason. `skip` leaves it out and counts it.",
     )
     max_bad_rows: NonNegativeInt = Field(
-        100, description="Bad rows that `on_bad_row=skip` leaves out before it stops after all."
+        100, description="With `on_bad_row=skip`: maximum number of bad rows before the run stops."
     )
     validation_source: Sources | None = Field(
-        None, description="Held-out rows for evaluation; what `source` takes, without weights."
+        None, description="Held-out rows for evaluation, given like `source`, without weights."
     )
     validation_fraction: Fraction = Field(
         0.0,
-        description="Share of the source's rows held out for evaluation when there is no validation_source.",
+        description="Fraction of the rows to hold out for evaluation if validation_source is not set.",
     )
     chat_template: Path | None = Field(
-        None, description="A file of a Jinja chat template, in place of the model's; it is saved with the checkpoints."
+        None, description="File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."
     )
-    system: str | None = Field(
-        None, description="A system message put in front of every chat that does not begin with one."
-    )
+    system: str | None = Field(None, description="System message to add to every chat that does not begin with one.")
     separator: str | None = Field(
         None,
-        description="What stands between a prompt and its completion where a model without a chat template reads them as "
-        "one text; in a shell 'data.separator=\"\\n\"' is a line break. null: nothing, and an empty line in alpaca.",
+        description="Text between a prompt and its completion for a model without a chat template. In a shell, write "
+        "'data.separator=\"\\n\"' for a line break. null: nothing, and an empty line for alpaca.",
     )
     chat: Literal["auto"] | bool = Field(
         "auto",
-        description="Whether a prompt and a completion that are plain strings become a user's and an assistant's message, "
-        "written with the chat template. `auto`: if the model has one. `false`: plain text, joined by `separator` and ended "
+        description="Whether plain-text prompts and completions become a user and an assistant message in the chat "
+        "template. `auto`: if the model has a template. `false`: plain text, joined by `separator` and ended "
         "by eos. Rows of messages are always chats.",
     )
     shuffle: bool = Field(
         True,
-        description="Draw a new order of rows for each epoch. `false`: rows in the order of the files, packed rows in the "
-        "order they were packed, the same in every epoch. The first batch is then not the largest one.",
+        description="Shuffle rows anew in each epoch. `false` keeps the order of the files, and of packed rows the order "
+        "in which they were packed. The first batch is then not the largest one.",
     )
 
     @model_validator(mode="after")
@@ -128,10 +126,10 @@ class RowsConfig(Settings):
 
 
 class PromptDataConfig(RowsConfig):
-    """Prompts that the model answers itself, with what its answers are judged by."""
+    """Prompts to sample completions for, with the fields that rewards read."""
 
     max_prompt_length: PositiveInt = Field(
-        512, description="Tokens that a prompt may have; rows with longer ones are left out and counted."
+        512, description="Maximum prompt length in tokens. Rows with longer prompts are dropped and counted."
     )
 
 
@@ -147,35 +145,35 @@ class DataConfig(RowsConfig):
     tells: ClassVar[Literal["", "label", "margin"]] = ""
     """What a row tells of them beside their text."""
 
-    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Longest sequence, in tokens.")
+    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Maximum sequence length in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
         "truncate", description="What happens to a row longer than max_length."
     )
     truncation_side: Literal["right", "left"] = Field(
-        "right", description="Where `overflow=truncate` cuts: `right` keeps the beginning, `left` the end."
+        "right", description="Side that `overflow=truncate` cuts: `right` keeps the beginning, `left` keeps the end."
     )
     packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = Field(
         "none",
         description="`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents "
-        "(best-fit decreasing) that cannot see each other; `bfd_split` does so after cutting longer documents, and loses "
-        "nothing. `wrapped` lays all documents end to end and cuts every max_length tokens: those in one row see each "
-        "other. `padding_free` makes a batch of whole documents, however long, one row without padding.",
+        "(best-fit decreasing) that cannot see each other. `bfd_split` also splits longer documents and loses"
+        " nothing. `wrapped` concatenates all documents and cuts every max_length tokens; documents in one "
+        "row see each other. `padding_free` makes each batch one row of whole documents without padding.",
     )
     batch_tokens: PositiveInt | None = Field(
         None,
-        description="Most positions of a batch, padding included, for packing=none: batches hold as many rows of about "
-        "one length as fit, in place of batch_size.",
+        description="Maximum positions per batch, with padding, for packing=none. Batches then hold as many rows of "
+        "similar length as fit, instead of batch_size rows.",
     )
     num_processes: PositiveInt | None = Field(
-        None, description="Processes that tokenise many rows; null starts one for every core that this one may use."
+        None, description="Number of processes that tokenize the rows. null uses one per available core."
     )
     cache_dir: Path | None = Field(
         None,
-        description="Where prepared data is kept for the next start; null is the environment's LEAN_FT_CACHE, or "
-        "lean_ft/data in the user's cache (~/.cache). It can be deleted at any time.",
+        description="Folder for prepared data, reused by the next run. null uses the environment variable LEAN_FT_CACHE, "
+        "or lean_ft/data in the user's cache (~/.cache). You can delete it at any time.",
     )
     cache_gib: PositiveFloat = Field(
-        50.0, description="Size, in GiB, above which the data that was not used for longest is deleted from cache_dir."
+        50.0, description="Maximum size of cache_dir in GiB. The least recently used data is deleted above it."
     )
 
     @property
@@ -215,30 +213,30 @@ class DataConfig(RowsConfig):
 
 
 class SFTDataConfig(DataConfig):
-    """Single answers to learn from."""
+    """Conversations or texts to train on."""
 
     train_on: Literal["completion", "assistant", "last", "all"] = Field(
         "assistant",
-        description="Which tokens of a chat carry a label: every assistant message (`assistant`), only those behind the "
-        "prompt of a prompt/completion row (`completion`; in other rows the same as `assistant`), only the last one "
-        "(`last`), or all tokens. Each includes the token that ends its turn. A message with `train: false` or "
-        "`weight: 0` never does. Rows of `text` are trained whole; `tokens` follow their labels.",
+        description="Which tokens of a chat are trained: every assistant message (`assistant`), only the completion of a "
+        "prompt/completion row (`completion`; other rows as `assistant`), only the last message (`last`), or "
+        "all tokens (`all`). Each includes the token that ends the turn. A message with `train: false` or "
+        "`weight: 0` is not trained. Rows of `text` are trained whole; `tokens` follow their labels.",
     )
 
 
 class AnswerDataConfig(DataConfig):
-    """Answers to learn from as a whole, each behind its prompt."""
+    """Prompts with completions that are compared as a whole."""
 
     max_prompt_length: PositiveInt | None = Field(
-        None, description="Tokens of a prompt, of which the last ones are kept; null keeps all."
+        None, description="Maximum prompt length in tokens; the last tokens are kept. null keeps all."
     )
     max_completion_length: PositiveInt | None = Field(
-        None, description="Tokens of a chosen or rejected answer, of which the first ones are kept; null keeps all."
+        None, description="Maximum completion length in tokens; the first tokens are kept. null keeps all."
     )
     truncation_side: Literal["right", "left"] = Field(
         "right",
-        description="What `overflow=truncate` cuts of prompt and answer together, after the two limits above: the end of "
-        "the longer answer (`right`), or the beginning of the prompt (`left`), which both answers share.",
+        description="What `overflow=truncate` cuts after the two limits above: the end of the longer completion "
+        "(`right`), or the beginning of the shared prompt (`left`).",
     )
 
     @property
@@ -256,25 +254,25 @@ class AnswerDataConfig(DataConfig):
 
 
 class PreferenceDataConfig(AnswerDataConfig):
-    """Pairs of a chosen and a rejected answer to learn from."""
+    """Preference pairs: a chosen and a rejected completion."""
 
     sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
     shared_prompt: Literal["auto"] | bool = Field(
         "auto",
-        description="Compute the prompt of a pair once for both answers, which stand behind it in one row and do not see each "
-        "other: P + C + R positions in place of 2P + C + R, and the same numbers to rounding. `auto` does where the model "
-        "allows it: all do but those whose rotary scaling changes with the length of the text within max_length.",
+        description="Compute the prompt of a pair once for both completions, which follow it in one row and do not see "
+        "each other. `auto` does so if the model allows it: all do except those whose rotary scaling depends "
+        "on the text length within max_length.",
     )
 
 
 class UnpairedDataConfig(AnswerDataConfig):
-    """Single answers, each with a label that says whether it is desirable; of a pair both answers, each by itself."""
+    """Single completions, labeled desirable or not. A preference pair counts as two of them."""
 
     tells: ClassVar[Literal["", "label", "margin"]] = "label"
 
 
 class RewardDataConfig(PreferenceDataConfig):
-    """Pairs of a chosen and a rejected answer, which may tell by how much the one is better: their `margin`."""
+    """Preference pairs, optionally with a `margin`: by how much the chosen completion is better."""
 
     tells: ClassVar[Literal["", "label", "margin"]] = "margin"

@@ -10,15 +10,15 @@ from lean_ft.system.own_functions import check_function
 
 
 class LossConfig(Settings):
-    """What the training loss has beside the cross-entropy; held-out losses are plain."""
+    """Terms added to the cross-entropy in training. Held-out losses are the plain cross-entropy."""
 
     label_smoothing: Fraction = Field(
-        0.0, description="Share of each target's probability that is spread over the whole vocabulary."
+        0.0, description="Fraction of each target's probability that is spread over the whole vocabulary."
     )
     z_loss: NonNegativeFloat = Field(
         0.0,
-        description="Coefficient of the squared logarithm of the softmax's normaliser, added to each token's loss: it "
-        "keeps logits from drifting. PaLM took 1e-4.",
+        description="Coefficient of the squared log-normalizer of the softmax, added to each token's loss. It keeps "
+        "logits from drifting. PaLM used 1e-4.",
     )
 
 
@@ -43,7 +43,7 @@ LOSS_READS = {
 
 
 class PreferenceLossConfig(Settings):
-    """The loss of a pair of answers; docs/preferences.md has the formulas."""
+    """The loss of a preference pair; docs/preferences.md has the formulas."""
 
     name: Annotated[
         Literal[
@@ -66,32 +66,34 @@ class PreferenceLossConfig(Settings):
         AfterValidator(check_function),
     ] = Field(
         "sigmoid",
-        description="Which loss: `sigmoid` is DPO. simpo, cpo and orpo have no reference model. `my_loss.py:fn` is "
-        "a function of your own, of `Pairs` and beta.",
+        description="Loss function. `sigmoid` is DPO. simpo, cpo and orpo need no reference model. `my_loss.py:fn` is "
+        "your own function of `Pairs` and beta.",
     )
     beta: PositiveFloat | None = Field(
-        None, description="How near the model stays to the reference; more is nearer. null is 0.1, and 2.5 for simpo."
+        None,
+        description="Strength of the tie to the reference model; larger values stay closer. null is 0.1, and 2.5 for "
+        "simpo.",
     )
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = Field(
         None,
-        description="sigmoid, robust, exo: share of pairs taken to be the wrong way round. null is 0, 0.1 and 0.001.",
+        description="For sigmoid, robust and exo: assumed fraction of pairs with swapped labels. null is 0, 0.1 and "
+        "0.001.",
     )
-    gamma: float | None = Field(None, description="simpo: by how much the chosen answer is to be ahead. null is 1.375.")
+    gamma: float | None = Field(None, description="For simpo: target margin of the chosen completion. null is 1.375.")
     alpha: NonNegativeFloat | None = Field(
-        None, description="cpo: weight of the chosen answer's own loss a token. null is 1."
+        None, description="For cpo: weight of the chosen completion's negative log-likelihood. null is 1."
     )
     sft_weight: NonNegativeFloat = Field(
         0.0,
-        description="With any loss: weight of the chosen answers' cross-entropy, a mean over the step's tokens of them.",
+        description="With any loss: weight of the chosen completions' cross-entropy, averaged over the tokens of the "
+        "step.",
     )
     ld_alpha: Share = Field(
         1.0,
-        description="LD-DPO: what a token counts behind the length of the shorter answer, in the reference as well; below "
-        "1 longer answers gain less from their length.",
+        description="LD-DPO: weight of the tokens beyond the length of the shorter completion, also under the reference. "
+        "Below 1, longer completions gain less from their length.",
     )
-    wpo: bool = Field(
-        False, description="WPO: weigh each pair by how likely the model itself is to give these answers, a token."
-    )
+    wpo: bool = Field(False, description="WPO: weight each pair by the policy's mean probability of its tokens.")
 
     @property
     def beta_of_loss(self) -> float:
@@ -117,20 +119,23 @@ class PreferenceLossConfig(Settings):
 
 
 class UnpairedLossConfig(Settings):
-    """The loss of single answers that are desirable or not; docs/preferences.md has the formulas."""
+    """The loss of desirable and undesirable completions; docs/preferences.md has the formulas."""
 
     name: Literal["kto", "apo_zero_unpaired", "bco"] = Field(
         "kto",
-        description="Which loss. What an answer gained on the reference is compared with: `kto` what the prompts of its "
-        "micro-batch gain with other answers, `apo_zero_unpaired` 0, `bco` the mean of all answers before its step.",
+        description="Loss function. It compares a completion's gain over the reference with a baseline: for `kto` the "
+        "gain of mismatched completions of the micro-batch, for `apo_zero_unpaired` 0, for `bco` the mean of "
+        "all earlier completions.",
     )
-    beta: PositiveFloat = Field(0.1, description="How near the model stays to the reference; more is nearer.")
+    beta: PositiveFloat = Field(
+        0.1, description="Strength of the tie to the reference model; larger values stay closer."
+    )
     desirable_weight: NonNegativeFloat = Field(
         1.0,
-        description="What a desirable answer counts. Where the two kinds are not of one number, the authors of KTO set the "
-        "weights so that weight times number of the desirable is 1 to 1.33 times that of the others.",
+        description="Weight of desirable completions. For unbalanced data, the KTO paper sets the weights so that weight "
+        "times number is 1 to 1.33 times as large for desirable as for undesirable completions.",
     )
-    undesirable_weight: NonNegativeFloat = Field(1.0, description="What an undesirable answer counts.")
+    undesirable_weight: NonNegativeFloat = Field(1.0, description="Weight of undesirable completions.")
 
     needs_reference: ClassVar[bool] = True
     ld_alpha: ClassVar[float] = 1.0  # all tokens of an answer count alike
@@ -143,30 +148,29 @@ class UnpairedLossConfig(Settings):
 
 
 class RewardLossConfig(Settings):
-    """The loss of a pair of scores."""
+    """The loss of a reward model: a pair of scores."""
 
     centering: NonNegativeFloat = Field(
         0.01,
-        description="Weight of the squared sum of a pair's two scores, which keeps scores around 0: only their difference "
-        "is learned otherwise.",
+        description="Weight of the squared sum of a pair's scores. It keeps scores around 0.",
     )
     per_token: bool = Field(
         False,
-        description="Give every token of an answer a reward, whose mean is the answer's, in place of one score at its end: "
-        "leanft score --per-token reads them. Models for sequence classification read the last one alone.",
+        description="Give every token a reward, whose mean is the reward of the completion, instead of one score at its "
+        "end. `leanft score --per-token` reads them. Sequence classification models use only the last one.",
     )
 
 
 class ReferenceConfig(Settings):
-    """The frozen model that a preference is measured against: the one that training begins with."""
+    """The frozen reference model: the model at the start of training."""
 
     kind: Literal["auto", "cached", "adapter_off", "model", "streamed", "nf4", "none"] = Field(
         "auto",
-        description="Where its log-probabilities come from. `cached`: computed once before training, and kept beside the "
-        "prepared data. `adapter_off`: the model itself without its adapter. `model`: a second copy in memory. `streamed`: "
-        "that in the host's memory, whose layers travel to the GPU as they compute. `nf4`: a copy in 4 bits, so that margins do "
-        "not begin at 0. `none`: there is none, and zeros stand for it. `auto` is none where "
-        "the loss reads none, adapter_off for an adapter that sees no answer twice, and cached otherwise.",
+        description="Where the reference log-probabilities come from. `cached`: computed once before training and stored "
+        "with the prepared data. `adapter_off`: the model without its adapter. `model`: a second copy in "
+        "memory. `streamed`: a copy in host memory, whose layers are copied to the GPU as they compute. "
+        "`nf4`: a 4-bit copy; margins then do not start at 0. `none`: zeros. `auto`: none if the loss needs "
+        "none, adapter_off for an adapter that sees no completion twice, and cached otherwise.",
     )
 
 
@@ -178,54 +182,56 @@ POLICY_LOSS_READS = {
 
 
 class PolicyLossConfig(Settings):
-    """The loss of answers that the model sampled itself; docs/online.md has the formulas."""
+    """The policy loss of sampled completions; docs/online.md has the formulas."""
 
     name: Annotated[
         Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | OwnFunction, AfterValidator(check_function)
     ] = Field(
         "dapo",
-        description="Which loss: how far the ratio to the sampling model may go, and what tokens are divided by. "
-        "`my_loss.py:fn` is a function of your own, of `Answers`.",
+        description="Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided "
+        "by. `my_loss.py:fn` is your own function of `Answers`.",
     )
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None, description="How far a ratio may fall below 1 before it gains nothing. null is 0.2, and 3e-4 for gspo."
+        None, description="How far a ratio may fall below 1 before it is clipped. null is 0.2, and 3e-4 for gspo."
     )
     epsilon_high: PositiveFloat | None = Field(
         None,
-        description="How far it may rise above 1. null is 0.2, 0.28 for dapo and 4e-4 for gspo.",
+        description="How far a ratio may rise above 1 before it is clipped. null is 0.2, 0.28 for dapo and 4e-4 for gspo.",
     )
     epsilon_max: PositiveFloat | None = Field(
-        None, description="cispo: the largest weight that a token has by its ratio. null is 5."
+        None, description="For cispo: maximum weight of a token by its ratio. null is 5."
     )
     advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = Field(
         None,
-        description="What of a reward counts: that above the mean of the prompt's answers, divided by their standard "
-        "deviation (`group`), by that of all answers of a round (`batch`) or by nothing (`mean`); or above the mean of the "
-        "prompt's other answers (`leave_one_out`). null is group, mean for dr_grpo and leave_one_out for rloo.",
+        description="Baseline and scale of rewards: the prompt's mean, divided by the standard deviation of the prompt's "
+        "completions (`group`), of all completions of a round (`batch`) or by nothing (`mean`); or the mean "
+        "of the prompt's other completions (`leave_one_out`). null is group, mean for dr_grpo and "
+        "leave_one_out for rloo.",
     )
     kl_weight: NonNegativeFloat = Field(
-        0.0, description="What the divergence from the reference counts; above 0 there has to be one, see reference."
+        0.0, description="Weight of the KL divergence from the reference model. 0 uses no reference model."
     )
     kl: Literal["corrected", "k1", "k2", "k3", "in_reward"] = Field(
         "corrected",
-        description="How it is estimated and where it stands: in the loss of each token by k1, k2, k3 or the ratio times "
-        "k3 (`corrected`); or in an answer's reward, a sum of k1 (`in_reward`).",
+        description="Estimator and place of the KL divergence: in the loss of each token by k1, k2, k3 or the ratio times"
+        " k3 (`corrected`), or in the reward as a sum of k1 (`in_reward`).",
     )
     mask_truncated: bool = Field(
         False,
-        description="Learn nothing from answers that max_new_tokens cut; their rewards still count for the others'.",
+        description="Do not train on completions that max_new_tokens cut. Their rewards still count in the baseline.",
     )
     entropy_share: PositiveShare = Field(
         1.0,
-        description="Share of a round's tokens whose policy loss counts: those with the highest entropy; the paper uses 0.2. "
-        "The divergence and the denominators are those of all tokens.",
+        description="Fraction of a round's tokens whose policy loss counts: those with the highest entropy. The paper "
+        "uses 0.2. The KL divergence and the denominators use all tokens.",
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none",
-        description="Weights for answers that were drawn from other probabilities than the trainer's (generation.top_p and the "
-        "like): their ratio, of each token or the whole answer, that is cut at correction_max or leaves out what is above.",
+        description="Importance weights for completions that were sampled from other probabilities than the trainer's, "
+        "for example with generation.top_p. The ratio of each token or of the sequence is truncated at "
+        "correction_max, or masked above it.",
     )
-    correction_max: PositiveFloat = Field(2.0, description="The largest such weight.")
+    correction_max: PositiveFloat = Field(2.0, description="Maximum importance weight.")
 
     @property
     def own_settings(self) -> dict[str, float]:
@@ -261,26 +267,27 @@ class PolicyLossConfig(Settings):
 
 
 class PPOLossConfig(Settings):
-    """The losses of the policy and of the value model, and what they are of; docs/online.md has the formulas."""
+    """The losses of the policy and the value model; docs/online.md has the formulas."""
 
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.2, description="How far a token's ratio to the sampling model may go from 1 before it gains nothing."
+        0.2, description="How far a token's ratio to the sampling policy may move from 1 before it is clipped."
     )
     value_epsilon: PositiveFloat = Field(
         0.2,
-        description="How far a token's value may go from what it was when the answer was sampled, as far as it gains.",
+        description="How far a token's value may move from its value at sampling before it is clipped.",
     )
-    value_weight: PositiveFloat = Field(0.1, description="What the value model's loss counts beside the policy's.")
-    gamma: PositiveShare = Field(1.0, description="What a reward counts for the token before, and so on back.")
+    value_weight: PositiveFloat = Field(0.1, description="Weight of the value loss relative to the policy loss.")
+    gamma: PositiveShare = Field(1.0, description="Discount factor of rewards.")
     gae_lambda: Share = Field(
         0.95,
-        description="Between 0, which compares a token with the value behind it, and 1, which compares it with the reward "
-        "that came.",
+        description="Lambda of generalized advantage estimation: 0 uses one-step values, 1 uses full returns.",
     )
     kl_weight: NonNegativeFloat = Field(
-        0.05, description="What each token's divergence from the reference costs of the reward; 0 has no reference."
+        0.05,
+        description="Weight of each token's KL divergence from the reference model, subtracted from the reward. 0 uses no"
+        " reference model.",
     )
-    mask_truncated: bool = Field(False, description="Learn nothing from answers that max_new_tokens cut.")
+    mask_truncated: bool = Field(False, description="Do not train on completions that max_new_tokens cut.")
 
     name: ClassVar[str] = "dapo"  # of the policy's loss, a mean over the step's tokens
     correction: ClassVar[str] = "none"
@@ -296,57 +303,59 @@ class PPOLossConfig(Settings):
 
 
 class ValueConfig(Settings):
-    """The value model, which tells of each token of an answer what is still to come. With an adapter it is an output layer on
-    the policy itself, and else a model of its own."""
+    """The value model, which predicts the remaining reward at each token. With an adapter it is an output layer on the
+    policy, otherwise a separate model."""
 
     path: str | None = Field(
         None,
-        description="The model that it begins as, with an output layer of zeros, or a reward model with its own; null is "
-        "model.path.",
+        description="Initial weights of the value model: a language model, which gets an output layer of zeros, or a "
+        "reward model. null is model.path.",
     )
-    lr_ratio: PositiveFloat = Field(10.0, description="Its learning rate over optimizer.lr.")
+    lr_ratio: PositiveFloat = Field(
+        10.0, description="Learning rate of the value model, as a multiple of optimizer.lr."
+    )
 
 
 class DistillConfig(Settings):
-    """The teacher, and how far from its predictions the model is; docs/distillation.md has the formulas."""
+    """The teacher and the divergence from it; docs/distillation.md has the formulas."""
 
     teacher: str | None = Field(
         None,
-        description="The frozen model to learn from: what model.path takes, of any family and size, with the same tokenizer.",
+        description="The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the"
+        " student's.",
     )
     teacher_streamed: bool = Field(
         False,
-        description="Keep the teacher's layers in the host's memory, from which they travel to the GPU as they compute.",
+        description="Keep the teacher's layers in host memory and copy each to the GPU as it computes.",
     )
     teacher_dtype: Dtype | Literal["nf4"] | None = Field(
         None,
-        description="Type of the teacher's weights and arithmetic; nf4 keeps its linear layers in 4 bits. null is "
-        "model.dtype.",
+        description="Dtype of the teacher. `nf4` keeps its linear layers in 4 bits. null is model.dtype.",
     )
     cached: Path | None = Field(
         None,
-        description="In place of a teacher: the folder of its likeliest next tokens that `leanft score` wrote, for a teacher "
-        "that does not fit beside the student.",
+        description="Instead of a teacher: a folder with its likeliest next tokens, written by `leanft score`. For a "
+        "teacher that does not fit beside the student.",
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",
-        description="What is made small at each target: KL(teacher || student), KL(student || teacher), or jsd, both to "
-        "what lies beta of the way to the teacher.",
+        description="Divergence to minimize at each target: KL(teacher || student), KL(student || teacher), or the "
+        "generalized Jensen-Shannon divergence with beta.",
     )
     beta: Share | None = Field(
-        None, description="jsd: how near it is to reverse_kl, which 1 is; 0 is forward_kl. null is 0.5."
+        None, description="For jsd: interpolation between forward_kl (0) and reverse_kl (1). null is 0.5."
     )
     temperature: PositiveFloat = Field(
-        1.0, description="What the logits of both are divided by; above 1 unlikely tokens count more."
+        1.0, description="Temperature of both models' logits. Above 1, unlikely tokens count more."
     )
     cross_entropy_weight: Share = Field(
         0.0,
-        description="Share of the loss that is the cross-entropy of the data's own tokens; the divergence has the rest.",
+        description="Fraction of the loss that is the data's cross-entropy. The divergence has the rest.",
     )
     on_policy: Share = Field(
         0.0,
-        description="Share of the steps, drawn by the seed, in which the student answers the prompts itself and learns what "
-        "the teacher makes of its answers.",
+        description="Fraction of the steps, drawn by the seed, in which the student answers the prompts and the teacher "
+        "scores its completions.",
     )
 
     @property

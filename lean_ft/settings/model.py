@@ -11,62 +11,65 @@ class ModelConfig(Settings):
     """The model that is trained."""
 
     path: str = Field(
-        description="A Hugging Face model folder, a repository of the hub (`org/name`, or `org/name@revision`), or the "
-        "embedded model: `tiny`. A run records the commit, and goes on with it."
+        description="A Hugging Face model folder, a Hub repository (`org/name` or `org/name@revision`), or `tiny`, the "
+        "embedded model. A run records the commit and resumes with it."
     )
     dtype: Dtype = Field(
         "bfloat16",
-        description="Type of the weights and the arithmetic. `float16` keeps float32 master weights, computes "
-        "in float16 and scales the loss.",
+        description="Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in "
+        "float16 and scales the loss.",
     )
     random_init: bool = Field(
         False,
-        description="Build from config.json alone, with random weights: for benchmarks, no safetensors needed.",
+        description="Build the model from config.json with random weights, for benchmarks. No safetensors file is needed.",
     )
     new_tokens: list[str] = Field(
         [],
-        description="Tokens to add to the model's: their rows of the embedding and of the output layer start at the mean of the "
-        "others, and train, beside an adapter too, or alone (lora.targets=[]). What is saved has them in its tokenizer.json.",
+        description="Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean "
+        "of the other rows and are trained, also beside an adapter, or alone with lora.targets=[]. "
+        "Checkpoints have them in tokenizer.json.",
     )
     router_aux_loss_coef: NonNegativeFloat | None = Field(
         None,
-        description="Mixtures of experts: weight of the router's load-balancing loss, added to the mean loss; 0 leaves "
-        "it out. null takes config.json's own weight if output_router_logits is true there, and 0 if not: as "
-        "transformers does, and so most published models train without it.",
+        description="Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables "
+        "it. null uses config.json's weight if output_router_logits is true there, and 0 otherwise, as "
+        "transformers does.",
     )
 
 
 class LoRAConfig(Settings):
-    """The adapter that is trained in place of the model's own weights."""
+    """The LoRA adapter that trains instead of the model's weights."""
 
-    rank: PositiveInt = Field(16, description="Width of the two matrices that train beside each layer.")
+    rank: PositiveInt = Field(16, description="Rank of the adapter: the inner width of its two matrices.")
     alpha: PositiveFloat = Field(
-        32.0, description="What the matrices' product is multiplied by, times the rank (its root with rslora)."
+        32.0,
+        description="Scale of the adapter: its product is multiplied by alpha / rank, or alpha / sqrt(rank) with rslora.",
     )
     targets: list[str] = Field(
         ["all-linear"],
-        description="Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names "
-        "(q_proj, lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*). `[]`: none, and the rows of "
-        "model.new_tokens train alone.",
+        description="Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj,"
+        " lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of"
+        " model.new_tokens train.",
     )
-    dropout: Fraction = Field(0.0, description="Share of the adapter's inputs that are dropped in training.")
-    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank), which suits high ranks, not alpha / rank.")
-    dora: bool = Field(False, description="DoRA: each output's magnitude trains by itself, the product its direction.")
+    dropout: Fraction = Field(0.0, description="Dropout probability of the adapter's inputs.")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead of alpha / rank; suits high ranks.")
+    dora: bool = Field(False, description="DoRA: train the magnitude of each output separately from its direction.")
     init: Literal["zero", "pissa"] = Field(
         "zero",
-        description="Where the adapter starts: a product of zero, or the weight's largest singular directions, which "
-        "are taken off the weight (PiSSA).",
+        description="Start of the adapter. `zero`: the product is zero. `pissa`: the weight's largest singular "
+        "directions, which are subtracted from the weight (PiSSA).",
     )
     lr_ratio: PositiveFloat = Field(
-        1.0, description="LoRA+: learning rate of the second matrix (B) over optimizer.lr; its authors advise 16."
+        1.0,
+        description="LoRA+: learning rate of the second matrix (B), as a multiple of optimizer.lr. The paper advises 16.",
     )
     dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = Field(
-        "float32", description="Type in which the adapter is kept and updated; products take the model's type."
+        "float32", description="Dtype in which the adapter is stored and updated. Products use the model's dtype."
     )
     quantize: Literal["none", "nf4"] = Field(
         "none",
-        description="QLoRA: keep the linear layers' frozen weights in 4 bits (NF4, double quantisation), made whole "
-        "for each product.",
+        description="QLoRA: store the frozen weights of linear layers in 4 bits (NF4 with double quantization). Each "
+        "weight is dequantized for its product.",
     )
 
 
@@ -94,16 +97,19 @@ QuantizedKind = Annotated[
 ]
 GroupSize = Annotated[
     PositiveInt,
-    Field(description="Weights of 4 bits: neighbouring inputs that share a scale. It has to divide their number."),
+    Field(
+        description="4-bit weights: number of neighboring inputs that share a scale. It must divide the number of inputs."
+    ),
 ]
 
 
 class QuantizeConfig(Settings):
-    """Quantisation that the model is trained for (QAT); `leanft run quantize` then does it."""
+    """Quantization-aware training (QAT). `leanft run quantize` then quantizes the weights."""
 
     train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_is_not_refused)] | None = Field(
         None,
-        description="In training, round the layers' weights to 4 bits, and with int8_dynamic_int4_weight their inputs to 8 bits "
-        "a token, as torchao's quantised layers do; checkpoints hold the weights as they are. null rounds nothing.",
+        description="Quantization-aware training: round the layers' weights to 4 bits, and with int8_dynamic_int4_weight "
+        "their inputs to 8 bits per token, as torchao's quantized layers do. Checkpoints hold unrounded "
+        "weights. null rounds nothing.",
     )
     group_size: GroupSize = 32

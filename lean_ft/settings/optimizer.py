@@ -10,7 +10,7 @@ MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
 
 
 class OptimizerConfig(Settings):
-    """The update rule and how its state is kept."""
+    """The optimizer and where its state is stored."""
 
     name: Literal[
         "adamw",
@@ -24,52 +24,59 @@ class OptimizerConfig(Settings):
         "sgd",
     ] = Field(
         "adamw",
-        description="The update rule. `_8bit` and `_4bit` keep both AdamW moments in so many bits, with a scale a block; "
-        "`_torchao` by torchao's functions in place of bitsandbytes'. `muon` and `apollo_mini` are for the matrices inside "
-        "the layers, with AdamW for the rest. `paged_adamw_8bit` is adamw_8bit with state=paged.",
+        description="Update rule. `_8bit` and `_4bit` store both AdamW moments in that many bits with one scale per "
+        "block; `_torchao` uses torchao's functions instead of bitsandbytes'. `muon` and `apollo_mini` update"
+        " the matrices inside the layers, and AdamW the rest. `paged_adamw_8bit` is adamw_8bit with "
+        "state=paged.",
     )
     state: Literal["device", "paged", "streamed"] = Field(
         "device",
-        description="Where the rule's state lives. GPU: `paged` is CUDA's managed memory, which the driver moves to the "
-        "host where there is no room (adamw_8bit alone); `streamed` is pinned host memory, from which each parameter's "
-        "state travels ahead of its update and back.",
+        description="GPU: where the optimizer state is stored. `device`: GPU memory. `paged`: CUDA managed memory, which "
+        "the driver moves to the host if the GPU is full (adamw_8bit only). `streamed`: pinned host memory, "
+        "copied to the GPU and back around each parameter's update.",
     )
     lr: NonNegativeFloat = Field(2e-5, description="Peak learning rate.")
     betas: tuple[Fraction, Fraction] = Field(
-        (0.9, 0.999), description="AdamW: decay of the two moments; also where another rule leaves a part to it."
+        (0.9, 0.999),
+        description="AdamW: decay rates of the two moments. Rules that leave some parameters to AdamW use them too.",
     )
-    eps: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment.")
+    eps: PositiveFloat = Field(1e-8, description="AdamW: constant added to the root of the second moment.")
     momentum: Fraction | None = Field(
-        None, description="SGD and Muon: momentum. null is 0 for sgd, which then keeps no state, and 0.95 for muon."
+        None, description="SGD and Muon: momentum. null is 0 for sgd, which then has no state, and 0.95 for muon."
     )
     weight_decay: NonNegativeFloat = Field(
-        0.0, description="Decoupled weight decay, for matrices; vectors (norms, biases) are never decayed."
+        0.0, description="Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."
     )
     in_backward: bool = Field(
         False,
-        description="Update each parameter as soon as its gradient is complete and free the gradient at once.",
+        description="Update each parameter in the backward pass as soon as its gradient is complete, then free the "
+        "gradient.",
     )
     update_clipping: bool = Field(
         False,
-        description="AdamW: divide a tensor's learning rate by its update's RMS where that exceeds 1 (StableAdamW); "
-        "needs no global norm, so it works in backward.",
+        description="AdamW: divide a tensor's learning rate by the RMS of its update if that exceeds 1 (StableAdamW). It "
+        "needs no global norm, so it works with in_backward.",
     )
     stochastic_rounding: bool = Field(
         False,
-        description="bfloat16 weights: round the update up or down at random, so small updates are not lost.",
+        description="Round updates of bfloat16 weights up or down at random, so that small updates are not lost.",
     )
 
 
 class ScheduleConfig(Settings):
-    """The learning rate over the run."""
+    """The learning rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
-    warmup_steps: NonNegativeInt = Field(
-        0, description="Optimizer steps of linear warm-up from 0, which is the rate of the first."
+    name: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="Shape of the schedule after the warm-up."
     )
-    warmup_ratio: Fraction = Field(0.0, description="The same as a share of the run's steps; warmup_steps is then 0.")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="Optimizer steps of linear warm-up. The first step has learning rate 0."
+    )
+    warmup_ratio: Fraction = Field(
+        0.0, description="Warm-up as a fraction of the run's steps, instead of warmup_steps."
+    )
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.0, description="Learning rate at the end, as a share of the peak."
+        0.0, description="Final learning rate as a fraction of the peak."
     )
 
     @model_validator(mode="after")

@@ -34,134 +34,139 @@ def _have_their_packages(names: list[str]) -> list[str]:
 
 
 class LogConfig(Settings):
-    """Where a run's numbers go beside metrics.jsonl, which every run writes."""
+    """Loggers of the run, in addition to metrics.jsonl."""
 
     to: Annotated[
         list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow"]], AfterValidator(_have_their_packages)
     ] = Field(
         default=["jsonl"],
-        description="`csv` writes metrics.csv, `tensorboard` event files, both into output_dir; `wandb` and `mlflow` are "
-        "services, or with log.offline folders in output_dir. A resumed run goes on in the same record.",
+        description="Loggers beside metrics.jsonl. `csv` writes metrics.csv and `tensorboard` writes event files, both "
+        "into output_dir. `wandb` and `mlflow` are services, or folders in output_dir with log.offline. A "
+        "resumed run continues the same record.",
     )
-    project: str = Field(default="lean_ft", description="What wandb calls a project, and mlflow an experiment.")
-    name: str | None = Field(default=None, description="The run's name there; null: the last part of output_dir.")
+    project: str = Field(default="lean_ft", description="Project name in wandb, experiment name in mlflow.")
+    name: str | None = Field(
+        default=None, description="Run name in wandb and mlflow. null: the last part of output_dir."
+    )
     offline: bool = Field(
-        default=False, description="wandb and mlflow write into output_dir, and nothing goes to a network."
+        default=False, description="Write wandb's and mlflow's files into output_dir and use no network."
     )
 
 
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
 
-    batch_size: PositiveInt = Field(2, description="Sequences (packed rows, when packing) a forward pass.")
+    batch_size: PositiveInt = Field(2, description="Sequences per forward pass; packed rows if the data is packed.")
     gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Forward passes an optimizer step, those of all processes together."
+        1, description="Forward passes per optimizer step, counted over all processes."
     )
     clip_grad_norm: PositiveFloat | None = Field(
-        None, description="Largest global norm of the gradients; null does not clip."
+        None, description="Maximum global norm of the gradients. null does not clip."
     )
-    epochs: PositiveFloat = Field(1, description="Passes over the data, the last of which may be a part: 2.5.")
+    epochs: PositiveFloat = Field(1, description="Passes over the data. A fraction is allowed: 2.5.")
     max_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps after which to stop, if before the epochs end."
+        None, description="Stop after this many optimizer steps, if the epochs have not ended before."
     )
-    compile: bool = Field(False, description="torch.compile each layer, the loss and the optimizer's update.")
+    compile: bool = Field(False, description="Use torch.compile for each layer, the loss and the optimizer's update.")
     freeze: list[str] = Field(
         default_factory=list,
-        description="Parameters that keep their values: ends of names, of parameters or of what holds them "
-        "(embed_tokens, mlp, lora_A), or names with wildcards (model.layers.[0-3].*).",
+        description="Parameters that do not train: ends of parameter or module names (embed_tokens, mlp, lora_A), or "
+        "names with wildcards (model.layers.[0-3].*).",
     )
     train: list[str] = Field(
         default_factory=list,
-        description="Of what would train, the parameters that do, named as in freeze; empty leaves all of it.",
+        description="Train only these parameters, named as in `freeze`. An empty list trains all that are not frozen.",
     )
     neftune_alpha: NonNegativeFloat = Field(
         0.0,
-        description="NEFTune: noise on the embeddings in training, evenly from -1 to 1 times this over the root of a "
-        "sequence's tokens times the hidden size. Its authors took 5 to 15; 0 adds none.",
+        description="NEFTune: add uniform noise to the embeddings while training, of at most neftune_alpha / sqrt(tokens "
+        "* hidden size). The paper uses 5 to 15. 0 adds none.",
     )
     eval_every: Every = Field(
         0,
-        description="How often to evaluate: after so many optimizer steps, after each `epoch`, or after a share of one "
-        "(0.25); 0 evaluates only at the end.",
+        description="Evaluate every N optimizer steps, after each `epoch`, or after this fraction of an epoch (0.25). 0 "
+        "evaluates only at the end.",
     )
     stop_after_evals: NonNegativeInt = Field(
         0,
-        description="Early stopping: ends the run after so many evaluations in a row without a held-out loss below the "
-        "lowest before; 0 never does.",
+        description="Early stopping: end the run after this many evaluations in a row without a new lowest held-out loss."
+        " 0 never stops early.",
     )
     eval_answers: NonNegativeInt = Field(
         0,
-        description="Held-out questions that the model answers before and after training, right where the whole answer is "
-        "the held-out one; 0 asks none.",
+        description="Number of held-out questions that the model answers before and after training. An answer is right if"
+        " it equals the held-out one. 0 asks none.",
     )
     eval_pattern: RegularExpression | None = Field(
         None,
-        description="What of an answer eval_answers compares: the first group of this regular expression's last match, in "
-        "the model's answer and in the held-out one. GSM8K: `#### (.*)`.",
+        description="Regular expression that selects what eval_answers compares: the first group of its last match, in "
+        "the model's answer and in the held-out one. For GSM8K: `#### (.*)`.",
     )
     eval_tasks: list[str] = Field(
         default_factory=list,
-        description="Tasks of lm-evaluation-harness (the extra eval), by name or as YAML files, that the model does after "
-        "training, and as often before as eval_tasks_every says.",
+        description="Tasks of lm-evaluation-harness to run after training, by name or as YAML files. Install the extra "
+        "`eval`.",
     )
-    eval_tasks_every: Every = Field(0, description="How often, as eval_every; 0 only at the end. They take their time.")
-    eval_tasks_limit: PositiveInt | None = Field(None, description="Questions of each of them; null asks all.")
+    eval_tasks_every: Every = Field(
+        0, description="Also run eval_tasks during training, as often as in eval_every. 0 runs them only at the end."
+    )
+    eval_tasks_limit: PositiveInt | None = Field(None, description="Questions per task. null uses all.")
     save_every: Every | Literal["auto"] = Field(
         "auto",
-        description="How often to save a checkpoint, as eval_every; 0 saves only at the end. `auto` saves after each "
-        "epoch, as long as saving takes less than a tenth of the time, and at least every 30 minutes; of these it keeps "
-        "the last two unless keep_last says otherwise.",
+        description="Save a checkpoint as often as in eval_every; 0 saves only at the end. `auto` saves after each epoch "
+        "if saving takes less than a tenth of the time, and at least every 30 minutes. It keeps the last two "
+        "unless keep_last is set.",
     )
     save_async: bool = Field(
         False,
-        description="Copy what a checkpoint holds to host memory and write it while training goes on. The copy takes "
-        "the trained weights and the optimizer's state once more until it is written: on a CPU that doubles them. The "
-        "last checkpoint is waited for.",
+        description="Copy the checkpoint to host memory and write it while training continues. The copy takes the memory "
+        "of the trained weights and the optimizer state once more until it is written. The run waits for the "
+        "last checkpoint.",
     )
     keep_last: PositiveInt | None = Field(
         None,
-        description="Checkpoints kept, the newest ones; older ones are deleted. null keeps all, or the last two where "
+        description="Number of newest checkpoints to keep; older ones are deleted. null keeps all, or the last two if "
         "save_every is auto.",
     )
     keep_every: NonNegativeInt = Field(
-        0, description="Beside the newest: checkpoints of steps that are multiples of this are kept as well; 0: none."
+        0, description="Also keep checkpoints whose step is a multiple of this number. 0 keeps none of them."
     )
     keep_best: NonNegativeInt = Field(
         0,
-        description="With keep_last: checkpoints kept as well, those with the lowest held-out loss. Needs an evaluation "
-        "at each checkpoint: save_every a multiple of eval_every.",
+        description="Also keep this many checkpoints with the lowest held-out loss. Requires keep_last, and an evaluation"
+        " at each checkpoint: save_every must be a multiple of eval_every.",
     )
     max_bad_steps: NonNegativeInt = Field(
         10,
-        description="Steps of a run whose loss or gradients may be not finite: each is skipped and its batch kept in "
+        description="Number of steps with a non-finite loss or gradient that the run skips. Their batches are saved in "
         "output_dir/bad_batches. One more stops the run with a report.",
     )
     log_every: PositiveInt = Field(
-        1, description="Optimizer steps between writes to metrics.jsonl and the progress bar."
+        1, description="Optimizer steps between lines of metrics.jsonl and updates of the progress bar."
     )
     log: LogConfig = LogConfig()
     profile: bool = Field(
         False,
-        description="Profile a few steps by torch.profiler: a trace, the largest operations by module, and memory over time "
-        "beside the plan, in output_dir/profile.",
+        description="Profile a few steps with torch.profiler. The trace, the largest operations by module and the memory "
+        "over time go to output_dir/profile.",
     )
     profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = Field(
-        (2, 1, 2), description="With profile: steps that it waits, warms up, and watches."
+        (2, 1, 2), description="With `profile`: number of steps to wait, to warm up and to record."
     )
-    seed: NonNegativeInt = Field(0, description="Seeds data order, dropout and stochastic rounding.")
+    seed: NonNegativeInt = Field(0, description="Seed of the data order, dropout, sampling and stochastic rounding.")
     device: Device = "auto"
     plan: Literal["auto"] | bool = Field(
         "auto",
-        description="Rehearse one step on shapes before weights are loaded, and tell its peak memory. `auto` does for the "
-        "recipes that come with lean_ft, and runs no file of yours twice; `leanft plan` plans that.",
+        description="Simulate one step before the weights are loaded, and print its peak memory. `auto` does so for the "
+        "recipes of lean_ft. For your own recipe, run `leanft plan`.",
     )
     output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
-        description="The run directory: config, metrics and checkpoints."
+        description="The run directory: configuration, metrics and checkpoints."
     )
     resume: str = Field(
         "auto",
-        description="`auto` goes on from the newest whole checkpoint in output_dir, `never` refuses a directory that "
-        "holds a run, a path names a checkpoint.",
+        description="`auto` resumes from the newest complete checkpoint in output_dir. `never` refuses a directory that "
+        "holds a run. A path resumes from that checkpoint.",
     )
 
     @model_validator(mode="after")
@@ -220,7 +225,7 @@ def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
 
 
 class AnswersConfig(RecipeConfig):
-    """What recipes have that learn from answers measured against a frozen reference; data and loss are left to them."""
+    """Settings of recipes that train on completions and a frozen reference model, except for data and loss."""
 
     model: ModelConfig
     lora: LoRAConfig | None = None  # null: all parameters train
@@ -231,33 +236,37 @@ class AnswersConfig(RecipeConfig):
 
 
 class OnlineConfig(AnswersConfig):
-    """What every recipe has that learns from answers of its own; its loss is left to it."""
+    """Settings of recipes that train on sampled completions, except for the loss."""
 
     data: PromptDataConfig
     rewards: list[Reward | str] = Field(
-        description="What answers are judged by, added up: a function of your own, `my_rewards.py:name`, or `exact_answer`, "
-        "`format`, `length`, or a reward model's folder; or {function or model, weight, pattern}."
+        description="Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, "
+        "`format`, `length`), or a reward model's folder. Use {function or model, weight, pattern} to set "
+        "more."
     )
     generation: GenerationConfig = GenerationConfig.model_validate({})
     schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
     sample_every: NonNegativeInt = Field(
         10,
-        description="Optimizer steps between prompts and answers that are shown, and kept in samples.jsonl; 0: none.",
+        description="Optimizer steps between prompts and completions that are printed and written to samples.jsonl. 0 "
+        "writes none.",
     )
 
 
 class KeepTeacherConfig(Settings):
-    """What `leanft score --top-k` keeps of a teacher's predictions."""
+    """Settings of `leanft score --top-k`, which stores a teacher's likeliest tokens."""
 
     model: ModelConfig
     data: SFTDataConfig
-    destination: Path = Field(description="The folder to write, for distill.cached.")
-    top_k: PositiveInt = Field(64, description="Likeliest next tokens kept of each target; 8 bytes each.")
-    temperature: PositiveFloat = Field(1.0, description="That of the student's distill.temperature.")
+    destination: Path = Field(description="Folder to write, for distill.cached.")
+    top_k: PositiveInt = Field(64, description="Number of likeliest next tokens to keep per target; 8 bytes each.")
+    temperature: PositiveFloat = Field(
+        1.0, description="Temperature of the distillation; set distill.temperature to the same value."
+    )
     nf4: bool = Field(False, description="Keep the model's linear layers in 4 bits.")
-    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
+    batch_size: PositiveInt = Field(8, description="Sequences per forward pass; packed rows if the data is packed.")
     memory: MemoryConfig = MemoryConfig.model_validate({})
-    compile: bool = Field(False, description="torch.compile each layer.")
+    compile: bool = Field(False, description="Use torch.compile for each layer.")
     device: Device = "auto"
 
 

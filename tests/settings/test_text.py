@@ -4,6 +4,7 @@ Independent references: pydantic's own construction of the config, and PyYAML's 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ from lean_ft.settings import (
     Source,
 )
 from lean_ft.settings.text import commented_yaml, config_schema, describe, dump, load_config, preset_fits, preset_values
+from lean_ft.system.catalog import find_recipe, load_recipe, recipes
 
 
 class Config(RecipeConfig):
@@ -471,3 +473,10 @@ def test_preset_fits_tells_another_recipes_preset(write):
     assert not preset_fits(Odd, write("optimizer: {lr: 1}"))
     assert not preset_fits(Config, write("optimizer: {lr: fast}"))
     assert not preset_fits(Config, write("- a list"))
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_help_of_a_setting_is_whole_sentences(name):
+    for setting in describe(load_recipe(find_recipe(name)).Config):
+        assert setting.description.endswith("."), setting.key
+        assert re.match("[A-Z`0-9]", setting.description) or setting.key in setting.description, setting.key
