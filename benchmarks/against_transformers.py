@@ -34,7 +34,7 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
     import torch
     from timing import measure_calls
 
-    from lean_ft.training.host_memory import return_freed_memory
+    from lean_ft.memory.host_memory import return_freed_memory
 
     return_freed_memory()
     device = torch.device(device_name)

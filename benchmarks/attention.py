@@ -45,8 +45,8 @@ def work(kind: str, shape: str, batch_size: int, length: int, repeats: int, devi
     import torch
     from timing import measure_calls
 
-    from lean_ft.models.attention import attend_documents, attend_rows
-    from lean_ft.training.host_memory import return_freed_memory
+    from lean_ft.memory.host_memory import return_freed_memory
+    from lean_ft.models.attention.attention import attend_documents, attend_rows
 
     return_freed_memory()
     device = torch.device(device_name)

@@ -38,7 +38,7 @@ import typer
 from results import RESULTS, print_result, require_hardware, write_result
 from tiny_runs import STEPS, digests, fork, metrics, recipe, train, write_inputs
 
-from lean_ft.catalog import find_recipe, load_recipe
+from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.training.checkpoint import check_whole, checkpoint_step, list_checkpoints
 
 SAVE_EVERY = 2

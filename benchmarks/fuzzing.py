@@ -51,9 +51,9 @@ from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.peft_format import read_adapter
-from lean_ft.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.settings import LoRAConfig, SFTDataConfig
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import loggers
 from lean_ft.training.checkpoint import (

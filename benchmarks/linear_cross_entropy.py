@@ -129,7 +129,7 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
     import torch
     from timing import measure_calls
 
-    from lean_ft.training.host_memory import return_freed_memory
+    from lean_ft.memory.host_memory import return_freed_memory
 
     return_freed_memory()  # as every recipe does; for each contestant alike
     device = torch.device(device_name)

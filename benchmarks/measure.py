@@ -35,7 +35,7 @@ from typing import Any
 import typer
 from results import console
 
-from lean_ft.environment import available_bytes
+from lean_ft.system.environment import available_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -279,10 +279,10 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 
 def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any, machines: Any = None) -> Row:
     """What the planner says of a recipe with `settings` on one of its devices, or on each of `machines`, as plain values."""
-    from lean_ft.catalog import find_recipe, load_recipe
     from lean_ft.plan.devices import ONE_DEVICE
     from lean_ft.plan.rehearsal import rehearse
-    from lean_ft.settings_text import load_config
+    from lean_ft.settings.text import load_config
+    from lean_ft.system.catalog import find_recipe, load_recipe
 
     module = load_recipe(find_recipe(recipe))
     cfg = load_config(module.Config, None, overrides(settings))

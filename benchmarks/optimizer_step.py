@@ -115,7 +115,7 @@ def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_na
     import torch
     from timing import measure_calls
 
-    from lean_ft.training.host_memory import return_freed_memory
+    from lean_ft.memory.host_memory import return_freed_memory
 
     return_freed_memory()  # as every recipe does; for each optimizer alike
     device = torch.device(device_name)

@@ -28,9 +28,9 @@ from planned_ladder import _CHECKPOINTED, _SUMS, FULL, LORA, RUNGS
 from results import RESULTS, commit, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
-from lean_ft.catalog import find_preset
-from lean_ft.catalog import presets as shipped
-from lean_ft.settings_text import preset_recipe, preset_values
+from lean_ft.settings.text import preset_recipe, preset_values
+from lean_ft.system.catalog import find_preset
+from lean_ft.system.catalog import presets as shipped
 
 COLUMNS = ["setting", "card", "predicted", "allocated", "predicted reserved", "reserved", "error", "of it: an update"]
 # What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.

@@ -20,18 +20,18 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.before_torch import prepare_torch  # noqa: E402
+from lean_ft.system.before_torch import prepare_torch  # noqa: E402
 
 prepare_torch()
 
 import torch  # noqa: E402
 
 import lean_ft.optim.optimizer as optimizer_module  # noqa: E402
-from lean_ft.catalog import find_preset, find_recipe, load_recipe  # noqa: E402
 from lean_ft.data import Batch, longest_batch  # noqa: E402
 from lean_ft.optim.optimizer import Optimizer  # noqa: E402
 from lean_ft.optim.rule import ParameterState  # noqa: E402
-from lean_ft.settings_text import load_config  # noqa: E402
+from lean_ft.settings.text import load_config  # noqa: E402
+from lean_ft.system.catalog import find_preset, find_recipe, load_recipe  # noqa: E402
 from tests.pretended_gpu.counters import counters  # noqa: E402
 
 NUM_STEPS = 3  # the first compiles, from the second on states are fetched ahead

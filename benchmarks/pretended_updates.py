@@ -64,16 +64,16 @@ def main() -> None:
 def measure() -> None:
     """Prints a row for each rule and option."""
     sys.path.insert(0, str(ROOT))
-    from lean_ft.before_torch import prepare_torch
+    from lean_ft.system.before_torch import prepare_torch
 
     prepare_torch()
     import torch
     from torch import nn
 
-    from lean_ft.catalog import find_recipe, load_recipe
     from lean_ft.optim import build_optimizer
     from lean_ft.optim.slices import GPU_COMPILED_SLICE
-    from lean_ft.settings_text import load_config
+    from lean_ft.settings.text import load_config
+    from lean_ft.system.catalog import find_recipe, load_recipe
 
     config = load_recipe(find_recipe("full_finetune_single_device")).Config
     with torch.device("cuda"):

@@ -40,13 +40,13 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
 
     from lean_ft.losses import linear_cross_entropy
     from lean_ft.memory import apply_memory
+    from lean_ft.memory.host_memory import return_freed_memory
     from lean_ft.models import load_model
     from lean_ft.optim import build_optimizer
     from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
     from lean_ft.training.checkpoint import write_checkpoint
-    from lean_ft.training.host_memory import return_freed_memory
 
     return_freed_memory()
     torch.manual_seed(0)

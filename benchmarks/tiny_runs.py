@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lean_ft.cli.errors import explain
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
 from recipes import full_finetune_single_device as recipe
 
 CONFIG = {

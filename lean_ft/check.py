@@ -33,7 +33,6 @@ from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
 from lean_ft.data.rows import IGNORED
 from lean_ft.data.sources import first_rows
-from lean_ft.environment import available_bytes
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.losses import CrossEntropy
@@ -45,10 +44,11 @@ from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.optim import build_optimizer
 from lean_ft.peft import load_with_adapter
 from lean_ft.peft.layers import LoRALinear
-from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.environment import available_bytes
+from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.device import resolve_device
-from lean_ft.units import gibibytes
 
 MARGIN = 32  # a float32 result may differ by this many times its rounding noise
 MARGIN_16_BIT = 1.5  # our distance to float32 in 16 bits may be this many times transformers'
@@ -161,9 +161,9 @@ class Check:
         model = load_model(self.cfg.model, self.device)
         self.margin_16_bit = math.inf if model.mixture else MARGIN_16_BIT  # rounding changes the choice of experts
         # transformers' names are those on disk, except for experts, which it stacks as we do.
-        as_ours = model.mixture and not FAMILIES[model.hf_config["model_type"]].in_memory
+        as_ours = model.mixture and not FAMILIES[model.source.config["model_type"]].in_memory
         names = [name for name, _ in model.named_parameters()]
-        self.names = {n: n if as_ours and ".mlp." in n else module_on_disk(model.hf_config, n) for n in names}
+        self.names = {n: n if as_ours and ".mlp." in n else module_on_disk(model.source.config, n) for n in names}
         self.logits, self.gradients, loss = self._results(model)
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.

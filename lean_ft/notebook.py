@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lean_ft import catalog
-from lean_ft.before_torch import prepare_torch
-from lean_ft.strict_yaml import to_yaml
+from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.system import catalog
+from lean_ft.system.before_torch import prepare_torch
 
 
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Path | None:

@@ -8,10 +8,12 @@ This is finetune with another loss: how far two models' predictions of each toke
 """
 
 from lean_ft.data import sft_batches
-from lean_ft.distributed import cut, join, parallelize
+from lean_ft.frozen import load_teacher
 from lean_ft.losses import Distillation, TokenStatistics
 from lean_ft.memory import apply_memory
+from lean_ft.online import OnPolicy
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import (
     DistillConfig,
@@ -26,7 +28,7 @@ from lean_ft.settings import (
     SFTDataConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import OnPolicy, Run, apply_regularization, load_teacher, start
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(RecipeConfig):

@@ -16,15 +16,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
-from lean_ft.log import say
 from lean_ft.models import Decoder
 from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
+from lean_ft.system.log import say
+from lean_ft.system.units import number
+from lean_ft.system.whole_files import read_json, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run_directory import METRICS_FILE
-from lean_ft.units import number
-from lean_ft.whole_files import read_json, write_whole
 
 
 class Config(Settings):

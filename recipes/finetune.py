@@ -9,12 +9,12 @@ This is full_finetune_single_device with adapters and ranks. A checkpoint of an 
 """
 
 from lean_ft.data import sft_batches
-from lean_ft.distributed import cut, join, parallelize
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.quantization import fake_quantize
+from lean_ft.quantize import fake_quantize
 from lean_ft.settings import (
     LoRAConfig,
     LossConfig,

@@ -9,7 +9,7 @@ from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, learning_rate
-from lean_ft.quantization import fake_quantize
+from lean_ft.quantize import fake_quantize
 from lean_ft.settings import (
     LossConfig,
     MemoryConfig,

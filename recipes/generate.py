@@ -15,8 +15,8 @@ from pydantic import Field, PositiveInt
 from rich.progress import track
 
 from lean_ft.generation import answers, open_model, read_prompts, stream
-from lean_ft.log import console
 from lean_ft.settings import AskConfig
+from lean_ft.system.log import console
 
 
 class Config(AskConfig):

@@ -15,14 +15,15 @@ from pydantic import model_validator
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
-from lean_ft.distributed import cut, join, parallelize
+from lean_ft.frozen import load_reference
 from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, answer_losses
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import AnswersConfig, ParallelConfig, UnpairedDataConfig, UnpairedLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, load_reference, start
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(AnswersConfig):

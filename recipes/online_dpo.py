@@ -10,23 +10,16 @@ learned.
 """
 
 from lean_ft.data import prompt_rows
-from lean_ft.distributed import cut, join, parallelize
+from lean_ft.frozen import load_reference
 from lean_ft.losses import AnswerLogProbs, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
+from lean_ft.online import PairRollouts, Rewards, SampleLog, Sampler
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PreferenceLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import (
-    PairRollouts,
-    Rewards,
-    Run,
-    SampleLog,
-    Sampler,
-    apply_regularization,
-    load_reference,
-    start,
-)
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(OnlineConfig):

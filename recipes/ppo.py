@@ -14,24 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
-from lean_ft.distributed import cut, join, parallelize
+from lean_ft.frozen import load_policy_reference
 from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss, value_loss
 from lean_ft.memory import apply_memory
+from lean_ft.online import Rewards, SampleLog, Sampler, ValuedRollouts, ValueModel
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PPOLossConfig, ValueConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import (
-    Rewards,
-    Run,
-    SampleLog,
-    Sampler,
-    ValuedRollouts,
-    ValueModel,
-    apply_regularization,
-    load_policy_reference,
-    start,
-)
+from lean_ft.training import Run, apply_regularization, start
 
 
 class Config(OnlineConfig):

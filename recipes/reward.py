@@ -15,12 +15,12 @@ from pydantic import Field
 from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
-from lean_ft.distributed import cut, join, parallelize
+from lean_ft.frozen.scoring import set_padding_apart
 from lean_ft.losses import TokenStatistics, add_scores, reward_loss, scores_of
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
+from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
-from lean_ft.scoring import set_padding_apart
 from lean_ft.settings import (
     LoRAConfig,
     MemoryConfig,

@@ -140,7 +140,7 @@ def make_model(folder: Path, num_threads: int) -> None:
         if step % 100 == 0 or step == STEPS - 1:
             seconds = time.perf_counter() - started
             print(f"step {step:5d} of {STEPS}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
-    model.hf_config = MODEL
+    model.source.config = MODEL
     save_model(model.bfloat16(), folder)
     _write_json(
         folder / "generation_config.json",

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import pytest
 
-from tests.hub_server import HubServer
+from tests.hub.hub_server import HubServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +59,14 @@ def _ctrl_c_reaches_tests() -> None:
     """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _products_in_their_own_type() -> Iterator[None]:
+    """Loading a 16-bit model switches products to float32 for the whole process on some CPUs: not for the next test."""
+    yield
+    if module := sys.modules.get("lean_ft.models.float32_products"):
+        module.use_float32_products(())
 
 
 @pytest.fixture(scope="session", autouse=True)

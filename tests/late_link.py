@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.host_link import HostLink
+from lean_ft.system.host_link import HostLink
 
 
 class LateLink(HostLink):

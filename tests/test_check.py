@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lean_ft import catalog, check, load_model
+from lean_ft import check, load_model
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder
-from lean_ft.paths import resolve_model_path
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
 
 TECHNIQUES = (
     "memory.tile_mlp=4",

@@ -24,10 +24,10 @@ import typer
 import yaml
 
 from benchmarks.shapes import write_model_folder
-from lean_ft import catalog
 from lean_ft.cli.main import app, run_command_line
-from lean_ft.paths import resolve_model_path
-from lean_ft.settings_text import describe, load_config
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.settings.text import describe, load_config
+from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -166,7 +166,7 @@ NOT_RUN = {
     "leanft chat ": "a conversation; tests/recipes/test_chat.py has one",
     "leanft push ": "goes to the hub; tests/cli/test_push_verb.py has one on loopback",
     "leanft serve ": "goes on until Ctrl-C; tests/generation/test_server.py asks it",
-    "leanft run --nproc-per-node ": "starts processes; tests/distributed does",
+    "leanft run --nproc-per-node ": "starts processes; tests/parallel does",
 }
 
 

@@ -25,7 +25,7 @@ BANNED_ATTRIBUTES = {
     "os.popen",
 }
 ALLOWED = {
-    "lean_ft/own_functions.py": [
+    "lean_ft/system/own_functions.py": [
         "exec_module"
     ],  # a recipe, a reward, a loss or a format is code, and the user names its file
 }

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import lean_ft
+from lean_ft.hub.paths import resolve_data_path
 from lean_ft.notebook import _overrides
-from lean_ft.paths import resolve_data_path
 from lean_ft.settings import LoRAConfig, Source
-from lean_ft.settings_text import load_config
-from lean_ft.strict_yaml import read_yaml_file
+from lean_ft.settings.strict_yaml import read_yaml_file
+from lean_ft.settings.text import load_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
 ROWS = [{"prompt": "a \"b\" 'c'\n", "completion": "日本 🙂"}]
@@ -127,7 +127,7 @@ def test_names_are_listed_without_torch_and_found() -> None:
     assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
     with pytest.raises(AttributeError, match="no attribute 'lode_model'"):
         _ = lean_ft.lode_model
-    code = "import lean_ft; lean_ft.generation.sample, lean_ft.units; assert 'sft_batches' in dir(lean_ft.data)"
+    code = "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'sft_batches' in dir(lean_ft.data)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import num_parameters, write_model_folder
-from lean_ft import catalog, hub
+from lean_ft.hub import download as hub
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings_text import describe, load_config, preset_recipe, preset_values
+from lean_ft.settings.text import describe, load_config, preset_recipe, preset_values
+from lean_ft.system import catalog
 
 GIB = 2**30
 SPARE_BYTES = 0.75 * GIB  # of a card, for the driver's context and what shares the card

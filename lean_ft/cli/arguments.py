@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lean_ft import catalog
-from lean_ft.paths import free_directory
+from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.settings.base import spelled_out
-from lean_ft.settings_text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
+from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
+from lean_ft.system import catalog
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.settings_text import commented_yaml, config_schema, one_line_each
+from lean_ft.settings.text import commented_yaml, config_schema, one_line_each
+from lean_ft.system import catalog
 
 
 def cat(

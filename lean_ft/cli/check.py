@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, Overrides, Preset, find
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_table, progress
-from lean_ft.settings_text import load_config, preset_recipe, preset_values
+from lean_ft.settings.text import load_config, preset_recipe, preset_values
+from lean_ft.system import catalog
 
 _RECIPES = ("finetune", "full_finetune_single_device")
 _KEYS = ("optimizer.name", "optimizer.state", "optimizer.in_backward", "optimizer.stochastic_rounding")
@@ -45,8 +45,8 @@ def check(
 
     # Here, because it brings torch, which the other verbs must not wait for.
     from lean_ft.check import TECHNIQUES, Check
-    from lean_ft.log import console
     from lean_ft.peft import is_adapter
+    from lean_ft.system.log import console
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.finished_models import find_finished
 

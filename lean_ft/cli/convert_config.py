@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, run_command
-from lean_ft.from_torchtune import convert_config as convert
-from lean_ft.settings_text import load_config
-from lean_ft.whole_files import write_whole
+from lean_ft.settings.from_torchtune import convert_config as convert
+from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
+from lean_ft.system.whole_files import write_whole
 
 
 def convert_config(

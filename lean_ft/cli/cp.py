@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lean_ft import catalog
 from lean_ft.cli.arguments import Debug, RecipeOrPreset, run_command
-from lean_ft.settings_text import preset_recipe
+from lean_ft.settings.text import preset_recipe
+from lean_ft.system import catalog
 
 
 def cp(

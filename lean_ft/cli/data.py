@@ -13,7 +13,7 @@ from rich.text import Text
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import DataConfig, PreferenceDataConfig
-from lean_ft.units import gibibytes
+from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 REJECTED = Style(color="red", bold=True)

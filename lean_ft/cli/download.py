@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from lean_ft import catalog, hub
 from lean_ft.cli.arguments import Debug, run_command
-from lean_ft.paths import free_directory
-from lean_ft.settings_text import preset_values
+from lean_ft.hub import download as hub
+from lean_ft.hub.paths import free_directory
+from lean_ft.settings.text import preset_values
+from lean_ft.system import catalog
 
 
 def download(

@@ -19,7 +19,7 @@ def env(
     debug: Debug = False,
 ) -> None:
     """Print versions, devices and what they support."""
-    from lean_ft.environment import describe_environment
+    from lean_ft.system.environment import describe_environment
 
     facts = describe_environment()
     if as_json and not check:
@@ -52,7 +52,7 @@ def _report_private_names() -> None:
 def _check(device: str, facts: dict | None) -> None:
     """Prints what works, line by line as it is found, or with `facts` all of it as JSON; exits with 1 where something
     failed that this device should do."""
-    from lean_ft.device_check import check_device
+    from lean_ft.system.device_check import check_device
     from lean_ft.torch_private import missing_names
     from lean_ft.training.device import resolve_device
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import typer
 
-from lean_ft import catalog
-from lean_ft.redaction import redact
-from lean_ft.settings_text import describe
-from lean_ft.spelling import did_you_mean, nearest
-from lean_ft.whole_files import open_in_place
+from lean_ft.settings.text import describe
+from lean_ft.system import catalog
+from lean_ft.system.redaction import redact
+from lean_ft.system.spelling import did_you_mean, nearest
+from lean_ft.system.whole_files import open_in_place
 
 # click's UsageError, which some versions of typer import from click and others carry inside.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lean_ft import catalog
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_rows, print_table, stdout
-from lean_ft.settings_text import describe, preset_fits, preset_recipe, preset_values
+from lean_ft.settings.text import describe, preset_fits, preset_recipe, preset_values
+from lean_ft.system import catalog
 
 
 def ls(

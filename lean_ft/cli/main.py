@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 import typer
 
 import lean_ft
-from lean_ft import catalog
 from lean_ft.cli import (
     cat,
     check,
@@ -35,7 +34,8 @@ from lean_ft.cli import (
 from lean_ft.cli.cat import help_of_recipe
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error, print_traceback
-from lean_ft.launch import leave_word
+from lean_ft.system import catalog
+from lean_ft.system.launch import leave_word
 
 app = typer.Typer(
     name="leanft",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.redaction import MAX_MESSAGE_CHARACTERS, printable
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 
 _PIPE_WIDTH = 100_000  # columns: nothing is folded or cut, so that `grep` and `cut` see whole lines
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import ParallelConfig
-from lean_ft.units import duration, gibibytes, parse_bytes
+from lean_ft.system.units import duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device

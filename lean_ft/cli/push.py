@@ -28,6 +28,6 @@ def push(
 
     Needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
     """
-    from lean_ft.export.hub_upload import push as upload
+    from lean_ft.hub.upload import push as upload
 
     typer.echo(f"pushed  {upload(source, repo, public=public)}")

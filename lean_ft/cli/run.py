@@ -13,15 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lean_ft.before_torch import prepare_torch
-from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
-from lean_ft.environment import usable_cores
-from lean_ft.interrupts import OutsideTraining
-from lean_ft.launch import Launch, launch
-from lean_ft.paths import repository_name
+from lean_ft.hub.paths import repository_name
 from lean_ft.settings import ParallelConfig, RecipeConfig, models_of
+from lean_ft.system.before_torch import prepare_torch
+from lean_ft.system.catalog import is_shipped
+from lean_ft.system.environment import usable_cores
+from lean_ft.system.interrupts import OutsideTraining
+from lean_ft.system.launch import Launch, launch
 
 
 def _flag(name: str, metavar: str, help: str) -> Any:
@@ -171,8 +171,8 @@ def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Says what the run is going to take, before it loads weights."""
-    from lean_ft.log import say
     from lean_ft.plan.beforehand import foresee
+    from lean_ft.system.log import say
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import resolve_device
 
@@ -192,9 +192,9 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
 
 def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Draws the memory that was measured beside the plan, which is made now: while it ran it would have been measured too."""
-    from lean_ft.log import say
     from lean_ft.plan.beforehand import planned_step
     from lean_ft.plan.picture import draw_measured
+    from lean_ft.system.log import say
     from lean_ft.training.profiling import FOLDER, MEMORY_FILE
 
     measured, planned = cfg.output_dir / FOLDER / MEMORY_FILE, None

@@ -55,9 +55,9 @@ def score(
     With --top-k, MODEL is a teacher: what it predicts at each target of the rows is kept in the folder DEST. KEY=VALUE are the
     settings `data.*` of the run that is to learn from it.
     """
-    from lean_ft.scoring import open_reward_model, score_lines
-    from lean_ft.settings_text import load_config
-    from lean_ft.whole_files import write_whole
+    from lean_ft.frozen.scoring import open_reward_model, score_lines
+    from lean_ft.settings.text import load_config
+    from lean_ft.system.whole_files import write_whole
 
     overrides = [argument for argument in arguments or [] if "=" in argument]
     destinations = [Path(argument).expanduser() for argument in arguments or [] if "=" not in argument]
@@ -65,7 +65,7 @@ def score(
         raise ValueError(f"expected one DEST and settings key=value, came {', '.join(map(str, destinations))}.")
     destination = destinations[0] if destinations else None
     if top_k is not None:
-        from lean_ft.training.teacher_cache import keep_teacher
+        from lean_ft.frozen.teacher_cache import keep_teacher
 
         if per_token or force:
             raise ValueError("--per-token and --force are of a reward model's scores; leave them out with --top-k.")

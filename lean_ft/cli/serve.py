@@ -46,7 +46,7 @@ def serve(
     """
     from lean_ft.generation import open_model
     from lean_ft.generation.server import ChatServer
-    from lean_ft.log import say
+    from lean_ft.system.log import say
 
     model, tokenizer = open_model(checkpoint, adapter or (), device, dtype)
     server = ChatServer(

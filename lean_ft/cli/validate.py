@@ -8,10 +8,9 @@ from typing import Any
 
 import typer
 
-from lean_ft.catalog import is_shipped
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
-from lean_ft.hub import find_cached
-from lean_ft.paths import repository_name, resolve_data_path
+from lean_ft.hub.download import find_cached
+from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
     DataConfig,
     DistillConfig,
@@ -23,7 +22,8 @@ from lean_ft.settings import (
     ReferenceConfig,
     SamplingConfig,
 )
-from lean_ft.settings_text import dump
+from lean_ft.settings.text import dump
+from lean_ft.system.catalog import is_shipped
 
 
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
@@ -50,19 +50,19 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     import torch
 
     from lean_ft.data import prompt_rows
+    from lean_ft.frozen.reference import choose_kind
+    from lean_ft.frozen.teacher import check_cached, check_tokenizer
     from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
     from lean_ft.models.hf_format import new_token_ids
+    from lean_ft.online.on_policy import check_on_policy
+    from lean_ft.online.rewards import check_rewards
     from lean_ft.peft import apply_lora, quantize_as_loaded
-    from lean_ft.quantization import fake_quantize
+    from lean_ft.quantize import fake_quantize
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
-    from lean_ft.training.on_policy import check_on_policy
-    from lean_ft.training.reference import choose_kind
     from lean_ft.training.regularization import freeze_parameters
-    from lean_ft.training.rewards import check_rewards
-    from lean_ft.training.teacher import check_cached, check_tokenizer
 
     def group(kind: type[Any]) -> Any:
         return next((value for _, value in cfg if isinstance(value, kind)), None)

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lean_ft.whole_files import sync, write_whole
+from lean_ft.system.whole_files import sync, write_whole
 
 FORMAT = 1  # of entries; part of every key
 ABOUT = "about.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import ROLES
 
 SHAREGPT_ROLES = {

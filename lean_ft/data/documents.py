@@ -20,7 +20,6 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
-from lean_ft.environment import usable_cores
 from lean_ft.settings import (
     DataConfig,
     PreferenceDataConfig,
@@ -29,6 +28,7 @@ from lean_ft.settings import (
     Sources,
     UnpairedDataConfig,
 )
+from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
 ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive

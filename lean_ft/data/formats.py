@@ -32,9 +32,9 @@ from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED, Document, Row, kind, names_of
 from lean_ft.data.sources import list_sources
-from lean_ft.own_functions import is_own
 from lean_ft.settings import DataConfig, RowsConfig, SFTDataConfig, Sources
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.own_functions import is_own
+from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
 NUM_ROWS_TO_DETECT = 16

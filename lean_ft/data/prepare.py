@@ -30,8 +30,7 @@ from lean_ft.data.preference import Pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import files_of, list_sources
 from lean_ft.data.splits import is_sliced
-from lean_ft.own_functions import file_digest, is_own
-from lean_ft.paths import resolve_data_path
+from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import (
     DataConfig,
     PreferenceDataConfig,
@@ -39,7 +38,8 @@ from lean_ft.settings import (
     Sources,
     UnpairedDataConfig,
 )
-from lean_ft.shapes_only import stage
+from lean_ft.system.own_functions import file_digest, is_own
+from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")

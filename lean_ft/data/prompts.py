@@ -18,7 +18,7 @@ from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
 from lean_ft.settings import PromptDataConfig, Sources
-from lean_ft.shapes_only import stage
+from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 OF_THE_PROMPT = ("prompt", "messages", "tools")  # columns that no answer is judged by

@@ -10,9 +10,9 @@ from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
 from lean_ft.data.rows import Digest, Row, kind
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
-from lean_ft.own_functions import file_digest, is_own, line_in, load_function
-from lean_ft.paths import resolve_data_path
+from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
+from lean_ft.system.own_functions import file_digest, is_own, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves

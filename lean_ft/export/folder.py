@@ -20,10 +20,10 @@ from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import MergeReport, is_adapter
 from lean_ft.peft.peft_format import read_adapter
+from lean_ft.system.units import parse_bytes
+from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes
 from lean_ft.training.finished_models import find_finished
-from lean_ft.units import parse_bytes
-from lean_ft.whole_files import write_whole
 
 _NUM_POSITIONS = 32  # of the input whose logits are compared
 # Weights and arithmetic are the same on both sides; only the order of a sum may differ, by where tensors lie.

@@ -23,11 +23,11 @@ from lean_ft.export.places import check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.peft import MergeReport
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
-from lean_ft.whole_files import write_whole
 
 # How matrices are stored, with the number of llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
@@ -137,7 +137,7 @@ def _package() -> Any:
 
 def _architecture(model: Decoder, folder: Path) -> tuple[str, bool]:
     """llama.cpp's name of what the model computes. Raises ValueError where it computes something else."""
-    config, family = model.hf_config, model.hf_config["model_type"]
+    config, family = model.source.config, model.source.config["model_type"]
     if family not in _ARCHITECTURES:
         raise ValueError(
             f"{folder}: GGUF is written for the families {', '.join(_ARCHITECTURES)}, and this is {family}. Export a "

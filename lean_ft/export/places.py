@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 
 from lean_ft.export.whole import PROCESSOR_FILES
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
-from lean_ft.paths import resolve_model_path
 from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes
 from lean_ft.training.finished_models import find_base, tokenizer_folder
-from lean_ft.units import gibibytes
 
 # What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
 _OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
@@ -46,7 +46,7 @@ def read_source(
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype)
         if model.config.scores and tokenizer is not None:  # transformers finds a text's end by it
-            model.hf_config["pad_token_id"] = tokenizer.pad_id
+            model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
         model, merged = load_model(folder, dtype=dtype, scores=None), None
     _check_finite(model, folder)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import language_model_config
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_tensors, tensors_on_disk
 from lean_ft.models.names_on_disk import name_in_language_model
 from lean_ft.models.safetensors_file import write_file
-from lean_ft.paths import resolve_model_path
-from lean_ft.shards import part_of
+from lean_ft.system.shards import part_of
+from lean_ft.system.whole_files import read_json, write_json
 from lean_ft.training.checkpoint import TRAINING_STATE_FILE, read_training_state
-from lean_ft.whole_files import read_json, write_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -30,8 +30,8 @@ def find_whole(model: Decoder, folder: Path, base: str | Path | None) -> Path:
 
     Raises ValueError where that is not known, and where it reads no images.
     """
-    if base is None and model.part_of:
-        base = model.source_folder
+    if base is None and model.source.part_of:
+        base = model.source.folder
     if base is None and (folder / TRAINING_STATE_FILE).is_file():
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
@@ -77,8 +77,8 @@ def save_whole(model: Decoder, whole: Path, destination: Path) -> int:
     for name in PROCESSOR_FILES:
         if (whole / name).is_file():
             shutil.copyfile(whole / name, destination / name)
-    if model.generation_config is not None:
-        (destination / "generation_config.json").write_bytes(model.generation_config)
+    if model.source.generation_config is not None:
+        (destination / "generation_config.json").write_bytes(model.source.generation_config)
     shutil.copyfile(whole / "config.json", destination / "config.json")
     if (changed := _brought_up_to_date(config, model)) != config:
         write_json(destination / "config.json", changed)

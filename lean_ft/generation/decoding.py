@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.context import context_length
-from lean_ft.environment import memory_bytes
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
-from lean_ft.log import say
 from lean_ft.models import Decoder, FewRows, KVCache
-from lean_ft.shapes_only import counted_as, stage
+from lean_ft.system.environment import memory_bytes
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import counted_as, stage
+from lean_ft.tokenizers.context_length import context_length
 
 PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
 CACHE_SHARE = 4  # the cache takes at most this part of the memory beside the weights
@@ -180,7 +180,10 @@ def _decode_rows(
     """Fills the rows' samples; yields after each step its tokens, by the rows' places."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
-    capacity, context = max(len(row.prompt) for row in rows) + sampling.max_new_tokens, context_length(model.hf_config)
+    capacity, context = (
+        max(len(row.prompt) for row in rows) + sampling.max_new_tokens,
+        context_length(model.source.config),
+    )
     running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     if stage() is not None:
         _rehearse(model, running, capacity)

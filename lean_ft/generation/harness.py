@@ -14,12 +14,12 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 
-from lean_ft.context import context_length
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import longest_first, sample
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.context_length import context_length
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 LOGITS_AT_A_TIME = 512  # positions whose logits exist
@@ -37,7 +37,7 @@ class HarnessModel(TemplateLM):
         self._tokens_at_a_time = tokens_at_a_time
         self.model, self.tokenizer, self._seed = model, tokenizer, seed  # pyright: ignore[reportAttributeAccessIssue]
         self._tokens = tokenizer
-        self.max_length = context_length(model.hf_config) or _DEFAULT_CONTEXT
+        self.max_length = context_length(model.source.config) or _DEFAULT_CONTEXT
 
     @property
     def eot_token_id(self) -> int:
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.model.source_folder or "model").replace("/", "__")
+        return str(self.model.source.folder or "model").replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         begins = string.startswith(self._tokens.token_text(self.prefix_token_id))

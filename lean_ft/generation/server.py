@@ -23,13 +23,13 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from lean_ft.context import context_length
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.texts import asked_of, text_of
-from lean_ft.log import say
 from lean_ft.models import Decoder
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.log import say
+from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.context_length import context_length
 
 MOST_BODY_BYTES = 16 << 20
 IDLE_SECONDS = 60  # after which a connection that says nothing is closed
@@ -117,7 +117,7 @@ class _Answer:
             self.how, (self.prompt,) = asked_of(server.model, server.tokenizer, [messages], True, settings)
         except (ValueError, TypeError) as error:  # sampling out of range; messages that the template does not take
             raise _Refused(400, str(error)) from None
-        context = context_length(server.model.hf_config)
+        context = context_length(server.model.source.config)
         if context is None:
             return
         if len(self.prompt) + (1 if most is None else self.how.max_new_tokens) > context:

@@ -103,9 +103,9 @@ def generate(
         model, own = open_model(model)
         tokenizer = tokenizer or own
     if tokenizer is None:
-        if model.source_folder is None:
+        if model.source.folder is None:
             raise ValueError("the model was not loaded from a folder: give its tokenizer too.")
-        tokenizer = load_tokenizer(model.source_folder)
+        tokenizer = load_tokenizer(model.source.folder)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
     sampling |= {"max_new_tokens": max_new_tokens, "batch_size": max(1, len(several))}  # all at once

@@ -13,8 +13,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lean_ft.environment import memory_bytes
-from lean_ft.shards import whole_numel
+from lean_ft.system.environment import memory_bytes
+from lean_ft.system.shards import whole_numel
 
 SHARE = 64  # a chunk of logits takes at most this part of the memory beside the weights
 FEWEST_TOKENS, MOST_TOKENS = 256, 4096

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lean_ft.shapes_only import device_type, repeated
+from lean_ft.system.shapes_only import device_type, repeated
 
 VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
 # float32 elements that the uncompiled softmax may hold at a time

@@ -15,7 +15,7 @@ from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shards import ALONE, Ranks
 
 _PLAIN = LossConfig.model_validate({})
 
@@ -50,7 +50,7 @@ class CrossEntropy:
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
             # A vocabulary that is cut over ranks has a loss of its own.
-            cut = getattr(model, "cut_vocabulary", None)
+            cut = model.sharding.vocabulary
             of_hidden = (
                 partial(linear_cross_entropy, hidden, model.output_weight)
                 if cut is None

@@ -13,7 +13,7 @@ from torch import Tensor
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation
 from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shards import ALONE, Ranks
 
 Teacher = Callable[[Any], TeacherStates | TopLogProbs]
 """Of a batch on the student's device what the teacher says of it."""

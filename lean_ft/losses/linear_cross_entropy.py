@@ -37,7 +37,7 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
 )
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.shapes_only import counted_as
+from lean_ft.system.shapes_only import counted_as
 
 IGNORED_LABEL = -100
 

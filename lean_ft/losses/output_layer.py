@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.shards import Ranks
+from lean_ft.system.shards import Ranks
 
 
 class OutputLayer:
@@ -40,8 +40,9 @@ def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Ten
     batch: a `lean_ft.data.Batch`, or what has its `inputs`; of_rows: of all tokens, where several ranks share a row.
     """
     hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
-    tokens = getattr(model, "tokens", None) if of_rows else None
-    return hidden if tokens is None else tokens.gather(hidden), router_loss
+    sharding = getattr(model, "sharding", None) if of_rows else None  # a module that is no Decoder has none
+    row_tokens = None if sharding is None else sharding.row_tokens
+    return hidden if row_tokens is None else row_tokens.gather(hidden), router_loss
 
 
 def mean_losses(

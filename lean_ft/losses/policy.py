@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.own_functions import check_shape, is_own, load_function
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.own_functions import check_shape, is_own, load_function
+from lean_ft.system.spelling import did_you_mean
 
 # Is added to a standard deviation, as TRL does. Where a divergence in the reward alone tells answers apart, what rounds it
 # (3e-6 over eight tokens) then teaches a hundredth of what a reward does; over verl's 1e-6 it would teach as much.

@@ -22,9 +22,9 @@ from torch.nn.functional import logsigmoid, relu
 from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.reward import add_scores
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.own_functions import check_shape, is_own, load_function
 from lean_ft.settings import PreferenceLossConfig
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.own_functions import check_shape, is_own, load_function
+from lean_ft.system.spelling import did_you_mean
 
 
 class Pairs(NamedTuple):

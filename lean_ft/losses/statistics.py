@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shards import ALONE, Ranks
 
 
 class TokenStatistics:

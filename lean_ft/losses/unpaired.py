@@ -21,8 +21,8 @@ from torch.nn.functional import logsigmoid
 from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import UnpairedLossConfig
-from lean_ft.shards import ALONE, Ranks
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.spelling import did_you_mean
 
 
 def kto(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:

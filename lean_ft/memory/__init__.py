@@ -2,17 +2,17 @@
 
 from torch import nn
 
-from lean_ft.host_link import open_link
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
-from lean_ft.memory.float8 import float8_products
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.memory.offload import offload_activations
 from lean_ft.memory.streamed_weights import stream_weights
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
 from lean_ft.memory.tiling import tile_mlp
 from lean_ft.models import Decoder
+from lean_ft.quantize.float8 import float8_products
 from lean_ft.settings import MemoryConfig
+from lean_ft.system.host_link import open_link
 
 __all__ = [
     "apply_memory",

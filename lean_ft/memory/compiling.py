@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_ft.shapes_only import stage
+from lean_ft.system.shapes_only import stage
 from lean_ft.torch_private import functorch_config, lookup_backend
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from lean_ft.settings import MemoryConfig
-from lean_ft.whole_files import write_whole
+from lean_ft.system.whole_files import write_whole
 
 SMALLEST_BYTES = 2**17  # smaller tensors stay with malloc
 _SOURCE = Path(__file__).with_name("host_pool.cpp")

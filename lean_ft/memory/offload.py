@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
+from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 from lean_ft.torch_private import storage_key, version_of
 
 SMALLEST_BYTES = 2**20

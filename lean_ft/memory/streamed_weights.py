@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.host_link import HostLink, Sent
 from lean_ft.models import Decoder
+from lean_ft.system.host_link import HostLink, Sent
 
 
 def stream_weights(model: Decoder, link: HostLink) -> None:

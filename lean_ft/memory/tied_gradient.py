@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.host_link import HostLink, Sent
 from lean_ft.models import Decoder
+from lean_ft.system.host_link import HostLink, Sent
 
 
 def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:

@@ -15,7 +15,7 @@ from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, Family, no_layer
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
 

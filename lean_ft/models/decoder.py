@@ -7,26 +7,25 @@ Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
+from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
+from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
-from lean_ft.models.convolution import ShortConvolution
-from lean_ft.models.delta_rule import GatedDeltaRule
 from lean_ft.models.few_rows import few_rows_linear
-from lean_ft.models.latent_attention import LatentAttention
 from lean_ft.models.layers import MLP, RMSNorm, gated
-from lean_ft.models.mamba2 import Mamba2
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
 from lean_ft.models.rope import RotaryEmbedding
-from lean_ft.models.state_mixer import StateMixer
-from lean_ft.shards import Cut
+from lean_ft.models.source import Sharding, Source
+from lean_ft.models.state.convolution import ShortConvolution
+from lean_ft.models.state.delta_rule import GatedDeltaRule
+from lean_ft.models.state.mamba2 import Mamba2
+from lean_ft.models.state.state_mixer import StateMixer
 from lean_ft.torch_private import assert_on_device
 
 # Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
@@ -186,9 +185,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    `source_folder` and `hf_config` remember where it was loaded from and the config.json there, for saving; `part_of` is
-    the model_type of the whole where it is the language model of one that reads images too.
-    `router_aux_loss_coef` is the weight of the router's loss; at 0 it is not computed. Nothing is kept between calls.
+    `source` describes the folder that it was read from, `sharding` how ranks share it. `router_aux_loss_coef` is the weight
+    of the router's loss; at 0 that loss is not computed. Nothing is kept between calls.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -204,17 +202,8 @@ class Decoder(nn.Module):
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, rope.head_dim or config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
-        self.cut_vocabulary: Any = None  # set by distributed.vocabulary, where embedding and output layer stay cut
-        self.score_is_new = False  # a reward model's output layer: not in its folder, which is a language model's
-        self.source_folder: Path | None = None
-        self.hf_config: dict[str, Any] = {}
-        self.part_of = ""
-        self.new_ids: list[int] = []  # of tokens that its folder does not have
-        self.quantization: dict[str, Any] = {}  # how the weights of its folder are, where they were read into others
-        self.generation_config: bytes | None = None
-        self.unread: Any = None  # a `hf_format.Unread`, while the model is of shapes alone
-        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name; set by lean_ft.distributed, as is the next
-        self.tokens: Any = None  # a `distributed.context.RowTokens`, where ranks share rows
+        self.source = Source()
+        self.sharding = Sharding()
         self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
 
@@ -288,9 +277,9 @@ class Decoder(nn.Module):
         Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
         prefixes without cu_seqlens, and where the cache is full.
         """
-        tokens = self.tokens if cache is None else None  # the cut of this pass
-        if self.tokens is not None:
-            self.tokens.rows_are_whole = tokens is None
+        tokens = self.sharding.row_tokens if cache is None else None  # the split of this pass
+        if self.sharding.row_tokens is not None:
+            self.sharding.row_tokens.rows_are_whole = tokens is None
         if tokens is not None and positions is None:
             raise ValueError("of a row that ranks share, all positions have to be given.")
         num_rows, num_tokens = (input_ids if tokens is None or positions is None else positions).shape
@@ -364,7 +353,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
-        cut = self.cut_vocabulary
+        cut = self.sharding.vocabulary
         if self.config.head_bias and self.head is not None:
             logits = few_rows_linear(hidden[..., :-_WIDER], self.head.weight, self.head.bias)
         else:
@@ -380,7 +369,9 @@ class Decoder(nn.Module):
         if not any(rope.depends_on_length for rope in self.rotary):
             return None
         if cu_seqlens is None:
-            return None if self.tokens is None else positions.amax(-1, keepdim=True).expand_as(positions) + 1
+            return (
+                None if self.sharding.row_tokens is None else positions.amax(-1, keepdim=True).expand_as(positions) + 1
+            )
         flat = positions.flatten()
         document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
         last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
@@ -413,7 +404,7 @@ class Decoder(nn.Module):
 
     @property
     def _num_head_parts(self) -> int:
-        return 1 if self.tokens is None else self.tokens.num_head_parts
+        return 1 if self.sharding.row_tokens is None else self.sharding.row_tokens.num_head_parts
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.safetensors_file import StoredTensor
-from lean_ft.shards import Part
+from lean_ft.system.shards import Part
 
 READABLE = ("fp8", "mxfp4")
 _STRIP_NUMBERS = 2**18  # that are computed at a time

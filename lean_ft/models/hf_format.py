@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.hub import home_of_links
+from lean_ft.hub.download import home_of_links
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import MAX_LAYERS, as_its_family, decoder_config, language_model_config, score_config
 from lean_ft.models.decoder import Decoder
@@ -23,12 +24,12 @@ from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
-from lean_ft.paths import resolve_model_path
+from lean_ft.models.source import source_of
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.shapes_only import counted_as, outside, stage
-from lean_ft.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.system.shapes_only import counted_as, outside, stage
+from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.system.whole_files import read_json, write_json, write_whole
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.whole_files import read_json, write_json, write_whole
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -97,7 +98,7 @@ def load_model(
     model = _described(folder, dtype, router_aux_loss_coef, scores, new_ids)
     fill = _drawn(model.config) if random_init else _read_from(folder, model)
     if torch.device(device).type == "meta":
-        model.unread = Unread(fill)
+        model.source.unread = Unread(fill)
         if after_module is not None:
             for name in [name for name, _ in model.named_modules()]:
                 after_module(model, name)
@@ -107,7 +108,7 @@ def load_model(
     ends = read_json(generation_config).get("eos_token_id")
     if not all(one is None or type(one) is int for one in (ends if isinstance(ends, list) else [ends])):
         raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id, or a list of them.")
-    model.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    model.source.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if watcher is not None:
         watcher.watch(model)
     return model
@@ -131,15 +132,15 @@ def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
 @counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
-    assert model.unread is not None, "it has its weights already"
+    assert model.source.unread is not None, "it has its weights already"
     model.to_empty(device=torch.device(device))
-    remember_cuts(model.named_parameters(), model.cuts)
+    remember_cuts(model.named_parameters(), model.sharding.cuts)
     if stage() is None:
-        model.unread.into(model)
+        model.source.unread.into(model)
     else:  # there is nothing to read; a CPU's memory is taken as it is written
         for tensor in [*model.parameters(), *model.buffers()]:
             local(tensor).zero_()
-    model.unread = None
+    model.source.unread = None
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -211,8 +212,12 @@ def _described(
             f"{folder} is a reward model: it gives scores and no text. Expected a language model; leanft score and the "
             "recipe reward take it."
         )
-    model.source_folder, model.hf_config, model.part_of = folder, hf_config, part_of
-    model.score_is_new, model.quantization, model.new_ids = score_is_new, quantization, list(new_ids)
+    model.source.folder, model.source.config, model.source.part_of = folder, hf_config, part_of
+    model.source.score_is_new, model.source.quantization, model.source.new_ids = (
+        score_is_new,
+        quantization,
+        list(new_ids),
+    )
     if router_aux_loss_coef and model.mixture is None:
         raise ValueError(
             f"router_aux_loss_coef is {router_aux_loss_coef}, but {folder} is no mixture of experts, so there is no "
@@ -253,7 +258,7 @@ def save_model(
     each writes its rows. `weights` may be copies of what `parts_on_disk` gives. Raises ValueError for a model without a
     config.json, and for one whose weights are not those that it calls for, as with an adapter.
     """
-    if not model.hf_config:
+    if not model.source.config:
         raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
     expected = dict(_empty_decoder(model.config, torch.float32).named_parameters())
     if different := expected.keys() ^ dict(model.named_parameters()).keys():
@@ -292,12 +297,12 @@ def _write_what_is_beside(model: Decoder, folder: Path, split: Any) -> None:
 
 def write_configs(model: Decoder, folder: Path, **more: Any) -> None:
     """Writes config.json, with the dtype of the model and what `more` says, and generation_config.json as it was."""
-    spelled = [key for key in ("dtype", "torch_dtype") if key in model.hf_config] or ["dtype"]
+    spelled = [key for key in ("dtype", "torch_dtype") if key in model.source.config] or ["dtype"]
     dtype = str(model.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**model.hf_config, **dict.fromkeys(spelled, dtype), **more})
-    if model.generation_config is not None:
+    write_json(folder / "config.json", {**model.source.config, **dict.fromkeys(spelled, dtype), **more})
+    if model.source.generation_config is not None:
         with write_whole(folder / "generation_config.json") as temporary:
-            temporary.write_bytes(model.generation_config)
+            temporary.write_bytes(model.source.generation_config)
 
 
 def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
@@ -305,7 +310,7 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 
     Where the family stores a parameter in parts, they are views of it, so reading and writing them takes no copy.
     """
-    hf_config = getattr(model, "hf_config", {})
+    hf_config = source_of(model).config
     return {
         place: tensor
         for name, parameter in _tensors(model)
@@ -329,7 +334,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def parts_on_disk(model: nn.Module) -> dict[str, Part]:
     """The same of a model that may be cut over ranks: of each tensor what is here."""
-    hf_config = getattr(model, "hf_config", {})
+    hf_config = source_of(model).config
     return {
         place: part
         for name, parameter in _tensors(model)
@@ -415,19 +420,19 @@ def _drawn(config: DecoderConfig) -> Fill:
 
 def _read_from(folder: Path, model: Decoder) -> Fill:
     """Fills the model's parameters from the folder's files; raises ValueError unless they match."""
-    stored = dequantized(stored_tensors(folder), model.quantization)
-    if model.part_of:
+    stored = dequantized(stored_tensors(folder), model.source.quantization)
+    if model.source.part_of:
         names = {name: name_in_language_model(name) for name in stored}
         stored = {own: stored[name] for name, own in names.items() if own is not None}
     stored = _match(model, stored, folder)
 
     def read(name: str, parameter: Tensor) -> None:
-        if model.score_is_new and name == "score.weight":
+        if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return
-        for place, part in _parts_of_parameter(model.hf_config, name, parameter):
-            if model.new_ids and place in _OF_TOKENS:
-                _read_and_grow(stored[place], part, model.new_ids)
+        for place, part in _parts_of_parameter(model.source.config, name, parameter):
+            if model.source.new_ids and place in _OF_TOKENS:
+                _read_and_grow(stored[place], part, model.source.new_ids)
             else:
                 stored[place].read_part(part)
 
@@ -491,11 +496,11 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     # Layers that predict several tokens at once are beside the model, and neither trained nor saved, as in transformers.
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
-    if model.score_is_new:
+    if model.source.score_is_new:
         del expected["score.weight"]
         stored.pop("lm_head.weight", None)
         stored.pop("lm_head.bias", None)
-    for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.hf_config)):
+    for beyond in range(model.config.num_layers, model.config.num_layers + _num_drafting_layers(model.source.config)):
         stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{beyond}.")}
     # Keys and values that a layer takes from another are in some folders all the same.
     unused = [i for i, layer in enumerate(model.config.layers) if layer.keys_of is not None]
@@ -517,7 +522,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
             "model, or config.json leaves out a field."
         )
     for name, tensor in stored.items():
-        if model.new_ids and name in _OF_TOKENS and 0 < tensor.shape[0] <= expected[name][0]:
+        if model.source.new_ids and name in _OF_TOKENS and 0 < tensor.shape[0] <= expected[name][0]:
             expected[name] = (tensor.shape[0], *expected[name][1:])  # the others are to come
         if tensor.shape != expected[name]:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from lean_ft.models.config_fields import MAX_NUMBER, Fields, head_dim_of, listed
 from lean_ft.models.rope import SCALINGS, RopeConfig
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
 
 
 def rope_config(

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.shards import ALONE, Part, Ranks, part_of
-from lean_ft.whole_files import write_whole
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of
+from lean_ft.system.whole_files import write_whole
 
 # In the order in which the library writes them: wide ones first, so that each tensor's bytes are aligned.
 _DTYPES = {

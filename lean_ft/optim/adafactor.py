@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
-from lean_ft.shards import whole_numel, whole_shape
+from lean_ft.system.shards import whole_numel, whole_shape
 
 MOMENT_EPS = 1e-30  # added to squared gradients, so that nothing is divided by zero
 DECAY_EXPONENT = -0.8

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
-from lean_ft.shards import whole_numel
+from lean_ft.system.shards import whole_numel
 from lean_ft.torch_private import fused_adamw_
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lean_ft.optim.adamw import AdamW, Moment
 from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
-from lean_ft.shapes_only import device_type, stage
+from lean_ft.system.shapes_only import device_type, stage
 
 BLOCK = 256  # elements that share a scale; no attribute, of which dynamo would make a variable
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging

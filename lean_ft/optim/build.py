@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_ft.bitsandbytes_library import why_unusable
 from lean_ft.optim.adafactor import Adafactor
 from lean_ft.optim.adamw import AdamW, Moment
 from lean_ft.optim.adamw_4bit import Moment4bit
@@ -21,8 +20,9 @@ from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
-from lean_ft.shapes_only import counted_as, device_type, stage
-from lean_ft.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
+from lean_ft.system.bitsandbytes_library import why_unusable
+from lean_ft.system.shapes_only import counted_as, device_type, stage
+from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor

@@ -31,13 +31,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from lean_ft.host_link import HostLink
 from lean_ft.optim.gradients import all_finite, global_norm, gradient_norm, scale_gradients, zero_unless_finite
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import SMALLEST_BYTES, StreamedState
-from lean_ft.shapes_only import counted_as, stage
-from lean_ft.shards import ALONE, Part, Ranks, local, part_of
+from lean_ft.system.host_link import HostLink
+from lean_ft.system.shapes_only import counted_as, stage
+from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of
 
 
 class Optimizer:

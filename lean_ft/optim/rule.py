@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lean_ft.shards import ALONE, Ranks, local
+from lean_ft.system.shards import ALONE, Ranks, local
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lean_ft.optim.rule import ParameterState, StepInfo
-from lean_ft.shapes_only import device_type, repeated
+from lean_ft.system.shapes_only import device_type, repeated
 from lean_ft.torch_private import dynamo
 
 CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few

@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 from lean_ft.optim.rule import ParameterState
+from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 
 SMALLEST_BYTES = 2**16
 PART_BYTES = IN_FLIGHT_BYTES // 4  # of state that is updated at a time, where a parameter's may be cut

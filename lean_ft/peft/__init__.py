@@ -12,7 +12,6 @@ from lean_ft.peft.lora import (
 )
 from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter, plain_tensors
 from lean_ft.peft.new_rows import TrainedRows
-from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import (
     adapter_bytes,
     adapter_parts,
@@ -23,6 +22,7 @@ from lean_ft.peft.peft_format import (
     restore_adapter,
     save_adapter,
 )
+from lean_ft.quantize.nf4 import NF4Linear
 
 __all__ = [
     "AdaptedLayer",

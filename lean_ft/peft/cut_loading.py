@@ -15,8 +15,8 @@ from lean_ft.models import Decoder
 from lean_ft.models.hf_format import Unread, own_tensors
 from lean_ft.peft.layers import AdaptedLayer, row_norms
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.peft.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole
-from lean_ft.shards import Part, local, part_of, whole_shape
+from lean_ft.quantize.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole
+from lean_ft.system.shards import Part, local, part_of, whole_shape
 
 BASE = ".base_layer"
 
@@ -43,7 +43,7 @@ class UnreadBesideAdapter(Unread):
                     if module in below_dora:
                         _measure(below_dora[module], weight)
                     else:
-                        _begin(below_rows[module], model.new_ids, weight)
+                        _begin(below_rows[module], model.source.new_ids, weight)
                 else:
                     self.fill(f"{own_name}.{key}" if own_name else key, parameter)
         for layer in adapters.values():

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.moe import Router
 from lean_ft.peft.low_rank import low_rank_linear
-from lean_ft.peft.nf4 import NF4Linear
+from lean_ft.quantize.nf4 import NF4Linear
 
 _PISSA_OVERSAMPLING = 16  # further singular directions that are found, so that the ones wanted are found well
 _PISSA_ITERATIONS = 4

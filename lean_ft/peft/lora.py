@@ -17,11 +17,11 @@ from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows
-from lean_ft.peft.nf4 import NF4Linear, check_available
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.quantize.nf4 import NF4Linear, check_available
 from lean_ft.settings import LoRAConfig, ModelConfig
-from lean_ft.shapes_only import counted_as
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.shapes_only import counted_as
+from lean_ft.system.shards import ALONE, Ranks
 
 _OUTPUT = "lm_head"
 SCORE = "score"
@@ -54,8 +54,8 @@ def load_with_adapter(
         new_ids=new_token_ids(model_cfg),
     )
     apply_lora(model, lora)
-    if model.unread is not None:
-        model.unread = UnreadBesideAdapter(model.unread.fill)
+    if model.source.unread is not None:
+        model.source.unread = UnreadBesideAdapter(model.source.unread.fill)
     return model
 
 
@@ -68,7 +68,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     """
     if has_adapter(model):
         raise ValueError("the model has an adapter already; load it anew to give it another.")
-    if not cfg.targets and not model.new_ids:
+    if not cfg.targets and not model.source.new_ids:
         raise ValueError(
             "lora.targets=[] trains the rows of model.new_tokens alone, and there are none. Name tokens there, or layers, as "
             "[all-linear]."
@@ -79,8 +79,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             "lora.dtype=model would train float16 weights, in which small updates vanish. Set lora.dtype=float32."
         )
     names = find_targets(model, cfg.targets)
-    if model.config.head_bias and (_OUTPUT in names or model.new_ids):
-        asked = "model.new_tokens" if model.new_ids else f"{_OUTPUT} in lora.targets"
+    if model.config.head_bias and (_OUTPUT in names or model.source.new_ids):
+        asked = "model.new_tokens" if model.source.new_ids else f"{_OUTPUT} in lora.targets"
         raise ValueError(
             f"{asked}: this model's output layer has a bias, beside which no adapter is supported. Leave it out."
         )
@@ -95,7 +95,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
         raise ValueError(f"lora.targets: {SCORE} is one row and trains whole beside an adapter. Leave it out.")
-    if model.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
+    if model.source.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
         raise ValueError(
             f"lora.targets has {min(taken)}, of which the rows of model.new_tokens train. Take it from lora.targets."
         )
@@ -109,8 +109,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
             layer.start_at_largest_singular_directions()
         else:
             layer.start_at_zero()
-    if model.new_ids:
-        put_rows(model, model.new_ids, dtype)
+    if model.source.new_ids:
+        put_rows(model, model.source.new_ids, dtype)
     return len(names)
 
 

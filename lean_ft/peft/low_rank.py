@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.peft.nf4 import Frozen, whole
+from lean_ft.quantize.nf4 import Frozen, whole
 
 
 def low_rank_linear(

@@ -20,8 +20,8 @@ from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.peft_format import base_model, ids_of_rows, load_adapter, read_adapter
+from lean_ft.quantize.nf4 import NF4Linear
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.shards import local
+from lean_ft.system.shards import local
 
 EMBEDDING = "model.embed_tokens"
 ENDING = ".token_adapter.trainable_tokens_delta"  # of their name in PEFT's files

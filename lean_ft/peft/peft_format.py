@@ -24,22 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.hub import cached_name
+from lean_ft.hub.download import cached_name
+from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_fields import MAX_NUMBER
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
-from lean_ft.paths import checkpoint_hint
+from lean_ft.models.source import source_of
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
-from lean_ft.peft.nf4 import NF4Linear
 from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
-from lean_ft.shards import ALONE, Part, Ranks, part_of
-from lean_ft.whole_files import read_json, write_json
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of
+from lean_ft.system.whole_files import read_json, write_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -113,7 +114,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     """Tells the weights beside the model's adapter from others; None without an adapter or without stored weights."""
     if not has_adapter(model):
         return None
-    folder = model.source_folder
+    folder = source_of(model).folder
     return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
 
 
@@ -159,7 +160,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
             )
         if found:
             score.copy_(_read(found[0]))
-            model.score_is_new = False
+            model.source.score_is_new = False
     for adapter in adapters:
         for name, ids in adapter.rows.items():
             _put_stored_rows(model, name, ids, _read(adapter.tensors[name + ENDING]))
@@ -258,7 +259,7 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
 
 def _name_in_peft(model: nn.Module, name: str) -> str:
     """What transformers, and so PEFT, calls a module."""
-    return module_on_disk(getattr(model, "hf_config", {}), name)
+    return module_on_disk(source_of(model).config, name)
 
 
 def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
@@ -332,7 +333,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
 
 def _base_model(model: Decoder) -> tuple[str | None, str | None]:
     """The model's repository and commit, where it lies in the hub's cache, or its folder."""
-    folder = model.source_folder
+    folder = model.source.folder
     if folder is None:
         return None, None
     return cached_name(folder) or (str(folder), None)
@@ -455,7 +456,7 @@ def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
 def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raises ValueError unless every tensor of the adapter has its place in the model."""
     modules, expected = dict(model.named_modules()), {}
-    what = "the model" if model.source_folder is None else f"the model of {model.source_folder}"
+    what = "the model" if model.source.folder is None else f"the model of {model.source.folder}"
     other = f"It is an adapter of another model{f', {adapter.base_model}' if adapter.base_model else ''}."
     for name, shape in adapter.shapes.items():
         try:

@@ -11,8 +11,8 @@ from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.nf4 import NF4Linear
-from lean_ft.spelling import did_you_mean
+from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
 _ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
@@ -66,11 +66,11 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     layer = model.get_submodule(name)
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
-    family = FAMILIES.get(model.hf_config.get("model_type", ""), Family())
+    family = FAMILIES.get(model.source.config.get("model_type", ""), Family())
     were_single = any("*" in place for places in family.on_disk.values() for place in places)
     if not were_single or family.parts_are_alone:  # of which it knows no older version
         return False
-    return module_on_disk(model.hf_config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    return module_on_disk(model.source.config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:

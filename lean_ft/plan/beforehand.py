@@ -25,9 +25,7 @@ from typing import Any
 
 import torch
 
-from lean_ft.catalog import load_recipe
 from lean_ft.data.prepare import prepare_batches
-from lean_ft.environment import available_bytes
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
 from lean_ft.settings import (
@@ -38,9 +36,11 @@ from lean_ft.settings import (
     RecipeConfig,
     models_of,
 )
+from lean_ft.system.catalog import load_recipe
+from lean_ft.system.environment import available_bytes
+from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.process_memory import rss_bytes
-from lean_ft.units import gibibytes
 
 _PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
 _PATIENCE_AFTER_SECONDS = 120.0  # for several, once a run has ended

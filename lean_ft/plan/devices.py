@@ -6,8 +6,8 @@ what training reaches of them in practice: 60 % of the arithmetic, 80 % of the b
 
 from dataclasses import dataclass, replace
 
-from lean_ft.spelling import did_you_mean
-from lean_ft.units import GIB
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.units import GIB
 
 _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
 # The driver's context and the code of kernels, beside what PyTorch's allocator reserves.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lean_ft.plan.rehearsal import LABELS, Rehearsal
-from lean_ft.units import GIB, gibibytes
+from lean_ft.system.units import GIB, gibibytes
 
 _SMALLEST_SHOWN = 0.002  # of the peak: what is less would be an entry of the legend and no area
 

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lean_ft.catalog import is_shipped
-from lean_ft.environment import memory_bytes
-from lean_ft.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.memory import wants_host_pool
 from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.ranks import pretended_ranks
 from lean_ft.plan.trace import Moment, Trace
-from lean_ft.shapes_only import StepTaken, shapes_only
+from lean_ft.system.catalog import is_shipped
+from lean_ft.system.environment import memory_bytes
+from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
+from lean_ft.system.shapes_only import StepTaken, shapes_only
 from lean_ft.torch_private import FakeTensorMode, functorch_config, unset_fake_temporarily
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
 
 
 class WatchedStage:
-    """The stage of `lean_ft.shapes_only`: what the library has to work with where shapes alone are computed. It notes in a
+    """The stage of `lean_ft.system.shapes_only`: what the library has to work with where shapes alone are computed. It notes in a
     `Trace` what is made and when."""
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:

@@ -14,7 +14,7 @@ flash attention's backward pass on a GPU, which is counted by its shapes.
 
 A CPU's memory is counted as the operating system does, by what is resident. A page is that from the first write to it,
 so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
-until enough of it lies free at the top (see `lean_ft.training.host_memory`). With a host pool large tensors count as on a
+until enough of it lies free at the top (see `lean_ft.memory.host_memory`). With a host pool large tensors count as on a
 GPU: their pages are another's, filled before.
 
 On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives; as the
@@ -36,13 +36,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
-from lean_ft.shards import local
+from lean_ft.system.shards import local
 from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, storage_key, tree_iter
-from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 # Matrix products -> which argument is their first factor; the second follows.

@@ -1,6 +1,6 @@
 """Every setting a recipe takes: its name, default, unit and meaning, stated here and nowhere else.
 
-A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it uses. `lean_ft.settings_text` turns
+A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it uses. `lean_ft.settings.text` turns
 YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
 """
 

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
-from lean_ft.context import context_length
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
-from lean_ft.shapes_only import stage
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.whole_files import read_json
+from lean_ft.tokenizers.context_length import context_length
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
 from lean_ft.tokenizers.tokenizer import Tokenizer
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
-from lean_ft.whole_files import read_json
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (

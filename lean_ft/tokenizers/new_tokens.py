@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lean_ft.whole_files import write_json
+from lean_ft.system.whole_files import write_json
 
 # What of a model's folder tells special tokens, beside the tokenizer's own files.
 _BESIDE = ("config.json", "generation_config.json")

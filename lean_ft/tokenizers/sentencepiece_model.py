@@ -12,8 +12,8 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
+from lean_ft.system.whole_files import read_bounded
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Span, SpanEncoding, any_of
-from lean_ft.whole_files import read_bounded
 
 WORD_START = "▁"
 # A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,

@@ -12,9 +12,9 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken
 
+from lean_ft.system.whole_files import read_bounded
 from lean_ft.tokenizers.file_limits import MAX_ID
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, SpanEncoding, any_of
-from lean_ft.whole_files import read_bounded
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import Turns, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
-from lean_ft.whole_files import write_json
 
 TrainOn = Literal["completion", "assistant", "last", "all"]
 Messages = list[dict[str, Any]]

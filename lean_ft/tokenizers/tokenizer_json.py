@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 from tokenizers import Encoding as HFEncoding
 from tokenizers import Tokenizer as HFTokenizer
 
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers.ascii_words import AsciiWords
 from lean_ft.tokenizers.file_limits import check_limits
 from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, split_at_tokens
-from lean_ft.whole_files import read_json
 
 # Stand-ins for control tokens while literal ones are encoded: one private-use character each.
 FIRST_STAND_IN = 0x100000

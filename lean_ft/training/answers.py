@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from lean_ft.data import Batch, PairBatch, UnpairedBatch
 from lean_ft.generation import Sampling, longest_first, sample
-from lean_ft.log import say
 from lean_ft.models import Decoder
+from lean_ft.system.log import say
+from lean_ft.system.units import duration
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.units import duration
 
 T = TypeVar("T")
 

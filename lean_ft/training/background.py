@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lean_ft.shards import Part
+from lean_ft.system.shards import Part
 
 
 def host_copy(model: nn.Module) -> nn.Module:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
-from lean_ft.log import say
 from lean_ft.models.safetensors_file import write_file
-from lean_ft.shards import local
+from lean_ft.system.log import say
+from lean_ft.system.shards import local
+from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import Row
-from lean_ft.units import number
 
 FOLDER = "bad_batches"
 TEXT_CHARACTERS = 2000  # of each row's text

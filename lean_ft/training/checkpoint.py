@@ -9,7 +9,7 @@
       training_state/random_state.json                every random number generator
       manifest.json                                   size and sha256 of every file above, and its own
 
-A name `step_*` never stands for half of one (see `lean_ft.whole_files`). Nothing in it is pickled.
+A name `step_*` never stands for half of one (see `lean_ft.system.whole_files`). Nothing in it is pickled.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.log import say
 from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
-from lean_ft.shards import ALONE, Part, Ranks, part_of, whole_numel
+from lean_ft.system.log import say
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of, whole_numel
+from lean_ft.system.units import gibibytes
+from lean_ft.system.whole_files import read_json, sync, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.random_state import RandomState
-from lean_ft.units import gibibytes
-from lean_ft.whole_files import read_json, sync, write_whole
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"

@@ -10,8 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lean_ft.catalog import without_alias
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.catalog import without_alias
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,

@@ -14,12 +14,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.units import GIB, gibibytes, number
+from lean_ft.system.whole_files import write_whole
 from lean_ft.training.loggers import as_text, is_number
 from lean_ft.training.metrics import Row, has_diverged, parse_line
 from lean_ft.training.run_directory import METRICS_FILE, RUN_FILE, read_starts
-from lean_ft.units import GIB, gibibytes, number
-from lean_ft.whole_files import write_whole
 
 # Name in metrics.jsonl -> title of its panel; what is not here and is a number comes between these and the last four.
 _FIRST = {"loss": "loss", "eval_loss": "held-out loss"}

@@ -6,17 +6,17 @@ import random
 import numpy as np
 import torch
 
-from lean_ft.before_torch import keep_compiled_products, prepare_torch
-from lean_ft.distributed import check_number, refuse_cuts
-from lean_ft.log import log_to, say
+from lean_ft.memory import host_memory
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
-from lean_ft.models.document_attention import num_product_shapes
+from lean_ft.models.attention.document_attention import num_product_shapes
 from lean_ft.models.float32_products import slow_dtypes
+from lean_ft.parallel import check_number, refuse_cuts
 from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig, spelled_out
-from lean_ft.shapes_only import stage
-from lean_ft.training import host_memory
+from lean_ft.system.before_torch import keep_compiled_products, prepare_torch
+from lean_ft.system.log import log_to, say
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.units import gibibytes
 from lean_ft.training.continuation import check_output_dir
-from lean_ft.units import gibibytes
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
 OTHER_SHAPES = 32  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks

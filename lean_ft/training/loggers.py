@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lean_ft.log import say
 from lean_ft.settings import LogConfig
+from lean_ft.system.log import say
+from lean_ft.system.whole_files import open_in_place, read_json, write_whole
 from lean_ft.training.checkpoint import write_json
-from lean_ft.whole_files import open_in_place, read_json, write_whole
 
 T = TypeVar("T")
 Row = dict[str, Any]

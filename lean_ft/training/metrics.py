@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch
-from lean_ft.log import say
-from lean_ft.redaction import redact_values
+from lean_ft.system.log import say
+from lean_ft.system.redaction import redact_values
+from lean_ft.system.whole_files import open_in_place, sync, write_whole
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
-from lean_ft.whole_files import open_in_place, sync, write_whole
 
 Row = dict[str, Any]
 DIVERGED_STEPS = 10  # whose median loss is compared with the first loss

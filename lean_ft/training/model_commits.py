@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from lean_ft import hub
-from lean_ft.log import say
-from lean_ft.paths import path_at_commit, repository_name
+from lean_ft.hub import download as hub
+from lean_ft.hub.paths import path_at_commit, repository_name
 from lean_ft.settings import RecipeConfig, models_of
+from lean_ft.system.log import say
 from lean_ft.training.checkpoint import list_checkpoints, read_training_state
 from lean_ft.training.run_directory import Settings, read_starts
 

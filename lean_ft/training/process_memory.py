@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.environment import told_bytes
+from lean_ft.system.environment import told_bytes
 
 STATUS = Path("/proc/self/status")
 SETTLED_STEPS = 10  # after so many a step does nothing for the first time

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lean_ft.log import say
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.log import say
 from lean_ft.training.process_memory import rss_bytes
 
 FOLDER, MEMORY_FILE, OPERATIONS_FILE, TRACE_FILE = "profile", "memory.csv", "operations.txt", "trace.json.gz"

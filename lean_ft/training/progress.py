@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lean_ft.log import console, say
+from lean_ft.system.log import console, say
+from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import Row
-from lean_ft.units import duration, gibibytes, number
 
 T = TypeVar("T")
 

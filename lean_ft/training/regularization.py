@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lean_ft.models import Decoder
 from lean_ft.peft.targets import matches_name
 from lean_ft.settings import RecipeConfig
-from lean_ft.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean
 
 _applied: WeakSet[nn.Module] = WeakSet()
 

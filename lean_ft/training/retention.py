@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.whole_files import delete_whole
 from lean_ft.training.checkpoint import checkpoint_step, list_checkpoints
 from lean_ft.training.intervals import is_due, num_due
-from lean_ft.whole_files import delete_whole
 
 
 def kept_steps(eval_losses: Mapping[int, float | None], cfg: RecipeConfig) -> set[int]:

@@ -27,14 +27,16 @@ from torch import Tensor, nn
 
 from lean_ft.data import Batch, Batches
 from lean_ft.generation.tasks import find_tasks, run_tasks
-from lean_ft.interrupts import StopSignals
-from lean_ft.log import say
+from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
-from lean_ft.shapes_only import StepTaken, stage
-from lean_ft.shards import ALONE, Ranks
+from lean_ft.system.interrupts import StopSignals
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import StepTaken, stage
+from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.units import gibibytes, number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
@@ -55,7 +57,6 @@ from lean_ft.training.continuation import (
     find_checkpoint,
     is_own,
 )
-from lean_ft.training.host_memory import trim_heap
 from lean_ft.training.intervals import is_due
 from lean_ft.training.loggers import Loggers, is_number
 from lean_ft.training.metrics import Metrics, trim_metrics
@@ -75,7 +76,6 @@ from lean_ft.training.run_directory import (
 )
 from lean_ft.training.saving import Place, Saving
 from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
-from lean_ft.units import gibibytes, number
 
 
 class Run:

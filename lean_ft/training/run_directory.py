@@ -22,14 +22,14 @@ import safetensors
 import torch
 
 import lean_ft
-from lean_ft.log import say
-from lean_ft.own_functions import file_digest, is_own
-from lean_ft.redaction import redact, redact_values
 from lean_ft.settings import RecipeConfig
-from lean_ft.settings_text import dotted
-from lean_ft.strict_yaml import to_yaml
+from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.settings.text import dotted
+from lean_ft.system.log import say
+from lean_ft.system.own_functions import file_digest, is_own
+from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 from lean_ft.training.checkpoint import list_checkpoints, write_json
-from lean_ft.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"

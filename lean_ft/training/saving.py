@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import lean_ft
 from lean_ft.data import Batches
-from lean_ft.log import say
 from lean_ft.optim import Optimizer
 from lean_ft.settings import RecipeConfig
-from lean_ft.shards import Ranks
+from lean_ft.system.log import say
+from lean_ft.system.shards import Ranks
+from lean_ft.system.units import duration, gibibytes
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
@@ -30,7 +31,6 @@ from lean_ft.training.random_state import RandomState, capture_random_state
 from lean_ft.training.retention import most_checkpoints, remove_superseded
 from lean_ft.training.run_directory import recipe_name, settings_of
 from lean_ft.training.summary import command_to_continue
-from lean_ft.units import duration, gibibytes
 
 AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
 AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take

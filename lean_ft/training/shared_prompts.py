@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lean_ft.log import say
 from lean_ft.models import Decoder, empty_model
-from lean_ft.shapes_only import outside, stage
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import outside, stage
 
 
 def shares_prompts(cfg: Any) -> bool:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lean_ft.launch import COMMAND_VARIABLE
-from lean_ft.log import say
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
@@ -27,11 +25,13 @@ from lean_ft.settings import (
     RowsConfig,
     ScheduleConfig,
 )
-from lean_ft.settings_text import dotted
-from lean_ft.shards import whole_numel
-from lean_ft.strict_yaml import to_yaml
+from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.settings.text import dotted
+from lean_ft.system.launch import COMMAND_VARIABLE
+from lean_ft.system.log import say
+from lean_ft.system.shards import whole_numel
+from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
-from lean_ft.units import duration, gibibytes, number
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -137,11 +137,11 @@ def describe_model(model: nn.Module) -> str:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
     weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
     text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
-    if isinstance(model, Decoder) and model.part_of:
-        text += f"; the language model of a {model.part_of}, without what reads images"
-    if isinstance(model, Decoder) and model.quantization:
-        text += f"; its folder has them in {model.quantization['quant_method']}, what is saved is in {dtypes[0]}"
-    if isinstance(model, Decoder) and (ignored := dropouts(model.hf_config)):
+    if isinstance(model, Decoder) and model.source.part_of:
+        text += f"; the language model of a {model.source.part_of}, without what reads images"
+    if isinstance(model, Decoder) and model.source.quantization:
+        text += f"; its folder has them in {model.source.quantization['quant_method']}, what is saved is in {dtypes[0]}"
+    if isinstance(model, Decoder) and (ignored := dropouts(model.source.config)):
         text += f"; without dropout ({', '.join(ignored)} of config.json)"
     return text
 

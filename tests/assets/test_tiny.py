@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_ft.data import sft_batches
+from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import load_model
-from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.answers import answer_held_out

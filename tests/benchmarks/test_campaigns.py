@@ -66,7 +66,7 @@ def test_what_fails_is_told_from_what_is_refused(tmp_path):
     import fuzzing
 
     def refuse():
-        from lean_ft.settings_text import parse_size_that_is_not_there  # noqa: F401
+        from lean_ft.settings.text import parse_size_that_is_not_there  # noqa: F401
 
     file = tmp_path / "x"
     outcome, failure = fuzzing.judge(fuzzing.Target(1, file, [b""], fuzzing.break_bytes, refuse), b"")

@@ -5,9 +5,9 @@ import typer
 from convergence import BASE, ROWS, TASKS, beyond, draw_chart, main, state_told, table_cells, write_small_model
 from measure import overrides
 
-from lean_ft.catalog import load_recipe, recipes
 from lean_ft.models import load_model
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
 
 REFERENCE = {"name": "float32", "label": "a", "status": "ok", "bound": 0.0, "state": "1 KiB", "losses": [4.0, 2.0]}

@@ -9,8 +9,8 @@ import typer
 from measure import overrides
 from trl_curves import COMMON, OBJECTIVES, apart, beyond, main, table_cells, weights_apart
 
-from lean_ft.catalog import load_recipe, recipes
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
 
 ROW = {"label": "a", "loss_apart": 2e-5, "loss_apart_of_trl": 3e-6, "weights_apart": 0.1, "weights_apart_of_trl": 0.2}
 

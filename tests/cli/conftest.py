@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft import catalog
 from lean_ft.cli.main import run_command_line
+from lean_ft.system import catalog
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ NOTE = "note: gradient_accumulation_steps=4 instead of 1, so that each of {} pro
 def launched(leanft, monkeypatch, tmp_path):
     """What `leanft run` would start processes with, and what it printed."""
     calls = []
-    monkeypatch.setattr("lean_ft.cli.run.launch", lambda plan, arguments: calls.append(arguments))
+    monkeypatch.setattr("lean_ft.cli.run.launch", lambda plan, arguments, minutes: calls.append(arguments))
 
     def call(*arguments):
         answer = leanft("run", *arguments, f"output_dir={tmp_path / 'run'}")

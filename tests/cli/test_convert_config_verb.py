@@ -1,7 +1,7 @@
 """`leanft convert-config`: a configuration of torchtune's as a preset that `leanft validate` takes."""
 
-from lean_ft.paths import resolve_model_path
-from tests.test_from_torchtune import BASE
+from lean_ft.hub.paths import resolve_model_path
+from tests.settings.test_from_torchtune import BASE
 
 
 def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_ft import catalog
+from lean_ft.system import catalog
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lean_ft.data import preference_batches
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import PreferenceDataConfig
 from lean_ft.tokenizers import load_tokenizer
 

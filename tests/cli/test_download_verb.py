@@ -8,8 +8,8 @@ import sys
 import pytest
 from huggingface_hub import constants
 
-from lean_ft.paths import resolve_model_path
-from tests.hub_server import SIGNATURE, TOKEN, Repository
+from lean_ft.hub.paths import resolve_model_path
+from tests.hub.hub_server import SIGNATURE, TOKEN, Repository
 
 COMMIT = "c" * 40
 

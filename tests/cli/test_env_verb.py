@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lean_ft import device_check
+from lean_ft.system import device_check
 
 
 def test_versions_and_devices_are_printed(leanft):

@@ -60,8 +60,8 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     import torch
     import transformers
 
+    from lean_ft.hub.paths import resolve_model_path
     from lean_ft.models import load_model
-    from lean_ft.paths import resolve_model_path
 
     answer = leanft("export", adapter, tmp_path / "merged", "--merge", "--dtype", "float32")
     assert answer.code == 0, answer.err

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lean_ft.paths import resolve_model_path
-from lean_ft.redaction import MAX_MESSAGE_CHARACTERS
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS
 
 Case = tuple[Callable[[Path], Any], str]
 LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "tiny", "target_modules": ["q_proj"]}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lean_ft import catalog
+from lean_ft.system import catalog
 
 
 def test_recipes_and_presets_are_listed(leanft, shipped):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lean_ft
-from lean_ft import catalog
+from lean_ft.system import catalog
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 VERBS = ["run", "ls", "cp", "cat", "validate", "env"]

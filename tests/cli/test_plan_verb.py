@@ -8,7 +8,7 @@ from lean_ft.cli import plan as verb
 from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.plan.trace import Moment
-from lean_ft.units import GIB
+from lean_ft.system.units import GIB
 
 
 def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft import catalog
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.system import catalog
 from tests.cli.conftest import CHECKOUT
-from tests.hub_server import Repository
-from tests.test_from_torchtune import BASE
+from tests.hub.hub_server import Repository
+from tests.settings.test_from_torchtune import BASE
 
 PRINTS_COMMANDS = {  # each has a test below, or where it says
     "cli/arguments.py",
@@ -18,7 +18,7 @@ PRINTS_COMMANDS = {  # each has a test below, or where it says
     "cli/download.py",
     "cli/run.py",  # for a signal before training: tests/training/test_interrupts.py
     "cli/slurm.py",  # tests/cli/test_slurm_verb.py
-    "launch.py",  # tests/distributed/test_launch.py
+    "launch.py",  # tests/parallel/test_launch.py
     "training/summary.py",  # and how to resume: tests/training/test_summary.py
 }
 COMMIT = "c" * 40

@@ -8,10 +8,10 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from lean_ft import hub
-from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.settings_text import load_config
-from tests.hub_server import SIGNATURE, TOKEN, HubServer
+from lean_ft.hub import download as hub
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.hub.hub_server import SIGNATURE, TOKEN, HubServer
 
 IDS = torch.arange(20)[None]
 

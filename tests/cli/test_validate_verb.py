@@ -7,9 +7,9 @@ import shutil
 import pytest
 import yaml
 
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
 
 RECIPE = '''"""Validated, never run."""
 

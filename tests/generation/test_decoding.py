@@ -9,7 +9,7 @@ import torch
 from lean_ft.generation import Sampling, decoding, sample, sample_steps
 from lean_ft.models import build_decoder, load_model
 from lean_ft.peft import apply_lora
-from lean_ft.quantization import torchao_config
+from lean_ft.quantize import torchao_config
 from lean_ft.settings import LoRAConfig
 from tests.generation.plain_draws import samples
 

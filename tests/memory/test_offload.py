@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lean_ft.host_link import HostLink
 from lean_ft.memory import apply_memory
 from lean_ft.memory.offload import Offloaded, offload_to
 from lean_ft.settings import MemoryConfig
+from lean_ft.system.host_link import HostLink
 from tests.late_link import LateLink
 from tests.memory.tiny_step import backward, batch, relative_error, tiny
 

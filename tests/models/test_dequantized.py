@@ -12,7 +12,7 @@ from lean_ft.models import dequantized as module
 from lean_ft.models import load_model, save_model
 from lean_ft.models.dequantized import FourBitStack, ScaledTensor
 from lean_ft.models.safetensors_file import read_header
-from lean_ft.shards import Part
+from lean_ft.system.shards import Part
 from lean_ft.training.summary import describe_model
 
 BLOCK = [16, 8]

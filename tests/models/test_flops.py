@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lean_ft.models import load_model
 from lean_ft.models.config import MixtureConfig
-from lean_ft.models.linear_attention import CHUNK, SEGMENT, linear_attention, linear_attention_backward
 from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.models.state.linear_attention import CHUNK, SEGMENT, linear_attention, linear_attention_backward
 from tests.models.test_moe import each_expert_by_itself
 
 OPS = torch.ops.lean_ft

@@ -346,7 +346,7 @@ def test_published_models_have_their_published_tensors(family, billions, tensors
     with torch.device("meta"):
         model = Decoder(decoder_config(PUBLISHED[family]))
     assert model.router_aux_loss_coef == 0.0  # none of them asks for it
-    model.hf_config = PUBLISHED[family]
+    model.source.config = PUBLISHED[family]
     on_disk = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
     assert on_disk.items() >= tensors.items()
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)

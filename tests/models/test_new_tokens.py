@@ -8,11 +8,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.export import export_folder
 from lean_ft.generation.texts import open_model
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
-from lean_ft.paths import resolve_model_path
 from lean_ft.peft import (
     adapter_off,
     ids_of_rows,
@@ -23,7 +22,8 @@ from lean_ft.peft import (
     save_adapter,
 )
 from lean_ft.settings import LoRAConfig, ModelConfig
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.tokenizers import load_tokenizer
 
 NEW = ["<think>", "[[n]]"]

@@ -83,8 +83,8 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
 
 
 def name_in_transformers(model: Decoder, name: str) -> str:
-    as_ours = ".mlp." in name and model.mixture and not FAMILIES[model.hf_config["model_type"]].in_memory
-    return name if as_ours else module_on_disk(model.hf_config, name)
+    as_ours = ".mlp." in name and model.mixture and not FAMILIES[model.source.config["model_type"]].in_memory
+    return name if as_ours else module_on_disk(model.source.config, name)
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -247,7 +247,7 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
 def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_path):
     source, reference = checkpoint(case, dtype)
     model = load_model(source, dtype=dtype)
-    assert model.source_folder == source
+    assert model.source.folder == source
     of_theirs = {name: p.dtype for name, p in named_as_in_transformers(reference).items()}
     assert {name: p.dtype for name, p in named_as_in_transformers(model).items()} == of_theirs
     assert dtype in of_theirs.values()
@@ -300,7 +300,7 @@ def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path / "whole")
-    assert model.part_of == "gemma3"
+    assert model.source.part_of == "gemma3"
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path / "alone")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
@@ -333,7 +333,7 @@ def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_i
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path)
-    assert (model.part_of, model.hf_config["model_type"]) == ("mistral3", "ministral3")
+    assert (model.source.part_of, model.source.config["model_type"]) == ("mistral3", "ministral3")
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     file = tmp_path / "config.json"
     changed = json.loads(file.read_text())
@@ -357,7 +357,7 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path / "whole")
-    assert model.part_of == whole.config.model_type
+    assert model.source.part_of == whole.config.model_type
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path / "alone")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
@@ -382,7 +382,7 @@ def test_the_language_model_of_llama4_is_loaded_by_itself(tmp_path):
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path)
-    assert (model.part_of, model.hf_config["model_type"]) == ("llama4", "llama4_text")
+    assert (model.source.part_of, model.source.config["model_type"]) == ("llama4", "llama4_text")
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -400,7 +400,7 @@ def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
     model = load_model(tmp_path / "whole")
-    assert model.part_of == "gemma4"
+    assert model.source.part_of == "gemma4"
     torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path / "alone")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
@@ -412,7 +412,7 @@ def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
 def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
-    model.hf_config = reference.config.to_dict()
+    model.source.config = reference.config.to_dict()
     weights, own = named_as_in_transformers(reference), named_as_in_transformers(model)
     assert own.keys() == weights.keys()
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 
 from lean_ft.models import safetensors_file
 from lean_ft.models.safetensors_file import read_header, write_file
-from lean_ft.shards import part_of
+from lean_ft.system.shards import part_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 

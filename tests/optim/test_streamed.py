@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lean_ft import optim
-from lean_ft.host_link import HostLink
 from lean_ft.optim.streamed import StreamedState
+from lean_ft.system.host_link import HostLink
 from tests.late_link import LateLink
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
 

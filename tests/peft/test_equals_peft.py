@@ -46,7 +46,7 @@ def test_an_adapter_of_peft_has_its_logits_and_gradients(kind, family, make_chec
     loss_of(expected).backward()
     loss_of(logits).backward()
     expected_grads = {_name(name): p.grad for name, p in reference.named_parameters() if p.requires_grad}
-    own = model.hf_config
+    own = model.source.config
     grads = {module_on_disk(own, name): p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
@@ -93,7 +93,7 @@ def test_peft_reads_every_choice_of_targets_and_starts(settings, adapted, make_c
     logits = model(IDS)
     torch.testing.assert_close(reference(IDS).logits, logits, atol=5e-4, rtol=5e-4)
 
-    again = load_model(model.source_folder)
+    again = load_model(model.source.folder)
     load_adapter(again, tmp_path)
     torch.testing.assert_close(again(IDS), logits, atol=5e-4, rtol=5e-4)
 

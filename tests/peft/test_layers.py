@@ -170,9 +170,9 @@ def test_checkpointing_changes_no_gradient(checkpointing, keeps, settings, tiny_
     ],
 )
 def test_compiled_gradients_are_the_slope_of_the_loss(settings, checkpointing, tiny_folder):
-    # A difference of two losses (about 2, in float32) over 2e-3 is off by some 1e-4 of a slope of about 1. With adapters on these
-    # two projections the curvature adds less; on queries and keys as well it would bend the loss within a step of 1e-4.
-    step_length = 1e-3
+    # Two float32 losses of about 2 are each off by up to 1e-6: over 2e-3 that is 5e-4 of the adapter's slope of 0.93. The slope
+    # along DoRA's magnitudes is 0.13, and bends less. With adapters on these two projections alone, curvature adds little.
+    step_length = 1e-2 if settings.get("dora") else 1e-3
     cfg = LoRAConfig(rank=4, targets=["v_proj", "down_proj"], **settings)
     model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
     del model.model.layers[1:]

@@ -28,7 +28,7 @@ def test_merged_logits_equal_the_adapters(settings, adapted, tmp_path):
     assert report.rounding_error == 0.0
     assert report.change > 0.1
     expected = model(IDS)
-    plain = with_weights(model.source_folder, merged)
+    plain = with_weights(model.source.folder, merged)
     torch.testing.assert_close(plain(IDS), expected, atol=5e-4, rtol=5e-4)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -59,8 +59,8 @@ def test_the_report_states_what_rounding_costs(adapted):
     assert "bfloat16" in str(report)
 
     # Computed in float32, the rounded weights move the logits by some times what they were rounded by.
-    reference = with_weights(model.source_folder, {n: t.float() for n, t in merge_adapter_exactly(model).items()})
-    rounded = with_weights(model.source_folder, merged)
+    reference = with_weights(model.source.folder, {n: t.float() for n, t in merge_adapter_exactly(model).items()})
+    rounded = with_weights(model.source.folder, merged)
     moved = (rounded(IDS) - reference(IDS)).norm() / reference(IDS).norm()
     assert 0 < moved < 30 * report.rounding_error
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.models import load_model
 from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import LoRAConfig
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 
 
 @pytest.mark.parametrize("lora", [{}, {"dora": True}, {"quantize": "nf4"}], ids=str)

@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 
-from lean_ft.catalog import find_recipe, load_recipe, recipes
 from lean_ft.data import longest_batch, preference_batches, sft_batches
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes, what_takes_less
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe, recipes
+from lean_ft.system.units import GIB
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.units import GIB
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_fresh_process_sees_no_gpu_and_tells_prints_from_the_answer(configure,
         "    raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
     (tmp_path / "recipes_beside.py").write_text(
-        "from lean_ft.catalog import find_recipe, load_recipe\n"
+        "from lean_ft.system.catalog import find_recipe, load_recipe\n"
         "Config = load_recipe(find_recipe('full_finetune_single_device')).Config\n"
     )
     mine = load_recipe(tmp_path / "mine.py")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import Batches
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.ranks import watched_sharding
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
 from lean_ft.plan.search import search
 from lean_ft.plan.trace import FREED, Moment, Trace
-from lean_ft.settings_text import load_config
-from tests.distributed.processes import on_ranks
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.parallel.processes import on_ranks
 from tests.training.toy_runs import QWEN
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}

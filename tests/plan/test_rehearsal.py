@@ -9,17 +9,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
-from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.host_link import HostLink
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
-from lean_ft.paths import resolve_model_path
 from lean_ft.plan import rehearsal
 from lean_ft.plan.devices import CPU, find_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.plan.trace import Trace
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
+from lean_ft.system.host_link import HostLink
 from tests.models.family_cases import CASES, SIZES
 
 RECIPE = "full_finetune_single_device"

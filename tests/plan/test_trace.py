@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from lean_ft.plan.devices import CPU, DEVICES, find_device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.trace import FREED, Trace
-from lean_ft.training.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 
 KIB = 1024
 

@@ -9,7 +9,7 @@ from lean_ft.plan.devices import DEVICES
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.rehearsal import WatchedStage
 from lean_ft.plan.trace import Trace
-from lean_ft.shapes_only import shapes_only
+from lean_ft.system.shapes_only import shapes_only
 from tests.optim.tiny_training import build
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lean_ft.models.attention import Scoring, attend_documents, attend_rows
+from lean_ft.models.attention.attention import Scoring, attend_documents, attend_rows
 from tests.pretended_gpu.device_values import empty_kernels
 
 pytestmark = pytest.mark.cards("T4", "A100", "H100")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft import device_check
+from lean_ft.system import device_check
 
 TECHNIQUES = {
     "H100": ("float16, loss scaled", "packed documents", "8-bit AdamW, paged", "states streamed", "QLoRA"),

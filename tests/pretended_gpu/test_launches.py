@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lean_ft.host_link import HostLink
 from lean_ft.optim import Optimizer
 from lean_ft.optim.gradients import scale_gradients
+from lean_ft.system.host_link import HostLink
 from tests.optim.tiny_training import build
 from tests.pretended_gpu.counters import counters
 

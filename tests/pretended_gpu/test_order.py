@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import lean_ft
-from lean_ft.host_link import HostLink
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.memory import checkpoint_layers, fuse_tied_gradient
 from lean_ft.memory.offload import Offloaded, offload_to
@@ -18,6 +17,7 @@ from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import StreamedState
+from lean_ft.system.host_link import HostLink
 from tests.memory.tiny_step import tiny
 from tests.pretended_gpu.order import host_uses, late_streams, watched_for_races, without
 

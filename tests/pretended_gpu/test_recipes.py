@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
 from tests.pretended_gpu.device_values import drawn_as_on_a_cpu
 
 NUM_STEPS, MANY_STEPS = 5, 20  # the many for packed rows in each type

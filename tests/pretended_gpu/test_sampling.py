@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.generation import Sampling, generate, sample
 from lean_ft.generation.server import ChatServer
 from lean_ft.generation.texts import open_model
-from lean_ft.host_link import HostLink
 from lean_ft.models import load_model
 from lean_ft.optim.adamw import AdamW
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
+from lean_ft.system.host_link import HostLink
 from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.test_order import RULE
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from lean_ft.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import load_model
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.training import Run
 from tests.models.family_cases import CASES as FAMILIES
 from tests.models.family_cases import SIZES

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from lean_ft.before_torch import prepare_torch
+from lean_ft.system.before_torch import prepare_torch
 
 prepare_torch()
 

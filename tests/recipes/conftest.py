@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 
 Lines = list[dict[str, Any]]
 OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # a test counts what is found there

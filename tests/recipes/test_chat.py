@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.generation import generate
 from lean_ft.models import load_model
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 
 FIRST, SECOND = "What is the capital of Zanemar?", "And of Galostan?"
 

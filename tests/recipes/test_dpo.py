@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import PairBatch, preference_batches
+from lean_ft.frozen.reference import _weights_digest
+from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import load_model
-from lean_ft.own_functions import file_digest
-from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings_text import load_config
-from lean_ft.shards import ALONE
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
+from lean_ft.system.own_functions import file_digest
+from lean_ft.system.shards import ALONE
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.reference import _weights_digest
 from tests.data.pair_texts import texts_of
 from tests.training.toy_runs import TIMES
 
@@ -205,10 +205,10 @@ def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pyt
 
 
 def test_a_caches_key_is_made_of_a_slice_of_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lean_ft.training.reference.SAMPLED_VALUES", 8)
+    monkeypatch.setattr("lean_ft.frozen.reference.SAMPLED_VALUES", 8)
     model = load_model("tiny", dtype=torch.bfloat16)
     whole = _weights_digest(model, ALONE)
-    monkeypatch.setattr("lean_ft.training.reference.SLICE_VALUES", 2**12)
+    monkeypatch.setattr("lean_ft.frozen.reference.SLICE_VALUES", 2**12)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         assert _weights_digest(model, ALONE) == whole
     largest = max(event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]")  # type: ignore[union-attr]

@@ -11,11 +11,11 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from lean_ft.catalog import find_recipe, load_recipe  # noqa: E402
 from lean_ft.generation.harness import HarnessModel  # noqa: E402
+from lean_ft.hub.paths import resolve_model_path  # noqa: E402
 from lean_ft.models import load_model  # noqa: E402
-from lean_ft.paths import resolve_model_path  # noqa: E402
-from lean_ft.settings_text import load_config  # noqa: E402
+from lean_ft.settings.text import load_config  # noqa: E402
+from lean_ft.system.catalog import find_recipe, load_recipe  # noqa: E402
 from lean_ft.tokenizers import load_tokenizer  # noqa: E402
 
 CHOICE = """

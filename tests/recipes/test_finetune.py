@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from lean_ft.catalog import copy_to, find_recipe, load_recipe, recipes
 from lean_ft.generation import Sampling, sample
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
 from lean_ft.models.hf_format import stored_dtype
-from lean_ft.paths import resolve_model_path
 from lean_ft.peft import load_adapter
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import copy_to, find_recipe, load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import _manifest, write_json
 from tests.recipes.test_full_finetune_single_device import SETTINGS, numbers
@@ -168,7 +168,7 @@ import sys, torch, bitsandbytes.functional
 from lean_ft.models import load_model
 from lean_ft.peft import quantize_as_loaded, NF4Linear
 from lean_ft.settings import LoRAConfig
-from lean_ft.training.host_memory import return_freed_memory
+from lean_ft.memory.host_memory import return_freed_memory
 from lean_ft.training.process_memory import peak_memory_bytes
 return_freed_memory()
 NF4Linear(torch.nn.Linear(64, 64))  # what libraries take when they are first used

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from lean_ft.catalog import recipes
+from lean_ft.system.catalog import recipes
 
 RECIPE = "full_finetune_single_device"
 SETTINGS = (

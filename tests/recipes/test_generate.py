@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.generation.texts import text_of
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
-from lean_ft.paths import resolve_model_path
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.tokenizers import load_tokenizer
 
 QUESTION = "What is the capital of Zanemar?"

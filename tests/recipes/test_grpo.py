@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lean_ft import load_model, load_tokenizer, save_model
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import Prompt, prompt_rows
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, policy
+from lean_ft.online import Rewards, Rollouts
+from lean_ft.online.rewards import Scores
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import Reward
-from lean_ft.settings_text import load_config
-from lean_ft.training import Rewards, Rollouts
-from lean_ft.training.rewards import Scores
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 
 RECIPE = "grpo"
 SETTINGS = (

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import UnpairedBatch, unpaired_batches
-from lean_ft.paths import resolve_data_path, resolve_model_path
+from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
 
 RECIPE = "kto"

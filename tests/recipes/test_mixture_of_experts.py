@@ -8,11 +8,11 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lean_ft.catalog import load_recipe, recipes
 from lean_ft.data import sft_batches
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import SFTDataConfig
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
 
 COEFFICIENT = 0.3

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lean_ft.catalog import find_recipe, load_recipe
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.training.toy_runs import metrics
 
 RECIPE = "online_dpo"

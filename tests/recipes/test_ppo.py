@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft import load_model
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.training.toy_runs import metrics
 
 RECIPE = "ppo"

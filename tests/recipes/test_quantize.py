@@ -14,15 +14,15 @@ from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeig
 from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.data import sft_batches
+from lean_ft.hub.paths import resolve_data_path
 from lean_ft.losses import CrossEntropy
 from lean_ft.models import load_model
 from lean_ft.models.moe import Experts
 from lean_ft.optim import build_optimizer
-from lean_ft.paths import resolve_data_path
-from lean_ft.quantization import quantize
-from lean_ft.settings_text import load_config
+from lean_ft.quantize import quantize
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.tokenizers import load_tokenizer
 
 KINDS = ("int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight")

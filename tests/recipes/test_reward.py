@@ -14,16 +14,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from lean_ft import load_model
-from lean_ft.catalog import load_recipe, recipes
 from lean_ft.cli.main import app
 from lean_ft.data import preference_batches
 from lean_ft.export import export_folder, export_gguf
+from lean_ft.frozen.scoring import open_reward_model, score, score_rows
+from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import save_model
-from lean_ft.paths import resolve_data_path, resolve_model_path
 from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.scoring import open_reward_model, score, score_rows
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
 
 RECIPE = "reward"

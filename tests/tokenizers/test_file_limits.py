@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lean_ft.paths import resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import file_limits, load_tokenizer, tokenizer_json
 from lean_ft.tokenizers.file_limits import _may_not_end
 

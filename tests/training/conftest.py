@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
 from recipes import full_finetune_single_device as real_recipe
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN

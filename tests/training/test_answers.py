@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lean_ft.data import EvalBatches, preference_batches, sft_batches
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
-from lean_ft.paths import resolve_model_path
+from lean_ft.models.source import Source
 from lean_ft.settings import PreferenceDataConfig, RecipeConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.answers import answer_held_out, questions_of, say_answers
@@ -79,7 +80,7 @@ class Parrot(torch.nn.Module):
         super().__init__()
         self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
         self.script, self.device = script, torch.device("cpu")
-        self.rotary, self.hf_config = {}, {}
+        self.rotary, self.source = {}, Source()
 
     def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
         self.said = 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lean_ft.shards import part_of
+from lean_ft.system.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import (
     _manifest_digest,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lean_ft.system.units import GIB
 from lean_ft.training.curves import draw_curves, figure_of, read_curves
-from lean_ft.units import GIB
 
 
 def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more: float) -> Path:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lean_ft.data.batches import Layout
-from lean_ft.interrupts import OutsideTraining, StopSignals
-from lean_ft.settings_text import load_config
-from tests.distributed.processes import FORKS
+from lean_ft.settings.text import load_config
+from lean_ft.system.interrupts import OutsideTraining, StopSignals
+from tests.parallel.processes import FORKS
 from tests.training import toy_recipe
 from tests.training.toy_runs import RECIPE, digests, metrics
 

@@ -6,7 +6,7 @@ import pytest
 
 from lean_ft.settings import ModelConfig, Settings
 from lean_ft.training.model_commits import hold_models_to_commits
-from tests.hub_server import Repository
+from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
 OLD, NEW = "a" * 40, "b" * 40

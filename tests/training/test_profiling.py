@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lean_ft.catalog import find_recipe, load_recipe
 from lean_ft.cli.run import run_recipe
-from lean_ft.settings_text import load_config
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
 
 SETTINGS = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=2", "device=cpu"]
 SETTINGS += ["max_steps=4", "schedule.name=constant", "data.packing=bfd", "data.max_length=128"]

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from lean_ft import log
+from lean_ft.system import log
 from lean_ft.training import progress
 from lean_ft.training.progress import ProgressBar
 

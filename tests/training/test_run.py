@@ -34,7 +34,7 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, recipe, model_folder):
     """An uninterrupted run of 12 steps that saved every one."""
-    from lean_ft.settings_text import load_config
+    from lean_ft.settings.text import load_config
 
     folder = tmp_path_factory.mktemp("whole") / "run"
     arguments = [f"model.path={model_folder}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
@@ -399,7 +399,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(config, recipe, train, t
 
 
 def test_config_yaml_loads_again_and_tells_where_it_came_from(recipe, train, config, tmp_path):
-    from lean_ft.settings_text import load_config
+    from lean_ft.settings.text import load_config
 
     run = train(tmp_path / "run", max_steps=1)
     assert load_config(recipe.Config, run / "config.yaml", []) == config(run, max_steps=1)

@@ -1,8 +1,0 @@
-"""Several processes that train one model: who they are, and how the model and its work are cut over them."""
-
-from lean_ft.distributed.cutting import cut, refuse_cuts
-from lean_ft.distributed.generating import generating
-from lean_ft.distributed.parallelize import parallelize, shard_layer
-from lean_ft.distributed.ranks import check_number, join
-
-__all__ = ["check_number", "cut", "generating", "join", "parallelize", "refuse_cuts", "shard_layer"]

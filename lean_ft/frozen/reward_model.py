@@ -1,0 +1,104 @@
+"""Reward models as others use them: opened, asked for scores, and judging sampled answers as a reward function does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from lean_ft.data.preference import until_the_answer_ends
+from lean_ft.generation import longest_first
+from lean_ft.models import Decoder, load_model
+from lean_ft.models.hf_format import stored_dtype
+from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
+from lean_ft.system.shapes_only import stage
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.training.continuation import QUICK_BYTES
+from lean_ft.training.device import check_dtype, resolve_device
+from lean_ft.training.finished_models import find_base, find_finished, tokenizer_folder
+
+TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
+
+
+def open_reward_model(
+    path: str | Path, device: str = "auto", dtype: str | None = None, chat_template: Path | None = None
+) -> tuple[Decoder, Tokenizer]:
+    """Returns the reward model that `path` names with its tokenizer: a folder, a run (its newest whole checkpoint), a
+    checkpoint of one or of an adapter beside one, or a repository of the hub. dtype: None takes that of its files;
+    chat_template: a file of one to write chats with, in place of its own.
+
+    Raises ValueError where it is not there, not whole, or no reward model.
+    """
+    folder = adapter = find_finished(path, QUICK_BYTES)
+    if is_adapter(folder):
+        folder = find_finished(find_base(folder), QUICK_BYTES)
+    where = resolve_device(device)
+    kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
+    check_dtype(str(kept).removeprefix("torch."), where)
+    model = load_model(folder, where, kept, scores=True, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
+    if adapter != folder and stage() is None:
+        load_adapter(model, adapter)
+    if model.source.score_is_new:
+        raise ValueError(
+            f"{adapter} is no reward model: it has no output layer that gives a score. Train one: leanft run reward "
+            f"model.path={path}."
+        )
+    return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
+
+
+@torch.no_grad()
+def score(
+    model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
+) -> list[list[float]]:
+    """The score at every token of each of the sequences of ids; the last one is the sequence's.
+
+    At most `tokens_at_a_time` positions are computed together, or one sequence. Raises ValueError for an empty sequence.
+    """
+    if not all(len(ids) for ids in sequences):
+        raise ValueError("a sequence without a token has no score.")
+    weight, found = model.output_weight.float(), dict[int, list[float]]()
+    for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
+        input_ids = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
+        hidden = model(input_ids.to(weight.device), return_hidden=True)
+        scores = (hidden.float() @ weight.T)[..., 0].tolist()
+        found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
+    return [found[i] for i in range(len(sequences))]
+
+
+class JudgingModel:
+    """A reward model as a reward function: of each prompt and its answer the score at the last token.
+
+    Where its tokenizer is the policy's, it reads the very tokens. Else it reads their texts as its own tokenizer writes them: by
+    its chat template, or without one as one text that ends with its eos.
+    """
+
+    def __init__(self, path: str, device: str, asked_with: Tokenizer) -> None:
+        """Raises ValueError as `open_reward_model` does."""
+        self._model, self._tokenizer = open_reward_model(path, device)
+        self._model.requires_grad_(False).eval()
+        ids, own = range(asked_with.vocab_size), self._tokenizer
+        self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        prompt_ids: Sequence[list[int]],
+        completion_ids: Sequence[list[int]],
+    ) -> list[float]:
+        if self._reads_tokens:
+            texts = [[*asked, *said] for asked, said in zip(prompt_ids, completion_ids, strict=True)]
+        else:
+            texts = [self._written(asked, said) for asked, said in zip(prompts, completions, strict=True)]
+        return [scores[-1] for scores in score(self._model, texts)]
+
+    def _written(self, asked: Any, said: str) -> list[int]:
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template is None and isinstance(asked, str):
+            ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+            return tokenizer.encode(asked + said, add_special_tokens=True) + ends
+        chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        ids, mask = tokenizer.render([*chat, {"role": "assistant", "content": said}])
+        return until_the_answer_ends((np.array(ids), np.array(mask)))[0].tolist()

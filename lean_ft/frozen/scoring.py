@@ -1,0 +1,84 @@
+"""Sequences in, scores out: what a reward model needs of a tokenizer, and scoring with one that `leanft run reward` left.
+
+transformers' models for sequence classification find the end of a padded row by the pad token's id: what they read is the
+rightmost token that is not it. So a reward model has a pad token of its own, which no sequence ends with.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from lean_ft.data import Batches, EvalBatches
+from lean_ft.data.documents import renderer_of
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of
+from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.frozen.reward_model import open_reward_model, score
+from lean_ft.models import Decoder
+from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig
+from lean_ft.system.shapes_only import stage
+from lean_ft.tokenizers import Tokenizer
+
+__all__ = ["open_reward_model", "score", "score_lines", "score_rows", "set_padding_apart"]
+
+ROWS_AT_A_TIME = 256  # of a file, read, scored and written together
+
+
+def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | EvalBatches | None) -> None:
+    """Writes the tokenizer's pad token into the config.json that the model is saved with.
+
+    Raises ValueError where that token ends a sequence, in these batches or by its meaning.
+    """
+    if stage() is not None:
+        return
+    pad_id, names = tokenizer.pad_id, {token_id: name for name, token_id in tokenizer.added_tokens.items()}
+    layouts = [one.layout for one in batches if one is not None]
+    ends_one = any((layout.tokens[layout.starts + layout.lengths - 1] == pad_id).any() for layout in layouts)
+    if pad_id == tokenizer.eos_id or ends_one:
+        kept_apart = sorted(
+            token for token in tokenizer.control_tokens if any(part in token for part in ("pad", "reserved", "extra"))
+        )
+        advice = (
+            f" such as {kept_apart[0]}" if kept_apart else f" of {', '.join(sorted(tokenizer.control_tokens))[:200]}"
+        )
+        raise ValueError(
+            f"the tokenizer pads with {names.get(pad_id, pad_id)!r}, which also ends a sequence: whoever opens the reward "
+            "model finds the end of a padded row by that token, and would read the score one token too early. Set "
+            f"pad_token to a control token that ends nothing,{advice}."
+        )
+    model.source.config["pad_token_id"] = pad_id
+
+
+def score_rows(
+    model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file, or what else `data.source` names or the settings `data` say, each with its `score`; a pair with
+    `chosen_score` and `rejected_score`. With `per_token` also `token_scores` (of a pair two), those of the answer's tokens.
+
+    Sequences are not cut. Raises ValueError for a row that cannot be read, with its place.
+    """
+    settings = {"source": data} if isinstance(data, str) else data.model_dump()
+    config: DataConfig = SFTDataConfig.model_validate(settings)
+    source = config.source
+    formats = formats_of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), source).values()
+    if any(format.name == "preference" for format in formats):
+        config = PreferenceDataConfig.model_validate(settings)
+    render, rows = renderer_of(config, tokenizer, source), read_rows(source, None, config)
+    sides = [f"{side}_" if side else "" for side in config.sides]
+    while some := list(islice(rows, ROWS_AT_A_TIME)):
+        readable = render.whole(some)
+        scores = iter(score(model, [ids.tolist() for _, documents in readable for ids, _ in documents]))
+        for row, documents in readable:
+            told: dict[str, Any] = {}
+            for side, (_, mask) in zip(sides, documents, strict=True):
+                values = next(scores)
+                told[f"{side}score"] = values[-1]
+                if per_token:
+                    told[f"{side}token_scores"] = [value for value, inside in zip(values, mask, strict=True) if inside]
+            yield {**row.fields, **told}
+
+
+def score_lines(model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False) -> Iterator[str]:
+    """`score_rows` as JSON, a line each."""
+    for row in score_rows(model, tokenizer, data, per_token):
+        yield json.dumps(row, ensure_ascii=False, default=str)

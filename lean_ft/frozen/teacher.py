@@ -1,0 +1,123 @@
+"""The teacher of a distillation: a frozen model beside the student, or what one said of the same rows before.
+
+Both are asked in one way, `teacher(batch)`, and answer what `linear_distillation` compares the student with. A teacher of
+another tokenizer is refused: a token's id is to mean the same to both.
+"""
+
+from typing import Any
+
+import torch
+
+from lean_ft.data import Batch, Batches, EvalBatches
+from lean_ft.frozen.frozen_model import load_frozen
+from lean_ft.frozen.teacher_cache import TeacherCache, read_about
+from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
+from lean_ft.settings import DistillConfig
+from lean_ft.system.host_link import open_link
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.units import gibibytes
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+
+
+def load_teacher(
+    cfg: Any,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    batches: Batches,
+    held_out: EvalBatches | None,
+    ranks: Ranks = ALONE,
+) -> Teacher:
+    """Returns the teacher that `cfg.distill` asks for, on the student's device; it is cut over the ranks as the student is.
+
+    Raises ValueError where its tokenizer is another, or what was kept of it is not of these rows.
+    """
+    distill: DistillConfig = cfg.distill
+    if distill.cached is not None:
+        return _cached(cfg, device, batches, held_out)
+    assert distill.teacher is not None
+    if stage() is None:
+        check_tokenizer(distill.teacher, tokenizer)
+    kept_as = distill.teacher_dtype or cfg.model.dtype
+    nf4 = kept_as == "nf4"
+    setting = "distill.teacher_streamed"
+    link = open_link(device, f"{setting}=true", f"{setting}=false") if distill.teacher_streamed else None
+    frozen = load_frozen(
+        distill.teacher,
+        device,
+        getattr(torch, "bfloat16" if nf4 else kept_as),
+        nf4=nf4,
+        link=link,
+        memory=cfg.memory,
+        compile=cfg.compile,
+        parallel=cfg.parallel,
+        ranks=ranks,
+    )
+    if stage() is None:
+        num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
+        layers = "" if link is None else ", and its layers in the host's memory"
+        say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student{layers}")
+
+    @torch.no_grad()
+    def ask(batch: Batch) -> TeacherStates:
+        hidden = frozen(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True)
+        return TeacherStates(hidden, frozen.output_weight, frozen.config.logits_softcap)
+
+    return ask
+
+
+def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
+    """Raises ValueError unless each id that the student's tokenizer has is the same token to the teacher at `path`."""
+    other = load_tokenizer(path)
+    for token_id in range(tokenizer.vocab_size):
+        token, to_teacher = tokenizer.token_text(token_id), other.token_text(token_id)
+        if token and token != to_teacher:
+            means = f"{to_teacher!r} to the teacher" if to_teacher else "nothing to the teacher"
+            raise ValueError(
+                f"distill.teacher={path} has another tokenizer: {token_id} is {token!r} to the student and {means}, so what "
+                "it says of a next token would be said of another. Take a teacher with the student's tokenizer."
+            )
+
+
+def check_cached(cfg: Any) -> dict[str, Any]:
+    """Returns what `cfg.distill.cached` tells of itself; raises ValueError where it cannot teach with these settings."""
+    distill: DistillConfig = cfg.distill
+    assert distill.cached is not None
+    if cfg.data.packing in ("bfd_split", "wrapped"):
+        raise ValueError(
+            f"data.packing={cfg.data.packing} cuts documents, and what distill.cached={distill.cached} holds was said of "
+            "whole ones. Set data.packing=bfd, padding_free or none, or distill.teacher."
+        )
+    about = read_about(distill.cached)
+    if about["temperature"] != distill.temperature:
+        raise ValueError(
+            f"distill.cached={distill.cached} holds probabilities at temperature {about['temperature']:g}, and "
+            f"distill.temperature is {distill.temperature:g}: of the likeliest tokens alone the others do not follow. Set it "
+            "to that, or score the rows anew."
+        )
+    return about
+
+
+def _cached(cfg: Any, device: torch.device, batches: Batches, held_out: EvalBatches | None) -> Teacher:
+    about = check_cached(cfg)
+    top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
+    if stage() is not None:  # as many as the largest batch has targets
+
+        def shapes(batch: Batch) -> TopLogProbs:
+            num_targets = batch.num_targets
+            ids = torch.zeros(num_targets, top_k, dtype=torch.int64, device=device)
+            return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size)
+
+        return shapes
+    layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
+    cache = TeacherCache(cfg.distill.cached, layouts, cfg.data)
+    say(
+        "teacher", f"what {about['model']} said of {cache.num_documents:,} documents, its {top_k} likeliest tokens each"
+    )
+
+    def recall(batch: Batch) -> TopLogProbs:
+        log_probs, ids = (torch.from_numpy(values).to(device, non_blocking=True) for values in cache.rows_of(batch))
+        return TopLogProbs(log_probs, ids.long(), vocab_size)
+
+    return recall

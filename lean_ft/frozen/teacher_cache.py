@@ -1,0 +1,195 @@
+"""What a teacher said of every target of prepared documents, on disk: its likeliest tokens, and how likely all others are.
+
+A teacher that does not fit beside its student reads the rows once, alone, on whatever machine it fits. For each target its
+k likeliest tokens are kept with their log-probabilities, and the logarithm of what is left for the rest: 8 bytes for each
+token and 4 more, so 0.5 KB a target at k = 64.
+
+A document is known by its content, the ids and which of them are trained, and not by its place: rows may be shuffled, packed
+and weighed otherwise, or be fewer, when the student reads them. Cut otherwise it is another document, and refused.
+
+The folder is written under another name and renamed when it is whole (`lean_ft.data.cache`).
+
+Legend: N targets of all documents, k tokens kept, M documents.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lean_ft.data import Batch, EvalBatches, sft_batches
+from lean_ft.data.batches import Layout
+from lean_ft.data.cache import ABOUT, read_entry, write_entry
+from lean_ft.data.prepare import NOT_IN_FINGERPRINT
+from lean_ft.frozen.frozen_model import load_frozen
+from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
+from lean_ft.settings import DataConfig, KeepTeacherConfig
+from lean_ft.system.log import say
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.device import check_dtype, resolve_device
+from lean_ft.training.progress import shown
+
+# How rows are laid out, and how many of them there are, changes nothing in a document.
+NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {
+    "validation_fraction",
+    "packing",
+    "batch_tokens",
+    "subset",
+    "split",
+    "streaming",
+}
+
+
+@torch.no_grad()
+def keep_teacher(cfg: KeepTeacherConfig) -> None:
+    """Writes to `cfg.destination` what the model says of every target of the rows, those held out too.
+
+    Raises ValueError where the folder is there already, and as the model and the data do.
+    """
+    if cfg.destination.exists():
+        raise ValueError(f"{cfg.destination} is there already; choose another place, or delete it.")
+    if cfg.model.new_tokens:
+        raise ValueError(
+            "model.new_tokens are for a run that trains them; a teacher says nothing of them. Leave them out."
+        )
+    device = resolve_device(cfg.device)
+    check_dtype(cfg.model.dtype, device)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    trained, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
+    model = load_frozen(
+        cfg.model.path,
+        device,
+        getattr(torch, cfg.model.dtype),
+        nf4=cfg.nf4,
+        memory=cfg.memory,
+        compile=cfg.compile,
+    )
+    chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
+    vocab_size = len(model.output_weight)
+    parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]
+    documents: list[Documents] = []
+    cfg.destination.parent.mkdir(parents=True, exist_ok=True)
+    with write_entry(cfg.destination.parent, cfg.destination.name) as writer:
+        for part in parts:
+            known = Documents(part.layout)
+            for batch in shown(part, len(part), "scoring"):
+                here = batch.to(device)
+                hidden = model(here.input_ids, here.positions, here.cu_seqlens, return_hidden=True)
+                said = top_log_probs(
+                    TeacherStates(hidden, model.output_weight, model.config.logits_softcap),
+                    here.labels,
+                    cfg.top_k,
+                    temperature=cfg.temperature,
+                    num_targets=batch.num_targets,
+                    chunk_tokens=chunk_tokens,
+                )
+                assert batch.documents is not None
+                numbers = batch.documents - part.layout.first_pair
+                writer.append(
+                    {
+                        "log_probs": said.log_probs.float().cpu().numpy().ravel(),
+                        "ids": said.ids.int().cpu().numpy().ravel(),
+                        "digests": known.digests[numbers],
+                        "num_targets": known.num_targets[numbers],
+                    }
+                )
+            documents.append(known)
+        writer.about |= {
+            "model": cfg.model.path,
+            "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
+            "temperature": cfg.temperature,
+            "top_k": cfg.top_k,
+            "num_columns": cfg.top_k + (cfg.top_k < vocab_size),
+            "vocab_size": vocab_size,
+            "data": _settings_of(cfg.data),
+        }
+    num_targets = sum(int(part.num_targets.sum()) for part in documents)
+    size = sum(file.stat().st_size for file in cfg.destination.iterdir())
+    say("kept", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
+
+
+class Documents:
+    """Of the documents of a layout what they are known by, in its order: (M,) each."""
+
+    def __init__(self, layout: Layout) -> None:
+        digests, num_targets = [], []
+        for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
+            ids, trained = (values[start : start + length] for values in (layout.tokens, layout.trained))
+            # Nothing predicts the first token, so that it is trained says nothing.
+            targets = np.ascontiguousarray(trained[1:])
+            digest = hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8)
+            digest.update(targets.data)
+            digests.append(digest.digest())
+            num_targets.append(int(targets.sum()))
+        self.digests = np.frombuffer(b"".join(digests), dtype=np.uint64)
+        self.num_targets = np.array(num_targets, dtype=np.int64)
+
+
+class TeacherCache:
+    """A folder that `keep_teacher` wrote, for the documents of some layouts; `Batch.documents` number them on."""
+
+    def __init__(self, folder: Path, layouts: Sequence[Layout], data: DataConfig) -> None:
+        """Raises ValueError where there is no such folder, or it lacks a document."""
+        self.about = read_about(folder)
+        entry = read_entry(folder.parent, folder.name)
+        if entry is None:
+            raise ValueError(f"distill.cached={folder} is damaged: a file is missing or short. Score the rows anew.")
+        arrays, _ = entry
+        self._log_probs = arrays["log_probs"].reshape(-1, self.about["num_columns"])  # (N, k + 1)
+        self._ids = arrays["ids"].reshape(-1, self.about["top_k"])  # (N, k)
+        kept, counts = arrays["digests"], arrays["num_targets"]
+        order = np.argsort(kept, kind="stable")
+        wanted = [Documents(layout) for layout in layouts]
+        digests = np.concatenate([part.digests for part in wanted])
+        place = order[np.minimum(np.searchsorted(kept[order], digests), len(order) - 1)]
+        self.num_documents = len(digests)
+        if num_missing := int((kept[place] != digests).sum()):
+            raise ValueError(
+                f"distill.cached={folder} lacks {num_missing:,} of the {len(digests):,} documents that this run reads: other "
+                f"rows, or cut or rendered otherwise.{_differences(self.about['data'], data)} Score the same rows with the "
+                "same settings `data.*`, those held out as well."
+            )
+        self._counts = counts[place]
+        self._starts = (np.cumsum(counts) - counts)[place]
+
+    def rows_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """The log-probabilities (N, k + 1) and ids (N, k) of the batch's targets, in their order."""
+        assert batch.documents is not None
+        numbers = batch.documents if batch.num_targets else batch.documents[:0]
+        spans = [slice(start, start + n) for start, n in zip(self._starts[numbers], self._counts[numbers], strict=True)]
+        empty = slice(0, 0)
+        log_probs, ids = (
+            np.concatenate([values[span] for span in spans or [empty]]) for values in (self._log_probs, self._ids)
+        )
+        assert len(log_probs) == batch.num_targets
+        return log_probs, ids
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What a folder that `keep_teacher` wrote tells of itself. Raises ValueError where it is none."""
+    file = folder / ABOUT
+    try:
+        about = json.loads(file.read_bytes())
+        if {"top_k", "num_columns", "vocab_size", "temperature", "model", "data"} <= about.keys():
+            return about
+    except (OSError, ValueError, AttributeError):
+        pass
+    raise ValueError(
+        f"distill.cached={folder} is no folder of a teacher's likeliest tokens: `leanft score MODEL FILE {folder} --top-k 64` "
+        "writes one."
+    )
+
+
+def _settings_of(data: DataConfig) -> dict[str, Any]:
+    return data.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS)
+
+
+def _differences(then: dict[str, Any], data: DataConfig) -> str:
+    """What of the settings differs from those of the folder, as a sentence."""
+    now = _settings_of(data)
+    changed = [f"data.{key}={then[key]} there, {now[key]} here" for key in now if key in then and then[key] != now[key]]
+    return f" Settings differ: {'; '.join(changed)}." if changed else ""

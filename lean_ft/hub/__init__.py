@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: download models and datasets, resolve paths, upload runs."""

@@ -1,0 +1,1 @@
+"""Attention: grouped-query and latent attention over padded, packed and cached inputs."""

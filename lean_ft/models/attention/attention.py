@@ -1,0 +1,340 @@
+"""Causal grouped-query attention over padded, packed and cached inputs.
+
+A batch is either plain rows (each row is one document, padding on the right, where causality alone hides it) or packed
+rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
+computed by itself, so changing one leaves the others' outputs bit-identical. A document may go on from a stretch of one
+before it (`Prefixes`), as several answers do from the one prompt that they share.
+
+On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows), on cards
+since Ampere. Everything else goes through the custom op of `document_attention`: CPUs, older cards and float32 on CUDA,
+because PyTorch has no kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where
+float32 or an older card meets grouped heads on CUDA; soft caps, sinks and heads of more
+than 256 features on any device, because no kernel of PyTorch's has them with their gradients. None of these keeps anything of shape (T, T), or copies of keys and values for each query
+head.
+
+Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from lean_ft.models.attention.document_attention import document_attention
+from lean_ft.models.cache import LayerCache
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.layers import RMSNorm, unit_rms
+from lean_ft.models.rope import rotate, rotate_both
+
+# Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards with the kernels that take documents, windows and grouped heads
+_FLASH_HEAD_DIM = 256  # the most features of a head that they take
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights, beside the causal softmax; the defaults are what most models do."""
+
+    scale: float | None = None  # None: D ** -0.5
+    window: int | None = None  # positions that a query sees, its own included
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
+    chunk: int | None = None  # positions are cut into chunks of so many, of which a query sees its own
+
+
+class Prefixes(NamedTuple):
+    """What documents go on from: positions in a document before them, of the same row."""
+
+    bounds: Tensor  # (documents, 2) int32: from and to; two equal ones for none
+    # On CUDA: the positions that each document sees, its prefix's and its own, one by one.
+    key_index: Tensor | None = None
+    key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32: where those of each begin
+
+    @classmethod
+    def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
+        """For documents `cu_seqlens` of `num_tokens`; `num_prefix_tokens` of all prefixes together, as a GPU's host does
+        not know."""
+        if not bounds.is_cuda:
+            return cls(bounds)
+        return cls.listing_keys(bounds, num_prefix_tokens, cu_seqlens, num_tokens)
+
+    @classmethod
+    def listing_keys(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
+        """The same, with what a kernel takes that knows no prefixes."""
+        begins, ends = bounds.unbind(1)
+        before = ends - begins  # (documents,)
+        key_cu_seqlens = F.pad((before + cu_seqlens.diff()).cumsum(0), (1, 0)).to(torch.int32)
+        keys = torch.arange(num_tokens + num_prefix_tokens, dtype=torch.int32, device=bounds.device)
+        document = torch.bucketize(keys, key_cu_seqlens, right=True) - 1
+        nth = keys - key_cu_seqlens[document]
+        own = cu_seqlens[document] + nth - before[document]
+        return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
+
+
+KeysAndValues = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Prefixes | None], Tensor]
+
+
+class Attention(nn.Module):
+    """Projects to queries, keys and values, turns them by position, attends, and projects back."""
+
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__()
+        layer, hidden_size, self.head_dim = (
+            config.layers[layer_index],
+            config.hidden_size,
+            config.head_dim_of(layer_index),
+        )
+        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
+        query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
+        self.split_sizes = [query_size, kv_size, kv_size]
+        self.is_fused = config.fused_qkv
+        if self.is_fused:
+            self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
+        else:
+            of_gate = query_size if config.attention_gate else 0
+            self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
+            self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+            if not layer.values_are_keys:
+                self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
+        self.values_are_keys, self.gives_keys = layer.values_are_keys, layer_index in config.givers
+        self.turns_neighbours = layer.rope is not None and layer.rope.turns_neighbours
+        self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
+        if self.qk_norm is not None:
+            sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
+        self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
+        self.value_norm_eps = config.norm_eps if config.value_norm else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor | tuple[Tensor, KeysAndValues]:
+        """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
+        nothing; returns (B, T, hidden_size), and where other layers attend to them the keys and values (B, T, K, D)."""
+        if self.is_fused:
+            query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
+        else:
+            query, key = self.q_proj(hidden), self.k_proj(hidden)
+            value = key if self.values_are_keys else self.v_proj(hidden)
+        gate = None
+        if self.is_gated:  # head by head, each query with its gate behind it
+            query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
+        if self.qk_norm == "projection":
+            query, key = self.q_norm(query), self.k_norm(key)
+        # (B, T, H, D), and (B, T, K, D) twice
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.value_norm_eps is not None:
+            value = unit_rms(value, self.value_norm_eps)
+        if cos is not None and sin is not None:
+            query, key = rotate_both(query, key, cos, sin, self.turns_neighbours)
+        if self.qk_norm == "turned_head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.qk_unit_eps is not None:
+            query, key = unit_rms(query, self.qk_unit_eps), unit_rms(key, self.qk_unit_eps)
+        if cache is not None:
+            attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
+        else:
+            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
+        attended = attended.flatten(-2)
+        result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
+        return (result, (key, value)) if self.gives_keys else result
+
+
+class AttentionToShared(nn.Module):
+    """Attends to the keys and values of a layer before with queries of its own."""
+
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__()
+        layer, self.head_dim = config.layers[layer_index], config.head_dim_of(layer_index)
+        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_weight_offset)
+        self.attend: Attend = attend
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cache: LayerCache | None = None,
+        prefixes: Prefixes | None = None,
+        *,
+        shared: KeysAndValues,
+    ) -> Tensor:
+        """As `Attention`; `shared` are the other layer's keys and values of this pass, and `cache` is that layer's."""
+        query = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        if cache is None:
+            attended = self.attend(query, *shared, cu_seqlens, self.scoring, None, prefixes)
+        elif cache.owner.starts_empty:
+            attended = attend_rows(query, *shared, self.scoring)
+        else:
+            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None)
+        return self.o_proj(attended.flatten(-2))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    prefixes: Prefixes | None = None,
+) -> Tensor:
+    """Attends causally within each document, or within each row where there are no boundaries `cu_seqlens`."""
+    if cu_seqlens is None:
+        return attend_rows(query, key, value, scoring, sinks)
+    return attend_documents(query, key, value, cu_seqlens, scoring, sinks, prefixes)
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), sinks: Tensor | None = None
+) -> Tensor:
+    """Attends causally within each row: query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D).
+
+    sinks (H,): a logit for each head that joins the softmax and has no value.
+    """
+    if _has_row_kernels(query, key, scoring, sinks):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+        return attended.transpose(1, 2)
+    num_rows, num_tokens = query.shape[:2]
+    device = query.device if query.is_cuda else None
+    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens
+    return attend_documents(query, key, value, bounds, scoring, sinks)
+
+
+def attend_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scoring: Scoring = Scoring(),
+    sinks: Tensor | None = None,
+    prefixes: Prefixes | None = None,
+) -> Tensor:
+    """Attends causally within each document, and to what it goes on from.
+
+    query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
+    documents' boundaries in the N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises
+    ValueError for prefixes where a row has several chunks.
+    """
+    longest = query.shape[1]
+    if scoring.chunk is not None and scoring.chunk < longest:
+        if prefixes is not None:
+            raise ValueError(
+                f"a document cannot go on from a prefix where attention is cut into chunks of {scoring.chunk} positions: give "
+                "each document what it goes on from as a copy of its own."
+            )
+        cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
+    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
+        # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
+        # to be asked of the device, which would wait for it in every layer.
+        back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
+        key_cu_seqlens = cu_seqlens
+        if prefixes is not None:
+            # Of more keys than queries the kernel takes the last query to stand where the last key does.
+            assert prefixes.key_index is not None and prefixes.key_cu_seqlens is not None
+            k, v = (x.index_select(0, prefixes.key_index) for x in (k, v))
+            key_cu_seqlens = prefixes.key_cu_seqlens
+        attended: Any = varlen_attn(
+            *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
+            scale=scoring.scale,
+            window_size=(back, 0),
+            **_GROUPED,
+        )
+    else:
+        rules = scoring.scale, scoring.window, scoring.softcap
+        bounds = None if prefixes is None else prefixes.bounds
+        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, query.shape[1], bounds)
+    return attended.view(query.shape)
+
+
+def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
+    """The boundaries (any,) of the chunks of documents, as many as there may be, since a GPU's host does not know how many
+    there are; the last ones are then empty."""
+    of_each = (cu_seqlens.diff() + chunk - 1) // chunk
+    firsts = F.pad(of_each.cumsum(0), (1, 0))  # (documents + 1,): the number of each document's first chunk
+    chunks = torch.arange(len(of_each) + num_tokens // chunk + 1, device=cu_seqlens.device)
+    document = torch.bucketize(chunks, firsts, right=True) - 1
+    return (cu_seqlens[document] + (chunks - firsts[document]) * chunk).clamp(max=num_tokens).to(torch.int32)
+
+
+def attend_cached(
+    query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """Stores key and value (B, T, K, D) in the cache; returns the attention of query (B, T, H, D) to all it holds."""
+    keys, values = cache.store(key, value)  # (B, C, K, D)
+    if cache.owner.starts_empty:
+        return attend_rows(query, key, value, scoring, sinks)
+    return attend_filled(query, keys, values, cache, scoring, sinks)
+
+
+def attend_filled(
+    query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """The attention of query (B, T, H, D) to keys and values (B, filled, K, D) of all that the cache holds."""
+    visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
+    num_kv_heads = keys.shape[2]
+    if scoring.softcap is None and sinks is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
+        mask = None if visible is None else visible[:, None]
+        if query.shape[1] == 1:
+            # The queries of a group see the same: as rows of one product they need no copies of keys and values.
+            q = q.reshape(len(q), num_kv_heads, -1, q.shape[-1])  # (B, K, H / K, D)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scoring.scale)
+            return attended.reshape(query.shape)
+        attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scoring.scale, enable_gqa=True)
+        return attended.transpose(1, 2)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    grouped = query.float().unflatten(2, (num_kv_heads, -1)) * scale  # (B, T, K, H / K, D)
+    scores = torch.einsum("btkgd,bckd->bkgtc", grouped, keys.float())
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype)
+    return torch.einsum("bkgtc,bckd->btkgd", weights, values).flatten(2, 3)
+
+
+def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    """Whether PyTorch's flash kernels compute it, of documents, windows and grouped heads as well."""
+    return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+
+
+def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    """The same for rows; an older card's kernel takes no grouped heads, for which PyTorch would hold all scores."""
+    is_cut = scoring.chunk is not None and scoring.chunk < query.shape[1]
+    if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
+        return False
+    same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
+    return same_heads or _has_kernels(query, scoring, sinks)
+
+
+def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    is_16_bits = query.dtype in (torch.float16, torch.bfloat16)
+    fits = query.shape[-1] <= _FLASH_HEAD_DIM
+    return query.is_cuda and is_16_bits and fits and scoring.softcap is None and sinks is None

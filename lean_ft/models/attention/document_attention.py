@@ -1,0 +1,342 @@
+"""Causal attention document by document, in plain matrix products: exact, lean, and fast on a CPU.
+
+Queries go through in blocks. A block's scores against the keys that it sees exist in float32 just long enough for
+their softmax; the products with values and gradients run in the tensors' own dtype (in float32 on a CPU without
+16-bit instructions). Backward computes the softmax
+again rather than keeping it, so nothing of shape (T, T) outlives a block, and the heads of a group are stacked as rows
+of one product, so keys and values are never copied once for each query head.
+
+Three facts of some models change the softmax: a window (keys that are too far back are not even multiplied), a soft
+cap (scores become cap * tanh(score / cap)) and sinks (a learned logit for each head joins the softmax and takes its
+share of the weight, but has no value).
+
+A document may go on from a stretch of one before it, its prefix: its queries see the prefix's keys, and then their own, as
+if they stood behind it. So a prompt is computed once for several answers, and the gradients of its keys add up.
+
+Whatever the documents' lengths, the products' shapes are of a short list: zeros fill a block up to one of a few sizes.
+A CPU's library compiles code for each new shape, which takes as long as a dozen products and a third of a megabyte.
+
+On CPUs with AVX512-BF16 this takes less than half the time of PyTorch's own flash kernel, which does not use those
+instructions, at the same accuracy; of AMX that kernel makes use, and takes two thirds of the time. It is one custom op,
+which torch.compile sees as one opaque operation; on a GPU, whose host does not know the boundaries, the op goes row by
+row (`row_attention`).
+
+Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+
+Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features
+of a head, R = G * (queries of a block) rows, C keys that a block sees, P of a document and the zeros behind it.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
+from lean_ft.models.float32_products import product_dtype
+from lean_ft.models.layers import wide_dtype
+
+_BLOCK_QUERIES = 64
+_SHORTEST_BLOCK = 16  # queries, of documents that have fewer
+_KEY_SIZES = 32  # how many numbers of keys the blocks of a long document have at most
+# Scores of one block over all heads, 16 MiB in float32: very long documents take smaller blocks.
+_BLOCK_SCORES = 2**22
+
+
+@torch.library.custom_op("lean_ft::document_attention", mutates_args=())
+@torch.autocast("cpu", enabled=False)
+def document_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    row_tokens: int = 0,
+    prefixes: Tensor | None = None,
+) -> Tensor:
+    """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
+
+    cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. sinks (H,): a logit for each head.
+    scale: of the scores, where left out D ** -0.5. window: how many positions a query sees, its own included. softcap:
+    the bound of the scores. row_tokens: over whose multiples no document goes, where left out N; it counts on a GPU alone.
+    prefixes (documents, 2) integers: the positions, from and to, that each document goes on from, in one before it and in
+    the same row; two equal ones for none. Raises ValueError for other boundaries; on a GPU that is an assertion of the
+    device.
+    """
+    rules = Rules(scale, window, softcap)
+    if query.is_cuda:
+        return attend_rows(query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes)
+    out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
+    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+        queries, outs = (_by_group(x[document], key) for x in (query, out))
+        blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
+        keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
+        softmax, values = _Softmax(queries, keys, sinks, rules), values.to(dtype)
+        for block in blocks:
+            weights = softmax(block).weights.to(dtype)  # (K, R, C)
+            _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
+    return out
+
+
+@document_attention.register_fake
+def _(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+# A compiler that weighs memory against arithmetic takes an operation that it does not know for free.
+@register_flop_formula(torch.ops.lean_ft.document_attention)
+def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products of N * N * D multiplications and additions a head, were all N tokens one document."""
+    num_tokens, num_heads, head_dim = query_shape
+    return 4 * num_tokens * num_tokens * num_heads * head_dim
+
+
+@torch.library.custom_op("lean_ft::document_attention_backward", mutates_args=())
+@torch.autocast("cpu", enabled=False)
+def document_attention_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    row_tokens: int,
+    prefixes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key, value and sinks from that of `out`, what `document_attention` returned.
+
+    Without sinks theirs is empty.
+    """
+    rules = Rules(scale, window, softcap)
+    if query.is_cuda:
+        grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
+            grad_out, query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes
+        )
+        if grad_sinks is None or sinks is None:
+            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=wide_dtype(query))
+        return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype)
+    grad_query, grad_key, grad_value = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    wide, dtype = wide_dtype(query), product_dtype(query)
+    grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
+    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+        queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
+        num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
+        blocks = _blocks(query.shape[1], num_tokens, window, num_before)
+        keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
+        softmax = _Softmax(queries, keys, sinks, rules)
+        # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
+        delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
+        # (K, D + 3, P); F.pad and not cat keeps a token's features together, so that strides come again as well
+        values_and_ones = F.pad(values.transpose(0, 1), (0, 3), value=1.0).permute(1, 2, 0)
+        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
+        for block in blocks:
+            weights, slope, sink_weights = softmax(block)
+            weights = weights.to(dtype)  # (K, R, C)
+            grad_rows = _rows(grads, block).to(dtype)  # (K, R, D)
+            grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
+            # Delta rides along as three more features, whose sum is it to 24 bits: subtracted inside the product,
+            # where sums are float32, not after the difference of two large numbers has been rounded.
+            rows_delta = _rows(delta, block)  # (K, R, 1)
+            minus_delta = _in_three(-rows_delta, dtype)
+            grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
+            grad_scores *= weights
+            if slope is not None:
+                grad_scores *= slope
+            _put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
+            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block).to(dtype))
+            if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
+                grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
+        for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
+            before, own, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
+            grad[document] = own
+            grad[prefix] += before  # the document that it is of came first
+    return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
+
+
+@document_attention_backward.register_fake
+def _(
+    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    grad_sinks = query.new_empty(0, dtype=wide_dtype(query)) if sinks is None else torch.empty_like(sinks)
+    return *grads, grad_sinks
+
+
+def _save_for_backward(ctx, inputs, output: Tensor) -> None:
+    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes = inputs
+    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks, prefixes)
+    ctx.has_sinks = sinks is not None
+
+
+def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, prefixes = ctx.saved_tensors
+    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, prefixes)
+    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None, None, None
+
+
+document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def num_product_shapes(longest: int) -> int:
+    """How many shapes the 16-bit products have, forward and backward, over documents of up to `longest` tokens."""
+    lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
+    sizes = {size for n in lengths for step in [_key_step(n, n)] for size in range(step, n + step, step)}
+    return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
+
+
+class _Block(NamedTuple):
+    queries: slice  # the last block's goes on behind the document's end
+    keys: slice  # those that any of the queries sees, and some more
+    place: int  # among the keys, of the first query's own
+
+
+class _Weights(NamedTuple):
+    weights: Tensor  # (K, R, C) float32
+    slope: Tensor | None  # (K, R, C): the soft cap's derivative, where there is a cap
+    sinks: Tensor | None  # (K, R, 1): the weights that went to the sinks, where there are any
+
+
+class _Softmax:
+    """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, sinks: Tensor | None, rules: Rules) -> None:
+        self.queries, self.dtype = queries, wide_dtype(queries)
+        self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
+        # (K, G, 1, 1)
+        self.sinks = None if sinks is None else sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
+        self.scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
+        self.window, self.softcap = rules.window, rules.softcap
+
+    @torch.autocast("cuda", enabled=False)
+    def __call__(self, block: _Block) -> _Weights:
+        num_queries = block.queries.stop - block.queries.start
+        rows = _rows(self.queries, block).to(self.dtype) * self.scale
+        scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
+        slope = None
+        if self.softcap is not None:
+            tanh = scores.div_(self.softcap).tanh_()
+            slope = 1 - tanh.square()
+            scores = tanh.mul_(self.softcap)
+        by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
+        # Only the block's own keys and those behind them lie in a query's future,
+        num_last = block.keys.stop - block.place
+        future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
+        by_query[..., -num_last:] += future
+        if self.window is not None:  # and only those before the last query's window too far in a query's past.
+            oldest = block.place - block.keys.start - self.window  # hidden from the block's first query
+            num_hidden = oldest + num_queries
+            if num_hidden > 0:
+                past = torch.full((num_queries, num_hidden), float("-inf"), device=scores.device).tril(oldest)
+                by_query[..., :num_hidden] += past
+        if self.sinks is None:
+            return _Weights(scores.softmax(-1), slope, None)
+        sinks = self.sinks.expand(-1, -1, num_queries, -1).flatten(1, 2)  # (K, R, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)
+        return _Weights(weights[..., :-1], slope, weights[..., -1:])
+
+
+def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """Of each document that has tokens its own positions, and those of its prefix."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; it goes from {bounds[0]} to "
+            f"{bounds[-1]} over {len(bounds) - 1} documents."
+        )
+    before = [[0, 0]] * (len(bounds) - 1) if prefixes is None else prefixes.tolist()
+    if prefixes is not None and not (
+        len(before) == len(bounds) - 1
+        and all(
+            0 <= first <= last <= start or first == last for (first, last), start in zip(before, bounds, strict=False)
+        )
+    ):
+        raise ValueError(
+            f"prefixes must name for each of the {len(bounds) - 1} documents positions before its own, from and to, or two "
+            f"equal ones; they are {before}."
+        )
+    for (start, end), prefix in zip(pairwise(bounds), before, strict=True):
+        if start < end:
+            yield slice(start, end), slice(*prefix)
+
+
+def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
+    """The keys or values (N, K, D) that a document sees: its prefix's, and its own."""
+    return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
+
+
+def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: int) -> list[_Block]:
+    """Cuts a document's queries into blocks of one size, and their keys where few sizes come about, `num_before` of which
+    are of a prefix."""
+    num_tokens = num_before + num_queries
+    step = _query_step(num_tokens)
+    num_keys = num_tokens if window is None else min(num_tokens, window + step)
+    key_step = _key_step(num_tokens, num_keys)
+    while step > 1 and num_heads * step * num_keys > _BLOCK_SCORES:
+        step //= 2
+    blocks = []
+    for start in range(0, num_queries, step):
+        place = num_before + start
+        first = 0 if window is None else max(0, place - window + 1)
+        if num_before:  # of any length, and so may be what is left before the window
+            first -= first % key_step
+        last = -(-(place + step) // key_step) * key_step
+        blocks.append(_Block(slice(start, start + step), slice(first, last), place))
+    return blocks
+
+
+def _query_step(num_tokens: int) -> int:
+    return min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
+
+
+def _key_step(num_tokens: int, num_keys: int) -> int:
+    """What the number of a block's keys is a multiple of."""
+    return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _by_group(query: Tensor, key: Tensor) -> Tensor:
+    """Views (T, H, D) as (K, G, T, D), with the K of a key (N, K, D)."""
+    return query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
+
+
+def _filled(x: Tensor, blocks: list[_Block]) -> Tensor:
+    """A document's keys or values (T, K, D) and zeros behind them, as many as its blocks want: (K, P, D)."""
+    missing = blocks[-1].keys.stop - len(x)
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()).transpose(0, 1)
+
+
+def _rows(x: Tensor, block: _Block) -> Tensor:
+    """The block's part of x (K, G, T, D), with zeros where it goes on behind the document: (K, R, D)."""
+    rows = x[:, :, block.queries]
+    missing = block.queries.stop - block.queries.start - rows.shape[2]
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).flatten(1, 2)
+
+
+def _put_rows(rows: Tensor, target: Tensor, block: _Block) -> None:
+    """The inverse: rows (K, R, D) go to the block's part of target (K, G, T, D), but for those behind the document."""
+    target = target[:, :, block.queries]
+    target.copy_(rows.unflatten(1, (target.shape[1], -1))[:, :, : target.shape[2]])
+
+
+def _in_three(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Splits x (..., 1) into three numbers of `dtype` (..., 3) whose sum is x to about three times its precision."""
+    first = x.to(dtype)
+    second = (x - first).to(dtype)
+    return torch.cat((first, second, (x - first - second).to(dtype)), -1)

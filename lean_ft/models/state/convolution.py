@@ -1,0 +1,187 @@
+"""A short causal convolution of each feature by itself, within each document, and the mixer that is made of one.
+
+A token's result is the weighed sum of its own input and those of the few before it; what lies before its document counts as
+zero. It is one custom op, in float32 and in blocks of tokens: it keeps its input, and computes the sum again in backward. In it, on
+CUDA, causal-conv1d computes what it can, where it is installed.
+
+Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
+
+Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from lean_ft.models.cache import StateCache
+from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
+from lean_ft.models.layers import ACTIVATIONS, wide_dtype
+from lean_ft.models.state.linear_attention import chunks, document_numbers, gradients_of, has_kernels
+from lean_ft.models.state.state_mixer import StateMixer
+
+_BLOCK = 128  # tokens of a row at a time
+
+
+@torch.library.custom_op("lean_ft::causal_convolution", mutates_args=())
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
+) -> Tensor:
+    """Returns activation(convolution + bias) of x (B, T, C), whose last tap weighs the token itself.
+
+    weight (C, W), bias (C,); cu_seqlens (documents + 1,): boundaries of documents, which are one row then; None where each
+    row is one.
+    """
+    documents = document_numbers(cu_seqlens, x.shape[1])
+    if (kernel := _kernel(x, weight, activation)) is not None:
+        return kernel(x, weight, bias, documents)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for tokens in chunks(0, x.shape[1], _BLOCK):
+        total = _summed(x, weight, bias, documents, tokens)
+        out[:, tokens] = total if activation is None else ACTIVATIONS[activation].value(total)
+    return out
+
+
+@causal_convolution.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@register_flop_formula(torch.ops.lean_ft.causal_convolution)
+def _num_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[1]
+
+
+@torch.library.custom_op("lean_ft::causal_convolution_backward", mutates_args=())
+def causal_convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, weight and bias; without a bias its is empty."""
+    documents = document_numbers(cu_seqlens, x.shape[1])
+    if (kernel := _kernel(x, weight, activation)) is not None:
+        given = [x, weight] if bias is None else [x, weight, bias]
+        grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), given, grad)
+        return (*grads, x.new_empty(0))[:3]  # type: ignore[return-value]
+    grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), wide_dtype(x)
+    grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
+    num_taps = weight.shape[1]
+    for tokens in chunks(0, x.shape[1], _BLOCK):
+        # A token counts in the sums of the few behind it too.
+        reach = slice(tokens.start, min(tokens.stop + num_taps - 1, x.shape[1]))
+        grad_sum = grad[:, reach].to(wide)
+        if activation is not None:
+            grad_sum = ACTIVATIONS[activation].backward(grad_sum, _summed(x, weight, bias, documents, reach))
+        num_own = tokens.stop - tokens.start
+        of_x = grad_sum.new_zeros(len(x), num_own, x.shape[2])
+        for back in range(num_taps):
+            last = min(tokens.stop + back, reach.stop)
+            behind = slice(tokens.start, max(last - back, tokens.start))
+            seen = _within(grad_sum[:, back : last - reach.start], documents, behind, back)
+            of_x[:, : seen.shape[1]].addcmul_(seen, weight[:, num_taps - 1 - back].to(wide))
+            # The inputs that this tap weighs for the block's own tokens
+            earlier = slice(max(tokens.start - back, 0), max(tokens.stop - back, 0))
+            own = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
+            grad_weight[:, num_taps - 1 - back] += (own * x[:, earlier]).sum((0, 1))
+        grad_x[:, tokens] = of_x
+        grad_bias += grad_sum[:, :num_own].sum((0, 1))
+    return grad_x, grad_weight.to(weight.dtype), x.new_empty(0) if bias is None else grad_bias.to(bias.dtype)
+
+
+@causal_convolution_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    grad_bias = x.new_empty(0) if bias is None else torch.empty_like(bias)
+    grads = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, weight))
+    return *grads, grad_bias
+
+
+@register_flop_formula(torch.ops.lean_ft.causal_convolution_backward)
+def _num_flops_backward(grad_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    """Forward's once more, and as many for the gradients of inputs and of weights."""
+    return 6 * math.prod(x_shape) * weight_shape[1]
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:
+    *given, ctx.activation = inputs
+    ctx.has_bias = given[2] is not None
+    ctx.save_for_backward(*given)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_bias = causal_convolution_backward(grad, *ctx.saved_tensors, ctx.activation)
+    return *grads, grad_bias if ctx.has_bias else None, None, None
+
+
+causal_convolution.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., Tensor] | None:
+    """What computes it in the place of what is here: causal-conv1d on CUDA, of as many taps as it knows."""
+    if not x.is_cuda or x.dtype != weight.dtype or activation not in (None, "silu") or not 2 <= weight.shape[1] <= 4:
+        return None
+    if x.shape[2] % 8 or not has_kernels():
+        return None
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
+        numbers = None if documents is None else documents.int()
+        out = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
+        return out.transpose(1, 2).contiguous()
+
+    return kernel
+
+
+def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, tokens: slice) -> Tensor:
+    """The convolution at some tokens, in the type of sums."""
+    wide, num_taps = wide_dtype(x), weight.shape[1]
+    total = x[:, tokens].to(wide) * weight[:, -1].to(wide)
+    if bias is not None:
+        total += bias
+    for back in range(1, num_taps):
+        earlier = slice(max(tokens.start - back, 0), max(tokens.stop - back, 0))
+        seen = _within(x[:, earlier].to(wide), documents, earlier, back)
+        total[:, earlier.start + back - tokens.start :].addcmul_(seen, weight[:, num_taps - 1 - back].to(wide))
+    return total
+
+
+def _within(values: Tensor, documents: Tensor | None, tokens: slice, distance: int) -> Tensor:
+    """The values (B, n, C), zero where `distance` behind a token of `tokens` is another document."""
+    if documents is None or distance == 0:
+        return values
+    is_same = documents[:, tokens] == documents[:, tokens.start + distance : tokens.stop + distance]
+    return values.masked_fill(~is_same[..., None], 0.0)
+
+
+class Convolution(nn.Module):
+    """A causal convolution of each channel, with its parameters as `nn.Conv1d` has them."""
+
+    def __init__(self, num_channels: int, num_taps: int, bias: bool = False, activation: str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
+        self.bias = nn.Parameter(torch.empty(num_channels)) if bias else None
+        self.activation = activation
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
+        """x (B, T, C), or (1, N, C) of documents `cu_seqlens`; returns the same shape."""
+        num_new = x.shape[1]
+        if cache is not None:
+            x = cache.behind_inputs(x)
+        return causal_convolution(x, self.weight[:, 0], self.bias, cu_seqlens, self.activation)[:, -num_new:]
+
+
+class ShortConvolution(StateMixer):
+    """A convolution between two gates: out(c * convolution(b * x)), of which b, c and x are projections of the input."""
+
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__()
+        mixer, size = config.layers[layer_index].mixer, config.hidden_size
+        assert isinstance(mixer, ShortConvolutionConfig)
+        self.in_proj = nn.Linear(size, 3 * size, bias=mixer.bias)
+        self.conv = Convolution(size, mixer.num_taps, mixer.bias)
+        self.out_proj = nn.Linear(size, size, bias=mixer.bias)
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
+        before, behind, x = self.in_proj(x).chunk(3, -1)
+        return self.out_proj(behind * self.conv(before * x, cu_seqlens, cache))

@@ -1,0 +1,62 @@
+"""What mixers of tokens that are no attention have alike: attention's call, documents as one row, and a state that generation
+keeps.
+
+Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lean_ft.models.cache import StateCache
+from lean_ft.models.layers import wide_dtype
+from lean_ft.models.state.linear_attention import linear_attention
+
+
+class StateMixer(nn.Module):
+    """A mixer whose tokens see those before them through a state or a convolution."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        cache: StateCache | None = None,
+        prefixes: Any = None,
+    ) -> Tensor:
+        """hidden (B, T, D); returns the same shape. What positions turn, cos and sin, is none of its business."""
+        assert prefixes is None
+        x = hidden if cu_seqlens is None else hidden.flatten(0, 1)[None]  # documents may end anywhere: one row
+        return self.mix(x, cu_seqlens, cache).view(hidden.shape)
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
+        """x (B, T, D), or (1, N, D) of documents `cu_seqlens`; returns the same shape."""
+        raise NotImplementedError
+
+
+def read_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    cache: StateCache | None,
+    corrects: bool,
+) -> Tensor:
+    """`linear_attention`'s (B, T, H, V), from the state in the cache on, which is kept there."""
+    if cache is None:
+        return linear_attention(query, key, value, log_decay, beta, cu_seqlens, None, corrects)[0]
+    assert cache.state is not None
+    state, is_padding = cache.state[: len(value)], cache.is_padding(value.shape[1])
+    if is_padding is not None:  # it neither decays the state nor writes to it
+        log_decay, beta = (part.masked_fill(is_padding[..., None], 0.0) for part in (log_decay, beta))
+    read, states = linear_attention(query, key, value, log_decay, beta, cu_seqlens, state, corrects)
+    state.copy_(states[-1])
+    return read
+
+
+def log_decay_of(rate_log: Tensor, step: Tensor) -> Tensor:
+    """-exp(rate_log) * step, in float32 at least: step (B, T, H), rate_log (H,)."""
+    return -rate_log.to(wide_dtype(step)).exp() * step

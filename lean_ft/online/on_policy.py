@@ -1,0 +1,104 @@
+"""The student's own answers in place of the data's, for some steps of a distillation.
+
+Where the student samples and the teacher scores, it learns in the places that it comes to itself. Which steps these are, and
+every draw in them, depends on the seed and the step alone, so a resumed run samples what the uninterrupted one did. A prompt
+is all that precedes the last trained stretch of a document, as for questions that are held out (`answers`). On many ranks
+each samples the answers to all of a step's prompts: the same ones, of the same weights.
+
+Source: Agarwal et al. 2023, arXiv:2306.13649. Left out: gradients through the sampling, as there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from lean_ft.data import Batch
+from lean_ft.data.batches import Layout
+from lean_ft.generation import Sampling, sample
+from lean_ft.models import Decoder
+from lean_ft.settings import DistillConfig, SamplingConfig, SFTDataConfig
+from lean_ft.system.shapes_only import stage
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.answers import questions_of
+
+
+def check_on_policy(distill: DistillConfig, sampling: SamplingConfig, data: SFTDataConfig) -> None:
+    """Raises ValueError for settings of the student's answers that nothing reads, or rows in which they have no place."""
+    if not distill.on_policy and (
+        unread := sampling.model_dump().items() - SamplingConfig.model_validate({}).model_dump().items()
+    ):
+        name, value = min(unread)
+        raise ValueError(
+            f"generation.{name}={value} is of the student's own answers, and with distill.on_policy=0 it gives none. Leave it "
+            "out, or set distill.on_policy."
+        )
+    is_full = data.packing not in ("none", "padding_free") or data.batch_tokens is not None
+    if distill.on_policy and is_full:
+        raise ValueError(
+            f"distill.on_policy={distill.on_policy:g}: the student's answers are as long as it makes them, and "
+            + (f"packing={data.packing}" if data.batch_tokens is None else f"batch_tokens={data.batch_tokens}")
+            + " fills rows with as many documents as fit. Set data.packing=none or padding_free, and batch_size."
+        )
+    if distill.on_policy and data.train_on == "all":
+        raise ValueError(
+            f"distill.on_policy={distill.on_policy:g}: with data.train_on=all a document is trained from its start, so the "
+            "student has no prompt to answer. Set data.train_on=assistant, or distill.on_policy=0."
+        )
+
+
+class OnPolicy:
+    """`on_policy.samples(step)`: whether the student answers in this step; `on_policy.answered(step, micro_batches)`: the same
+    prompts with its answers."""
+
+    def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
+        """cfg: of a recipe that has `distill`, `generation` and `data`. Raises ValueError as `check_on_policy` does."""
+        check_on_policy(cfg.distill, cfg.generation, cfg.data)
+        self._share, self._sampling, self._data, self._seed = cfg.distill.on_policy, cfg.generation, cfg.data, cfg.seed
+        self._model, self._tokenizer = model, tokenizer
+
+    def samples(self, step: int) -> bool:
+        """Of all steps the share that `distill.on_policy` asks for; which ones, the seed says."""
+        return stage() is None and np.random.default_rng([self._seed, step]).random() < self._share
+
+    def answered(self, step: int, micro_batches: Sequence[Batch]) -> list[Batch]:
+        """The prompts of the batches, each followed by what the student answers it: the tokens that are trained.
+
+        A prompt and its answer have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
+        """
+        asked = [list(questions_of(batch)) for batch in micro_batches]
+        prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
+        if not prompts:
+            return list(micro_batches)
+        if min(map(len, prompts)) < 2:  # a bos token asks nothing
+            raise ValueError(
+                "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
+                "plain text and for data.train_on=all."
+            )
+        last = {answer[-1] for of_batch in asked for _, answer in of_batch}
+        ends = {token for token in last if not self._tokenizer.decode([token], skip_special_tokens=True)}
+        ends |= {self._tokenizer.eos_id} if self._tokenizer.eos_id is not None else set()
+        room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
+        sampling = Sampling(
+            min(self._sampling.max_new_tokens, max(room)),
+            temperature=self._sampling.temperature,
+            seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint32)[0]),
+            stop_ids=frozenset(ends),
+        )
+        # All of the step at once: how its prompts are shared out to micro-batches changes no answer.
+        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
+        texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
+        ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
+        own = [texts[end - len(of_batch) : end] for of_batch, end in zip(asked, ends_at, strict=True)]
+        return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
+
+    def _known(self, answer: list[int]) -> list[int]:
+        """The answer up to the first id that is no token: rows by which a vocabulary is padded are the student's alone."""
+        return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
+
+    def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:
+        kind = "padded" if self._data.packing == "none" else "flat"
+        layout = Layout.of_texts(texts, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)
+        return replace(layout.batch(np.arange(len(texts))), documents=None)

@@ -1,0 +1,494 @@
+"""Rounds of answers that a model samples and then learns from, in the place that other recipes have batches of data for.
+
+`Rounds` is what all have; `Rollouts` compares the answers to a prompt, `ValuedRollouts` each with what was expected of it, and
+`PairRollouts` makes pairs of them.
+
+A round is `sample`d, `begin`s, and is `take`n from, one step's micro-batches at a time. All that a
+round knows (which prompts, the tokens and log-probabilities that were sampled, rewards, advantages) is in `state_dict`, so a
+run that was killed at any moment goes on with the very same answers, and where it had none yet, samples them anew from the same
+weights and the same seed. Answers of a round stand in the order of their prompts, in the same micro-batches in every pass.
+
+Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025, arXiv:2503.14476).
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
+from lean_ft.data.batches import Layout
+from lean_ft.generation import Sample
+from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
+from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.shards import ALONE, Ranks
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+@dataclass
+class Answer:
+    """One answer of a round."""
+
+    prompt: int  # which of the prompts
+    ids: list[int]
+    log_probs: list[float]  # as they were drawn
+    ended: bool
+    reward: float | None
+    rewards: list[float | None]  # of each function
+    text: str
+    # From the reference, of each token, where rewards count them.
+    divergences: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # of each token, what was expected before it
+    returns: list[float] = field(default_factory=list)  # and what should have been
+    old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
+    counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
+    uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
+    advantages: list[float] = field(default_factory=list)  # of each token, or one of all
+
+    def of_tokens(self, values: list[float]) -> list[float]:
+        """A value of all tokens for each of them; those of each as they are, and zeros where there are none yet."""
+        return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
+
+    @property
+    def token_advantages(self) -> list[float]:
+        """The advantage of each token; 0 where `loss.entropy_share` leaves the policy loss out."""
+        advantages = self.of_tokens(self.advantages)
+        return (
+            [a if u else 0.0 for a, u in zip(advantages, self.uncertain, strict=True)] if self.uncertain else advantages
+        )
+
+    @property
+    def divergence(self) -> float | None:
+        return sum(self.divergences) if self.divergences else None
+
+
+class Rounds(Generic[BatchT]):
+    """The answers that a run learns from, round after round; `lean_ft.training.Run` keeps their state.
+
+    cfg: of a recipe that samples its answers. All `ranks` have the same answers, whoever sampled them. Raises ValueError
+    where a round's answers are no whole groups.
+    """
+
+    answers_in_a_row = 1  # of a batch
+
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+        generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
+        self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
+        self.report, self.fingerprint = prompts.report, prompts.fingerprint
+        self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
+        if self.num_answers % generation.num_answers:
+            raise ValueError(
+                f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
+                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which are no whole "
+                f"groups of generation.num_answers={generation.num_answers}. Set them so that it is a multiple."
+            )
+        self.num_prompts = self.num_answers // generation.num_answers
+        self._steps = generation.steps_per_round * generation.passes
+        self._place = self._round = 0
+        self._step = self._steps  # of the round, done; no round has begun
+        self._answers: list[Answer] = []
+        self._sampling_seconds: float | None = None  # of the round, until it was told
+        watcher = stage()
+        self._planned = None if watcher is None else watcher.batches(self._longest)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches, passes over the same answers included."""
+        generation = self._cfg.generation
+        rows = len(self._prompts) * generation.num_answers * generation.passes / self.answers_in_a_row
+        return math.ceil(rows / self._cfg.batch_size)
+
+    # A round ------------------------------------------------------------------------------------------------------
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the next step needs a new round."""
+        return self._step == self._steps
+
+    def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
+        """Fills the round that comes, by `Sampler` or what else answers prompts by a seed: at once, unless prompts that teach
+        nothing give way to others.
+
+        Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
+        """
+        started = time.perf_counter()
+        seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
+        self._answers, even = [], list[Answer]()
+        while len(self._answers) < self.num_answers and attempts:
+            attempts -= 1
+            asked = self._ask()
+            answers = answer(asked, seed)
+            even += self._add(answers, score(asked, answers))
+        self._answers += even[: self.num_answers - len(self._answers)]
+        for one in self._answers:
+            one.counts = [self._counts(one)] * len(one.ids)
+        self._sampling_seconds = time.perf_counter() - started
+
+    def _ask(self) -> list[Prompt]:
+        """The prompts to be answered next, each once for each of its answers."""
+        if self._planned is not None:  # as many different prompts as there are going to be
+            longest = self._prompts[0]
+            prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
+            return [prompt for prompt in prompts for _ in range(self._cfg.generation.num_answers)]
+        return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
+
+    def _asked(self) -> list[int]:
+        missing = (self.num_answers - len(self._answers)) // self._cfg.generation.num_answers
+        return self._prompts.take(self._place, missing)
+
+    def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
+        """Takes the answers to what `_ask` gave, and what they are worth; but returns those whose prompt gives way."""
+        if self._planned is not None:
+            self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
+            return []
+        size, asked = self._cfg.generation.num_answers, self._asked()
+        answers = [
+            Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
+            for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
+        ]
+        self._place += len(asked)
+        even = []
+        for start in range(0, len(answers), size):
+            group = answers[start : start + size]
+            spread = len({answer.reward for answer in group if answer.reward is not None}) > 1
+            (self._answers if spread or self._cfg.generation.most_attempts == 1 else even).extend(group)
+        return even
+
+    def begin(self) -> None:
+        """Works out what is learned from each answer; from here on there are steps to take."""
+        if self._planned is None:
+            self._work_out()
+        self._step = 0
+        self._round += 1
+
+    def take(self) -> list[BatchT]:
+        """The micro-batches of the next step."""
+        number = self._cfg.gradient_accumulation_steps
+        if self._planned is not None:
+            return self._planned.take(number)
+        first = self._step % self._cfg.generation.steps_per_round * number
+        self._step += 1
+        return self._batches(first, first + number)
+
+    # What each kind of rounds does its own way --------------------------------------------------------------------
+
+    def _counts(self, answer: Answer) -> bool:
+        """Whether anything is learned from it."""
+        return answer.reward is not None
+
+    def _work_out(self) -> None:
+        """Before the first step of a round."""
+
+    def _batches(self, first: int, end: int) -> list[BatchT]:
+        """The round's micro-batches from one number to another."""
+        raise NotImplementedError
+
+    def _longest(self) -> BatchT:
+        """The micro-batch that takes most, without contents."""
+        raise NotImplementedError
+
+    # What is told -------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Of the round under way, by name."""
+        answers, size = self._answers, self._cfg.generation.num_answers
+        if not answers or self._planned is not None:
+            return {}
+        rewards = torch.tensor([math.nan if answer.reward is None else answer.reward for answer in answers])
+        groups = rewards.view(-1, size) if size > 1 else rewards[None]
+        spread = advantages(groups, "mean")
+        has_one = (~groups.isnan()).sum(1)
+        deviations = (spread.square().sum(1) / (has_one - 1).clamp(min=1)).sqrt()
+        told = {
+            "reward": float(rewards.nanmean()),
+            "reward_std": float(deviations.mean()),
+            "even_groups": float((spread == 0).all(1).float().mean()),
+            "completion_length": sum(len(answer.ids) for answer in answers) / len(answers),
+            "truncated": sum(not answer.ended for answer in answers) / len(answers),
+        }
+        if divergences := [answer.divergence for answer in answers if answer.divergence is not None]:
+            told["kl"] = sum(divergences) / sum(len(answer.ids) for answer in answers)
+        if self._sampling_seconds is not None:
+            told["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
+        return {name: value for name, value in told.items() if not math.isnan(value)}
+
+    def shown(self, count: int) -> list[dict[str, Any]]:
+        """A few answers of the round, of as many prompts as may be, for people to read."""
+        step = max(1, len(self._answers) // count)
+        return [
+            {
+                "prompt": self._prompts[answer.prompt].asked,
+                "answer": answer.text,
+                "reward": answer.reward,
+                "rewards": answer.rewards,
+                **({"advantage": answer.advantages[0]} if answer.advantages else {}),
+                "ended": answer.ended,
+            }
+            for answer in self._answers[::step][:count]
+        ]
+
+    # State --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the prompts and what is left of a round, as plain JSON values."""
+        return {
+            "place": self._place,
+            "round": self._round,
+            "step": None if self.used_up else self._step,
+            "answers": [] if self.used_up else [dict(vars(answer)) for answer in self._answers],
+            **self._sizes(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the place `state`. Raises ValueError where rounds were of another size or of other prompts."""
+        for name, here in self._sizes().items():
+            if state.get(name) != here:
+                raise ValueError(
+                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is {here} now, so the place in the "
+                    "prompts is gone. Restore it, or begin a new run from the checkpoint's weights."
+                )
+        self._place, self._round = state["place"], state["round"]
+        self._step = self._steps if state["step"] is None else state["step"]
+        self._answers = [Answer(**answer) for answer in state["answers"]]
+
+    def _sizes(self) -> dict[str, Any]:
+        generation = self._cfg.generation
+        return {
+            "seed": self._cfg.seed,
+            "batch_size": self._cfg.batch_size,
+            "steps_per_round": generation.steps_per_round,
+            "passes": generation.passes,
+            "num_answers": generation.num_answers,
+            "prompts_per_round": self.num_prompts,
+            "data": self.fingerprint,
+        }
+
+
+class Rollouts(Rounds[PolicyBatch]):
+    """Answers that are compared with the others to the same prompt.
+
+    Raises ValueError, beside what `Rounds` does, where there are no others, and where the sampler leaves tokens out that nothing
+    corrects for.
+    """
+
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+        super().__init__(cfg, prompts, pad_id, ranks)
+        self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
+        self._check(cfg)
+
+    def _check(self, cfg: Any) -> None:
+        if cfg.generation.num_answers < 2:
+            raise ValueError("generation.num_answers=1 leaves nothing to compare an answer with. Set 2 or more.")
+        if cfg.generation.narrows and cfg.loss.correction == "none":
+            raise ValueError(
+                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from, so the "
+                "loss would be of other answers. Leave them out, or set loss.correction=token_truncate."
+            )
+        if cfg.generation.engine != "own" and cfg.loss.correction == "none":
+            raise ValueError(
+                f"generation.engine={cfg.generation.engine} draws by other numbers than those that are learned from. Set "
+                "loss.correction=token_truncate."
+            )
+
+    # What is known before the first update ------------------------------------------------------------------------
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether the trainer's own log-probabilities are needed before the first update: for more than one update, for the
+        entropies of all tokens, or for a divergence in the rewards."""
+        loss = self._cfg.loss
+        return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
+
+    def to_remember(self) -> list[PolicyBatch]:
+        """All micro-batches of a round that has not begun, as the first pass takes them; none where nothing has to be known."""
+        if not self._looks_back:
+            return []
+        if self._planned is not None:
+            return self._planned.take(1)
+        return self._batches(0, self.num_answers // self._cfg.batch_size)
+
+    def remember(
+        self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None, values: Tensor | None = None
+    ) -> None:
+        """Notes what the trainer says of a batch of the round.
+
+        reference (B, A): the log-probabilities under it, where the divergence is of the rewards; values (B, A): what is
+        expected of the answer before each token, where the loss is of that.
+        """
+        if self._planned is not None:
+            return
+        told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
+        told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
+        told |= {} if values is None else {"values": values.tolist()}
+        for row, i in enumerate(batch.answers):
+            length = len(self._answers[i].ids)
+            self._known[i] = {name: rows[row][:length] for name, rows in told.items()}
+
+    def _take_what_is_known(self) -> list[list[float]]:
+        """Gives each answer what any rank noted of it; returns the entropies of their tokens."""
+        for known in self._ranks.everywhere(lambda: self._known):
+            self._known = self._known | known
+        entropies = []
+        for i, answer in enumerate(self._answers):
+            known = self._known.pop(i)
+            entropies.append(known.pop("entropies"))
+            vars(answer).update(known)
+        return entropies
+
+    def _counts(self, answer: Answer) -> bool:
+        return answer.reward is not None and (answer.ended or not self._cfg.loss.mask_truncated)
+
+    def _work_out(self) -> None:
+        loss, size = self._cfg.loss, self._cfg.generation.num_answers
+        if self._looks_back:
+            entropies = self._take_what_is_known()
+            if loss.entropy_share < 1:
+                self._mark_uncertain(entropies)
+        worth = [
+            math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
+            for answer in self._answers
+        ]
+        # In float64: where a divergence alone tells answers apart, float32 would round it to 1e-7 of the reward beside it.
+        exact = torch.tensor(worth, dtype=torch.float64).view(-1, size)
+        above = advantages(exact, loss.advantage_of_loss).flatten().tolist()
+        for answer, value in zip(self._answers, above, strict=True):
+            answer.advantages = [value]
+
+    def _mark_uncertain(self, entropies: list[list[float]]) -> None:
+        """Keep the policy loss of the `loss.entropy_share` of a round's tokens with the highest entropy.
+
+        Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
+        """
+        counted = [e for own, one in zip(entropies, self._answers, strict=True) if one.counts[0] for e in own]
+        threshold = float(
+            np.quantile(counted or [0.0], 1 - self._cfg.loss.entropy_share)
+        )  # a checkpoint takes no numpy bool
+        for answer, own in zip(self._answers, entropies, strict=True):
+            answer.uncertain = [entropy >= threshold for entropy in own]
+
+    # Batches ------------------------------------------------------------------------------------------------------
+
+    def _batches(self, first: int, end: int) -> list[PolicyBatch]:
+        return [self._batch(i * self._cfg.batch_size) for i in range(first, end)]
+
+    def _batch(self, first: int) -> PolicyBatch:
+        answers = self._answers[first : first + self._cfg.batch_size]
+        grids = {name: [getattr(answer, name) for answer in answers] for name in ("old", "values", "returns")}
+        return PolicyBatch.of(
+            [self._prompts[answer.prompt].ids for answer in answers],
+            [answer.ids for answer in answers],
+            pad_id=self._pad_id,
+            first=first,
+            counts=[answer.counts for answer in answers],
+            sampled=[answer.log_probs for answer in answers],
+            advantages=[one.token_advantages for one in answers],
+            **{name: grid if grid[0] else None for name, grid in grids.items()},
+        )
+
+    def _longest(self) -> PolicyBatch:
+        rows, new = self._cfg.batch_size, self._cfg.generation.max_new_tokens
+        values = [[0.0] * new] * rows
+        return PolicyBatch.of(
+            [self._prompts[0].ids] * rows,
+            [[0] * new] * rows,
+            pad_id=0,
+            first=0,
+            counts=[[True] * new] * rows,
+            sampled=values,
+            advantages=values,
+            **({"old": values} if self._looks_back else {}),
+            **({"values": values, "returns": values} if self._has_values else {}),
+        )
+
+    _has_values = False
+
+
+class ValuedRollouts(Rollouts):
+    """Answers of which each token is compared with what a value model expected before it: generalised advantages, over all of a
+    round with mean 0 and deviation 1. The reward stands at the last token, and at each what the divergence costs."""
+
+    _has_values = True
+
+    def _check(self, cfg: Any) -> None:
+        if cfg.generation.narrows or cfg.generation.engine != "own":
+            raise ValueError(
+                "generation.top_k, top_p, min_p and engine draw from other probabilities than those that are learned from. "
+                "Leave them out."
+            )
+        if cfg.generation.most_attempts > 1:
+            raise ValueError(
+                f"generation.most_attempts={cfg.generation.most_attempts} compares the answers to a prompt, and here each is "
+                "compared with its expected value. Set it to 1."
+            )
+
+    @property
+    def _looks_back(self) -> bool:
+        return True
+
+    def _work_out(self) -> None:
+        loss = self._cfg.loss
+        self._take_what_is_known()
+        for answer in self._answers:
+            rewards = -loss.kl_weight * torch.tensor(answer.of_tokens(answer.divergences))
+            rewards[-1] += answer.reward or 0.0
+            values = torch.tensor(answer.values)
+            above, returns = generalized_advantages(rewards[None], values[None], loss.gamma, loss.gae_lambda)
+            answer.advantages, answer.returns = above[0].tolist(), returns[0].tolist()
+        counted = [answer for answer in self._answers if answer.counts[0]]
+        if counted:
+            even = iter(whitened(torch.tensor([value for one in counted for value in one.advantages])).tolist())
+            for answer in counted:
+                answer.advantages = [next(even) for _ in answer.ids]
+
+
+class PairRollouts(Rounds[PairBatch]):
+    """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
+
+    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+        if cfg.generation.num_answers < 2:
+            raise ValueError("generation.num_answers=1 makes no pair. Set 2 or more.")
+        self.answers_in_a_row = cfg.generation.num_answers
+        super().__init__(cfg, prompts, pad_id, ranks)
+
+    def _batches(self, first: int, end: int) -> list[PairBatch]:
+        size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
+        pairs = []
+        for start in range(first * rows * size, end * rows * size, size):
+            judged = [one for one in self._answers[start : start + size] if one.reward is not None]
+            best = max(judged, key=lambda one: one.reward or 0.0, default=None)
+            worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
+            if best is not None and worst is not None and best.reward != worst.reward:
+                pairs.append((best, worst))
+        if not pairs:  # a step has to be taken all the same, in which nothing is learned
+            one = self._answers[first * rows * size]
+            return [self._batch([(one, one)]).without_targets()]
+        return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
+
+    def _batch(self, pairs: Sequence[tuple[Answer, Answer]]) -> PairBatch:
+        return self._pair_batch([(self._prompts[one.prompt].ids, one.ids) for pair in pairs for one in pair])
+
+    def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
+        """texts: prompts and answers, the chosen one of each pair and then the rejected one."""
+        layout = Layout.of_texts(
+            texts,
+            sides=2,
+            kind="padded",
+            row_tokens=max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
+            pad_id=self._pad_id,
+            values=np.zeros(len(texts), dtype=np.float32),
+        )
+        batch = layout.batch(np.arange(len(texts) // 2))
+        assert isinstance(batch, PairBatch)
+        return replace(batch, documents=None)
+
+    def _longest(self) -> PairBatch:
+        return self._pair_batch(
+            [(self._prompts[0].ids, [0] * self._cfg.generation.max_new_tokens)] * (2 * self._cfg.batch_size)
+        )

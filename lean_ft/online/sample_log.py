@@ -1,0 +1,48 @@
+"""samples.jsonl: what the model answered, as it learned; a few lines every so many steps, to the loggers too and some on the console."""
+
+import json
+from functools import partial
+from typing import Any
+
+from lean_ft.online.rollouts import Rounds
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.units import number
+from lean_ft.system.whole_files import open_in_place
+from lean_ft.training.answers import one_line
+from lean_ft.training.metrics import trim_metrics
+from lean_ft.training.run import Run
+
+FILE = "samples.jsonl"
+WRITTEN, SHOWN = 8, 2  # answers of a round, into the file and onto the console
+_shown = partial(one_line, most=60)
+
+
+class SampleLog:
+    """The samples.jsonl of a run that was opened; what came behind the step that it goes on from is cut off."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._run, self._every, self._writes = run, every, stage() is None and run.ranks.rank == 0
+        if self._writes:
+            self._path = run.directory / FILE
+            trim_metrics(self._path, run.start_step, has_every_step=False)
+
+    def say_before(self, told: dict[str, Any]) -> None:
+        """Tells an evaluation that was made before the first step."""
+        say("evaluation", f"before training: held-out reward {number(told['eval_reward'])}")
+
+    def write(self, step: int, rollouts: Rounds) -> None:
+        """Adds a few answers of the round, after step `step` (from 0), every so many steps; the first time at once."""
+        if not self._writes or not self._every or step % self._every or not self._run.is_training:
+            return
+        rows = rollouts.shown(WRITTEN)
+        with open_in_place(self._path, "a") as file:
+            file.write("".join(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n" for row in rows))
+        self._run.log_samples([{**row, "prompt": _asked(row)} for row in rows])
+        for row in rows[:: max(1, len(rows) // SHOWN)][:SHOWN]:
+            worth = "none" if row["reward"] is None else number(row["reward"])
+            say("sample", f"{_shown(_asked(row))}  ->  {_shown(row['answer'])}  (reward {worth})")
+
+
+def _asked(row: dict[str, Any]) -> str:
+    return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]

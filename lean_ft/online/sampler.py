@@ -1,0 +1,94 @@
+"""The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from lean_ft.data import Prompt
+from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_ids
+from lean_ft.models import Decoder
+from lean_ft.online.rewards import Rewards
+from lean_ft.online.vllm_server import VLLMServer
+from lean_ft.optim import Optimizer
+from lean_ft.parallel import generating
+from lean_ft.settings import OnlineConfig
+from lean_ft.system.host_link import open_link
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.tokenizers import Tokenizer
+
+
+class Sampler:
+    """`sampler(prompts, seed)`: an answer to each, which depends on the weights, the prompt, the seed and on how often the same
+    prompt stands before it alone. Many ranks share the prompts out, and all get all answers."""
+
+    def __init__(
+        self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
+    ) -> None:
+        """optimizer: whose state makes room, with `generation.offload_training_state`. Raises ValueError where that is on the
+        host already."""
+        self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
+        self._ranks = ranks
+        self._stop_ids = stop_ids(model, tokenizer)
+        self._makes_room: Callable[[], AbstractContextManager[None]] = nullcontext
+        if cfg.generation.offload_training_state:
+            if cfg.optimizer.state != "device" or cfg.optimizer.name == "paged_adamw_8bit":
+                raise ValueError(
+                    f"optimizer.state={cfg.optimizer.state} of {cfg.optimizer.name} is in the host's memory at all times. Leave "
+                    "generation.offload_training_state out."
+                )
+            setting = "generation.offload_training_state"
+            link = open_link(model.device, f"{setting}=true", f"{setting}=false")
+            self._makes_room = partial(optimizer.state_away, link)
+        if cfg.generation.compile and ranks.size > 1:
+            raise ValueError("generation.compile=true is for one process, and here are several. Leave it out.")
+        self._server: VLLMServer | None = None
+        if cfg.generation.engine == "vllm":
+            if ranks.size > 1:
+                raise ValueError("generation.engine=vllm is asked by one process, and here are several. Leave it out.")
+            if stage() is None:
+                self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
+
+    def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
+        """temperature: null is that of training. Raises as `lean_ft.generation.sample` does."""
+        generation = self._generation
+        how = Sampling(
+            temperature=generation.temperature if temperature is None else temperature,
+            seed=seed,
+            stop_ids=self._stop_ids,
+            stop_texts=tuple(generation.stop),
+            **generation.drawn,
+        )
+        asked = [prompt.ids for prompt in prompts]
+        if self._generation.engine == "vllm":
+            return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
+        numbers = sample_numbers(asked)
+        # Neighbours, and the answers to one prompt on one rank, which reads it once. Ranks that have each other's heads answer
+        # the same prompts.
+        groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
+        share = -(-groups * alike // self._ranks.size) * generation.num_answers
+        place = self._ranks.rank // alike
+        mine = slice(place * share, (place + 1) * share)
+
+        def answer() -> list[Sample]:
+            with self._makes_room(), generating(self._model, self._ranks, generation.gather):
+                return sample(
+                    self._model,
+                    asked[mine],
+                    how,
+                    numbers=numbers[mine],
+                    decode=self._tokenizer.decode,
+                    cache_gib=generation.cache_gib,
+                    compile=generation.compile,
+                )
+
+        return [one for answers in self._ranks.everywhere(answer)[::alike] for one in answers]
+
+    def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
+        """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each
+        time."""
+        answers = self(held_out, self._seed, self._generation.eval_temperature)
+        worth = [total for total in rewards(held_out, answers).totals if total is not None]
+        num_tokens = sum(len(answer.ids) for answer in answers)
+        return {"eval_reward": sum(worth) / max(1, len(worth)), "eval_completion_length": num_tokens / len(answers)}

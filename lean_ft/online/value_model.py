@@ -1,0 +1,71 @@
+"""The value model of PPO: what is still to come of an answer's reward, foreseen before each of its tokens.
+
+Where all parameters train it is a model of its own, with an output layer of one number. Where an adapter trains it is such a
+layer on the policy's hidden states, so that policy, value model and reference are one base: it takes no further pass, and its
+loss trains the adapter, too. Either is cut over ranks as the policy is.
+
+Shapes: B answers, A tokens of the longest, N tokens of all, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.losses import AnswerTokens, hidden_states, on_grid
+from lean_ft.memory import apply_memory
+from lean_ft.models import Decoder
+from lean_ft.parallel import cut, parallelize, shard_layer
+from lean_ft.peft import load_with_adapter
+from lean_ft.system.log import say
+from lean_ft.system.shapes_only import outside, stage
+from lean_ft.system.shards import ALONE, Ranks, local
+
+
+class ValueModel(nn.Module):
+    """`value(batch, now)`: (B, A) float32, 0 behind an answer; its parameters are float32 or those of a model."""
+
+    def __init__(self, cfg: Any, model: Decoder, ranks: Ranks = ALONE) -> None:
+        """cfg: of a recipe that has `model`, `value`, `lora`, `memory` and `parallel`; model: the policy, as it trains. Raises
+        ValueError for a model of its own beside an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
+        super().__init__()
+        self._is_float16, device = cfg.model.dtype == "float16", model.device
+        self.own: Decoder | None = None
+        if cfg.lora is None:
+            from_path = {} if cfg.value.path is None else {"path": cfg.value.path}
+            self.own = load_with_adapter(cfg.model.model_copy(update=from_path), None, device, ranks, scores=True)
+            cut(self.own, cfg.parallel, ranks)
+            apply_memory(self.own, cfg.memory, compile=cfg.compile)
+            parallelize(self.own, cfg.parallel, ranks)
+        elif cfg.value.path is not None:
+            raise ValueError(
+                f"value.path={cfg.value.path} is a model of its own, and beside an adapter the value model is an output layer "
+                "on the policy. Leave value.path out, or set lora=null."
+            )
+        else:
+            if model.config.head_bias:
+                raise ValueError(
+                    "lora: the value model would be an output layer on the policy, which is not supported where that has an "
+                    "output layer with a bias. Set lora=null."
+                )
+            with outside():  # of shapes alone, until it is cut
+                self.score = nn.Linear(model.config.hidden_size, 1, bias=False, device="meta")
+            shard_layer(self.score, ranks)
+            self.score.to_empty(device=device)
+            nn.init.zeros_(local(self.score.weight))
+        if stage() is None:
+            say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
+
+    @property
+    def output_weight(self) -> Tensor:
+        """(1, D)."""
+        return self.score.weight if self.own is None else self.own.output_weight
+
+    def forward(self, batch: Any, now: AnswerTokens) -> Tensor:
+        hidden = now.hidden
+        if self.own is not None:
+            with torch.autocast(hidden.device.type, torch.float16, enabled=self._is_float16):
+                hidden, _ = hidden_states(self.own, batch, of_rows=True)
+        read = hidden.flatten(0, 1).index_select(0, batch.index).float()  # (N, D): before each token
+        values = self.score(read) if self.own is None else read @ self.output_weight.float().T  # (N, 1)
+        return on_grid(values[:, 0], batch)

@@ -1,0 +1,125 @@
+"""An engine beside: a server of vLLM's samples, in processes and on devices of its own, with the weights that are trained here.
+
+Before it samples, the weights are written into a folder that both see, a layer at a time and an adapter merged on the way, and the
+server is told to read them: vLLM's weight transfer by its backend `disk`, which takes checkpoints and needs neither vLLM nor
+NCCL in this process. Answers are its completions, token ids with the log-probabilities that they were drawn with. Those are
+other numbers than the trainer's, by rounding at least, and `loss.correction` weighs by the ratio.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "disk"}' --logprobs-mode processed_logprobs
+
+Source: vLLM, docs/training/weight_transfer/disk.md, and its routes in entrypoints/serve/dev/rlhf and openai/completion.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lean_ft.generation import Sample, Sampling
+from lean_ft.models import Decoder
+from lean_ft.models.names_on_disk import parameters_on_disk
+from lean_ft.models.safetensors_file import write_file
+from lean_ft.peft import plain_tensors
+from lean_ft.training.bad_steps import TrainingFailed
+
+LONGEST_SECONDS = 3600.0  # for one answer of the server: a round of samples
+_OPTIONS = '--weight-transfer-config \'{"backend": "disk"}\' --logprobs-mode processed_logprobs'
+
+
+class VLLMServer:
+    """`server(model, prompts, how)`: an answer to each prompt, of the model as it is now."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        """folder: where the weights go, of the size of the model; the server sees it by the same absolute name. Raises ValueError
+        where no server answers, or not by this protocol."""
+        self._url, self._folder = url.rstrip("/"), folder.absolute()
+        # One's own machine or network: what the environment names as a proxy is for others.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            self._name = self._ask("v1/models")["data"][0]["id"]
+            self._ask("init_weight_transfer_engine", {"init_info": {}})
+        except TrainingFailed as error:
+            raise ValueError(
+                f"generation.engine=vllm: {error} Start it as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {_OPTIONS}`, and name it "
+                "by generation.engine_url."
+            ) from None
+
+    def __call__(self, model: Decoder, prompts: Sequence[Sequence[int]], how: Sampling) -> list[Sample]:
+        """prompts: one that is to have several answers stands here several times. Raises TrainingFailed where the server fails."""
+        self._give_weights(model)
+        asked = Counter(tuple(prompt) for prompt in prompts)
+        given: dict[tuple[int, ...], list[Sample]] = defaultdict(list)
+        for number in sorted(set(asked.values())):
+            together = [list(prompt) for prompt, times in asked.items() if times == number]
+            choices = self._ask("v1/completions", self._request(together, number, how))["choices"]
+            if len(choices) != number * len(together):
+                raise TrainingFailed(f"{self._url} gave {len(choices)} of {number * len(together)} answers.")
+            for choice in choices:
+                given[tuple(together[choice["index"] // number])].append(_sample(choice))
+        return [given[tuple(prompt)].pop(0) for prompt in prompts]
+
+    def _request(self, prompts: list[list[int]], number: int, how: Sampling) -> dict[str, Any]:
+        return {
+            "model": self._name,
+            "prompt": prompts,
+            "n": number,
+            "max_tokens": how.max_new_tokens,
+            # All of them, as the server takes what is left out from the model's generation_config.json.
+            "temperature": how.temperature,
+            "top_p": 1.0 if how.top_p is None else how.top_p,
+            "top_k": how.top_k or 0,
+            "min_p": how.min_p or 0.0,
+            "repetition_penalty": 1.0,
+            "seed": how.seed,
+            "stop": list(how.stop_texts),
+            "stop_token_ids": sorted(how.stop_ids),
+            "logprobs": 0,  # of the token that was drawn alone
+            "return_token_ids": True,
+        }
+
+    def _give_weights(self, model: Decoder) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for layer, tensors in groupby(plain_tensors(model), key=lambda named: _layer_of(named[0])):
+            of_layer = {
+                place: part.contiguous()
+                for name, tensor in tensors
+                for place, part in parameters_on_disk(model.source.config, name, tensor.detach())
+            }
+            write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
+        self._ask("pause?mode=wait", {})  # forgets what was cached of prompts, too
+        self._ask("start_weight_update", {})
+        self._ask("update_weights", {"update_info": {"path": str(self._folder)}})
+        self._ask("finish_weight_update", {})
+        self._ask("resume", {})
+
+    def _ask(self, route: str, content: dict[str, Any] | None = None) -> Any:
+        """What the server answers to a POST of `content`, or to a GET."""
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
+        try:
+            with self._opener.open(request, timeout=LONGEST_SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise TrainingFailed(f"{self._url}/{route} answered {error.code}: {said}.") from None
+        except (OSError, ValueError) as error:
+            raise TrainingFailed(f"{self._url}/{route} does not answer: {error}.") from None
+
+
+def _layer_of(name: str) -> str:
+    """What of a tensor's name is that of its file: a layer's, or the module's that is none."""
+    parts = name.split(".")
+    return ".".join(parts[:3] if parts[:2] == ["model", "layers"] else parts[:-1])
+
+
+def _sample(choice: dict[str, Any]) -> Sample:
+    ids, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if not ids or log_probs is None or len(ids) != len(log_probs):
+        raise TrainingFailed(
+            "the server's answers have no token_ids with a log-probability each: expected a vLLM that knows return_token_ids."
+        )
+    return Sample(ids, log_probs, choice["finish_reason"] == "stop")

@@ -1,0 +1,8 @@
+"""Several processes that train one model: who they are, and how the model and its work are cut over them."""
+
+from lean_ft.parallel.cutting import cut, refuse_cuts
+from lean_ft.parallel.generating import generating
+from lean_ft.parallel.parallelize import parallelize, shard_layer
+from lean_ft.parallel.ranks import check_number, join
+
+__all__ = ["check_number", "cut", "generating", "join", "parallelize", "refuse_cuts", "shard_layer"]

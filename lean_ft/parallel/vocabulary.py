@@ -1,0 +1,322 @@
+"""A vocabulary that stays cut: each rank keeps its rows of the embedding and of the output layer, and none has them whole.
+
+Hidden states travel in place of weights. Of each chunk of target tokens all ranks gather the hidden states, multiply them
+by their own rows, tell one another six numbers a token (`chunked_softmax.whole_of_parts`), and so know the softmax of the
+whole; the gradient of the hidden states is summed back to where they came from, in float32, and that of the rows is the
+sum over all ranks already. The embedding likewise: ids are gathered, each rank looks up the rows it has, and what comes
+back is their sum. A tied weight is one part with one gradient.
+
+That sends about 10 D bytes a token and rank, where gathering two weights of (V, D) for a pass and summing their gradients
+sends 8 V D: less as long as the ranks have fewer than V tokens at a time together. It always takes less memory.
+
+Source: the parts of the softmax are Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019,
+arXiv:1909.08053), here over data-parallel ranks and in chunks. Left out: losses other than the cross-entropy, adapters on the
+embedding or the output layer, and gradients of `logits`.
+
+Shapes: n ranks that a copy of the model is cut over, N tokens of this one, C tokens a chunk and rank, D hidden size, V
+vocabulary, P rows of it that are here.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lean_ft.losses import TokenStatistics
+from lean_ft.losses.chunked_softmax import (
+    ENTROPY,
+    IS_RIGHT,
+    LOSS,
+    NUM_PART_COLUMNS,
+    Terms,
+    WeightGradient,
+    compute_dtype,
+    describe_part,
+    gradient,
+    sum_dtype,
+    whole_of_parts,
+)
+from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, SumOfLosses, select_targets
+from lean_ft.models import Decoder
+from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
+from lean_ft.settings import ParallelConfig
+from lean_ft.system.shapes_only import counted_as, repeated
+
+LOOKED_UP_TOKENS = 4096  # of all ranks, whose rows of the embedding are exchanged at a time
+SMALL_WEIGHT_BYTES = 256 * 2**20  # up to which `auto` gathers: so little is no matter, and the sums stay one process's
+
+
+def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> str:
+    """Why the vocabulary is gathered and not cut, in words that end a sentence; empty where it is to be cut.
+
+    `tokens` are the most that a forward pass of one rank has, None with a loss that wants a whole output weight. Raises
+    ValueError where `parallel.vocabulary=cut` cannot be had.
+    """
+    if cfg.vocabulary == "gathered":
+        return "as parallel.vocabulary=gathered says"
+    embedding, head, num_ranks = model.model.embed_tokens, model.head, ranks.num_shards
+    vocab_size = model.config.vocab_size
+    rows = -(-vocab_size // num_ranks)
+    cannot = ""
+    if num_ranks == 1:
+        cannot = "each process has a copy of the model (parallel.shard=1)"
+    elif tokens is None:
+        cannot = "this recipe's loss wants the whole output layer"
+    elif model.config.head_bias:
+        cannot = "the output layer has a bias"
+    elif type(embedding) is not nn.Embedding or (head is not None and type(head) is not nn.Linear):
+        cannot = "there is an adapter on the embedding or the output layer"
+    elif rows * (num_ranks - 1) >= vocab_size:
+        cannot = f"its {vocab_size} words do not go round over {num_ranks} processes"
+    if cfg.vocabulary == "cut":
+        if cannot:
+            raise ValueError(f"parallel.vocabulary=cut: {cannot}. Set parallel.vocabulary=auto.")
+        return ""
+    assert tokens is not None or cannot
+    if not cannot and model.config.hidden_size * vocab_size * embedding.weight.element_size() < SMALL_WEIGHT_BYTES:
+        return f"its weight takes less than {SMALL_WEIGHT_BYTES // 2**20} MiB"
+    if not cannot and tokens is not None and num_ranks * tokens > vocab_size:
+        return (
+            f"the {num_ranks * tokens:,} tokens of {num_ranks} processes would send more than its {vocab_size:,} words "
+            "(parallel.vocabulary=cut takes less memory)"
+        )
+    return cannot
+
+
+class CutVocabulary:
+    """The embedding and the output layer of a model, of which each rank keeps some rows."""
+
+    def __init__(self, model: Decoder, ranks: ManyRanks, mesh: Any) -> None:
+        """Cuts the weights of `model` over `mesh`, and has the model look them up and multiply by them here."""
+        self.ranks, self.group, self.size = ranks, ranks.mesh.get_group(SHARD), ranks.num_shards
+        self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
+        self.vocab_size = model.config.vocab_size
+        self.first = ranks.shard * -(-self.vocab_size // self.size)
+        self.embedding, self.head = model.model.embed_tokens, model.head
+        self.parameters = {
+            self._cut(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
+        }
+        self._handed_on: Tensor | None = None  # (P, D) the tied rows as the last look-up gave them
+        setattr(self.embedding, "forward", self.look_up)  # noqa: B010  (the instance's, which no stub knows)
+        model.tied_output_weight = None
+        model.sharding.vocabulary = self
+
+    def _cut(self, module: nn.Module, mesh: Any) -> nn.Parameter:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        whole: nn.Parameter = module.weight  # type: ignore[assignment]
+        own = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        part = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+        setattr(module, "weight", parameter)  # noqa: B010
+        return parameter
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The embedding's rows (..., D) of `ids` (...)."""
+        flat = ids.flatten()
+        (most,) = self.ranks.highest(len(flat))
+        rows, handed_on = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
+        self._handed_on = handed_on if self.head is None else None
+        return rows.view(*ids.shape, -1)
+
+    def _output_rows(self) -> Tensor:
+        """(P, D): the output layer's rows here, or the embedding's as the last look-up handed them on."""
+        if self.head is not None:
+            return _rows(self.head)
+        if self._handed_on is None or not torch.is_grad_enabled():
+            return _rows(self.embedding)
+        return self._handed_on
+
+    @counted_as("loss")
+    def cross_entropy(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        num_targets: int,
+        chunk_tokens: int = 1024,
+        accumulation_dtype: Literal["float32", "weight"] = "float32",
+        softcap: float | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        statistics: TokenStatistics | None = None,
+        compile: bool = False,
+    ) -> Tensor:
+        """What `linear_cross_entropy` gives for this rank's `hidden` (..., D) and `labels` (...), whose settings these are.
+
+        All ranks call it, and each goes backward from its sum times the same factor: the gradient of the rows is of all
+        ranks' tokens. A chunk's logits are of `chunk_tokens` tokens of all ranks together.
+        """
+        labels, hidden = select_targets(labels, num_targets, hidden)
+        (most,) = self.ranks.highest(num_targets)
+        chunk = min(most, -(-chunk_tokens // self.size)) if chunk_tokens else most
+        weight, terms = self._output_rows(), Terms(softcap, label_smoothing, z_loss, vocab_size=self.vocab_size)
+        loss, sums = _CrossEntropy.apply(
+            hidden,
+            weight,
+            labels,
+            self,
+            (most, max(chunk, 1)),
+            (sum_dtype(weight, accumulation_dtype), compute_dtype(weight)),
+            (terms, compile),
+            torch.is_grad_enabled(),
+        )  # type: ignore[misc]
+        if statistics is not None:
+            statistics.add(token_accuracy=sums[IS_RIGHT], entropy=sums[ENTROPY])
+        return loss
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) of hidden (..., D), without gradients. All ranks call it."""
+        flat = hidden.flatten(0, -2)
+        (most,) = self.ranks.highest(len(flat))
+        everyones = self.gather(_padded(flat, most))  # (n N, D)
+        rows = -(-self.vocab_size // self.size)
+        own = self._output_rows()
+        parts = hidden.new_zeros(len(everyones), rows)
+        parts[:, : len(own)] = everyones @ own.T
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        whole = received.view(self.size, most, rows).transpose(0, 1).reshape(most, -1)
+        return whole[: len(flat), : self.vocab_size].view(*hidden.shape[:-1], -1)
+
+    # What is exchanged -------------------------------------------------------------------------------------------------
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(n C, ...) of all ranks from (C, ...) of each."""
+        everyones = own.new_empty(self.size * len(own), *own.shape[1:])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(everyones, own.contiguous(), group=self.group)
+        return everyones
+
+    def sum_back(self, everyones: Tensor) -> Tensor:
+        """(C, ...): the sum over ranks of what each has, in (n C, ...), for this one."""
+        own = everyones.new_empty(len(everyones) // self.size, *everyones.shape[1:])
+        sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        sum_back(own, everyones, group=self.group)
+        return own
+
+    def sum_copies(self, gradient: Tensor) -> Tensor:
+        """The sum over the copies of the model, in place."""
+        if self.copies is not None:
+            dist.all_reduce(gradient, group=self.copies)
+        return gradient
+
+    def place(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Which of the `num_rows` rows here each id's is, and whether it is here; of one that is not the row is any."""
+        row = ids - self.first
+        is_here = (row >= 0) & (row < num_rows)
+        return row.remainder(num_rows), is_here
+
+
+def _rows(module: Any) -> Tensor:
+    """(P, D): those of the module's weight that are here, with the weight as the node that made them."""
+    return module.weight.to_local()
+
+
+def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
+    """The values (N, ...) with more of `fill` behind, (length, ...)."""
+    if len(values) == length:
+        return values
+    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of the embedding for this rank's ids, and its own part of the weight, through which a tied output layer's
+    gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids)
+        ctx.cut, ctx.most, ctx.shape, ctx.dtype = cut, most, weight.shape, weight.dtype
+        ctx.set_materialize_grads(False)
+        rows = weight.new_empty(len(ids), weight.shape[1])
+        for chunk, everyones in _ids_in_chunks(ids, most, cut):
+            row, is_here = cut.place(everyones, len(weight))
+            found = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
+            rows[chunk] = cut.sum_back(found)[: len(rows[chunk])]
+        return rows, weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        grad_rows, gradient = grad_outputs
+        if grad_rows is None:
+            return None, None if gradient is None else ctx.cut.sum_copies(gradient.clone()), None, None
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=grad_rows.device)
+        for chunk, everyones in _ids_in_chunks(ids, ctx.most, ctx.cut):
+            row, is_here = ctx.cut.place(everyones, len(total))
+            gradients = ctx.cut.gather(_padded(grad_rows[chunk], len(everyones) // ctx.cut.size))
+            total.index_add_(0, row, gradients.to(wide).masked_fill_(~is_here[:, None], 0))
+        # Written over in place: a loss makes it for this node alone.
+        gradient = total.to(ctx.dtype) if gradient is None else gradient.contiguous().add_(total)
+        return None, ctx.cut.sum_copies(gradient), None, None
+
+
+def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
+    """Where each chunk lies in this rank's ids (N,), and those of all ranks; as many chunks on every rank."""
+    length = max(1, LOOKED_UP_TOKENS // cut.size)
+    for start in repeated(range(0, most, length)):
+        chunk = slice(start, start + length)
+        yield chunk, cut.gather(_padded(ids[chunk], min(length, most - start), fill=-1))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (P, D)
+        labels: Tensor,  # (N,)
+        cut: CutVocabulary,
+        sizes: tuple[int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        softmax: tuple[Terms, bool],
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        (most, chunk_tokens), (accumulation_dtype, compute_dtype), (terms, compile) = sizes, dtypes, softmax
+        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        describe, write_gradient = describe_part(terms, compile), gradient(terms, compile, is_capped=True)
+        projection = weight.to(compute_dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        weight_sum = WeightGradient(weight, accumulation_dtype) if needs_weight else None
+        wide = torch.promote_types(compute_dtype, torch.float32)
+        sums = torch.zeros(terms.num_columns, dtype=wide, device=hidden.device)
+        logits = hidden.new_empty(0, len(weight), dtype=compute_dtype)
+        for start in repeated(range(0, most, chunk_tokens), shown=2):
+            length = min(chunk_tokens, most - start)
+            chunk = slice(start, start + length)
+            own = hidden[chunk].to(compute_dtype)
+            everyones = cut.gather(_padded(own, length))  # (n C, D)
+            ids = cut.gather(_padded(labels[chunk], length, fill=IGNORED_LABEL))  # (n C,)
+            if len(logits) != len(ids):
+                logits.resize_(len(ids), logits.shape[1])
+            torch.mm(everyones, projection.T, out=logits)  # (n C, P)
+            parts = torch.empty(len(ids), NUM_PART_COLUMNS, dtype=wide, device=hidden.device)
+            describe(logits, ids - cut.first, parts)
+            rows = whole_of_parts(cut.gather(parts).view(cut.size, len(ids), NUM_PART_COLUMNS), terms)
+            mine = slice(cut.ranks.shard * length, cut.ranks.shard * length + len(own))
+            sums += rows[0][mine].sum(0)
+            if not (needs_hidden or needs_weight):
+                continue
+            write_gradient(logits, ids - cut.first, rows[1], (ids != IGNORED_LABEL).to(wide))
+            if grad_hidden is not None:
+                # Parts of it are larger than their sum, so they are summed in float32.
+                grad_hidden[chunk] = cut.sum_back((logits @ projection).to(wide))[: len(own)]
+            if weight_sum is not None:
+                weight_sum.add(logits, everyones)
+        ctx.grad_hidden, ctx.weight_sum = grad_hidden, weight_sum
+        ctx.cut = cut
+        loss, statistics = sums[LOSS].clone(), sums
+        ctx.mark_non_differentiable(statistics)
+        return loss, statistics
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, *others = SumOfLosses.backward(ctx, *grad_outputs)
+        if grad_weight is not None and ctx.cut.head is not None:  # a tied one goes on to the look-up's backward
+            grad_weight = ctx.cut.sum_copies(grad_weight)
+        return grad_hidden, grad_weight, *others

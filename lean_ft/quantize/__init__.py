@@ -1,0 +1,5 @@
+"""Quantized weights and products: torchao's 8- and 4-bit kinds, quantization-aware training, NF4 and float8."""
+
+from lean_ft.quantize.torchao_kinds import fake_quantize, quantize, save_quantized, torchao_config
+
+__all__ = ["fake_quantize", "quantize", "save_quantized", "torchao_config"]

@@ -1,0 +1,154 @@
+"""NF4: a frozen weight in 4.13 bits, made whole for each product and let go again.
+
+Every 64 values share a scale, and each is the nearest of 16 levels that a normal distribution fills evenly. The scales
+are quantised in turn, to 8 bits in blocks of 256, less their mean ("double quantisation"). The format and the kernels
+are bitsandbytes', on every device; its kernels for CPUs are faster there than torchao's, which are PyTorch operations.
+
+Quantised weights are never saved: they are what a run computes with, made anew from the model's folder.
+
+Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+
+Shapes: I inputs, O outputs.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lean_ft.system.bitsandbytes_library import why_unusable
+from lean_ft.system.shapes_only import outside
+from lean_ft.system.shards import part_of
+
+BLOCK_SIZE = 64
+_SCALE_BLOCK_SIZE = 256
+
+# What a frozen weight (O, I) lies in: the weight itself, or the tensors of `quantize`.
+Frozen = Sequence[Tensor]
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns `weight` (O, I) as its levels, two a byte; their scales; the scales' own scales, mean and levels."""
+    levels, state = _bitsandbytes().quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=True
+    )
+    return levels, state.absmax, state.state2.absmax, state.offset, state.state2.code
+
+
+def whole(frozen: Frozen, out_features: int, like: Tensor, *, again: bool = False) -> Tensor:
+    """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype.
+
+    `again` says that it is to be made anew, though forward has made it. A compiler that recomputes a layer in backward would see
+    that these are the same values, and keep every weight of the layer whole from the one product to the other.
+    """
+    if len(frozen) == 1:
+        return frozen[0].to(like.dtype)
+    levels, scales, scale_scales, mean_scale, scale_levels = frozen
+    # The operators themselves, which the compiler knows; the library's functions around them it does not.
+    ops = torch.ops.bitsandbytes
+    scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
+    shape = (out_features, like.shape[-1])
+    made_as = (1, *shape) if again else shape  # of other arguments it is another call
+    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", made_as, like.dtype).view(shape)
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer whose weight is quantised.
+
+    One that is made on `meta`, to be cut over ranks, has what grows with the weight as parameters, which is what is cut.
+    """
+
+    levels: Tensor
+    stays_whole = False
+    """Whether a compiler may keep the weight whole from forward to backward: between tiles, which need it in turn, it is kept
+    anyway, and one is less than two."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        for name, tensor in zip(_NAMES, _shapes(weight) if weight.is_meta else quantize(weight), strict=True):
+            if weight.is_meta and name in CUT_NAMES:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+
+    @property
+    def frozen(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in _NAMES)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, I) made whole, a new tensor each time."""
+        return whole(self.frozen, self.out_features, self.levels.new_empty(0, self.in_features, dtype=self.dtype))
+
+    @torch.no_grad()
+    def take(self, frozen: Frozen) -> None:
+        """Takes over what `quantize` gave; where this layer is cut over ranks, the part that is here."""
+        for name, tensor in zip(_NAMES, frozen, strict=True):
+            here = part_of(getattr(self, name))
+            here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the quantised weight takes."""
+        return sum(tensor.nbytes for tensor in self.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _NF4Product.apply(x, self.bias, self.out_features, self.stays_whole, *self.frozen)
+
+
+_NAMES = ("levels", "scales", "scale_scales", "mean_scale", "scale_levels")
+CUT_NAMES = ("levels", "scales", "scale_scales")
+
+
+def _shapes(weight: Tensor) -> tuple[Tensor, ...]:
+    """What `quantize` would give, on `meta`."""
+    num_scales = -(-weight.numel() // BLOCK_SIZE)
+    levels = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
+    scales = torch.empty(num_scales, dtype=torch.uint8, device="meta")
+    scale_scales = torch.empty(-(-num_scales // _SCALE_BLOCK_SIZE), device="meta")
+    return levels, scales, scale_scales, torch.empty((), device="meta"), torch.empty(256, device="meta")
+
+
+class _NF4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, out_features: int, stays_whole: bool, *frozen: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*frozen)
+        ctx.num_inputs, ctx.stays_whole = x.shape[-1], stays_whole
+        return F.linear(x, whole(frozen, out_features, x), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        frozen = ctx.saved_tensors  # once: where it is checkpointed a second time is refused
+        input_like = grad.new_empty(0, ctx.num_inputs)
+        weight = whole(frozen, grad.shape[-1], input_like, again=not ctx.stays_whole)
+        return grad @ weight, None, None, None, *(None for _ in frozen)
+
+
+def check_available(*, on_gpu: bool) -> None:
+    """Raises ValueError where NF4 cannot be computed: bitsandbytes is missing, or has no kernels for the GPU."""
+    if (reason := why_unusable(on_gpu=on_gpu)) is not None:
+        raise ValueError(
+            f"lora.quantize=nf4 needs bitsandbytes, and {reason}. Install it for this device "
+            "(`pip install bitsandbytes`), or set lora.quantize=none."
+        )
+
+
+@cache
+def _bitsandbytes() -> ModuleType:
+    import bitsandbytes.functional as functional
+
+    with outside():  # the library makes its tables when it is first used
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    return functional

@@ -1,0 +1,463 @@
+"""Settings as text: a YAML preset and `key=value` overrides become one validated pydantic model, and back.
+
+What a recipe's settings are is read from the JSON schema that pydantic makes of its `Config`. A value is read with
+its setting's schema in hand. Where only text fits, the text stays as it was written, so `data.source=007` names a
+file; elsewhere `optimizer.lr=1e-5` is a number (see `lean_ft.settings.strict_yaml`). Nothing is converted after that: neither
+`"4"` nor `2.0` is a whole number. Everything that is wrong with one config is told in one message, each with where
+it came from.
+
+Left out on purpose: includes, interpolation, environment variables. A preset states what differs from the
+defaults, and what it states is what one reads.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+
+from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
+from lean_ft.system.spelling import did_you_mean
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
+
+COMMAND_LINE = "command line"
+MAX_PROBLEMS = 20  # that one message lists
+RECIPE = "recipe"  # what a preset may say beside settings
+
+
+def load_config(
+    config_class: type[ConfigT], preset: Path | None, overrides: Sequence[str] = (), given_by: str = COMMAND_LINE
+) -> ConfigT:
+    """Read a preset (a YAML file, or None), apply `key=value` overrides in order, and validate the result.
+
+    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. A group's
+    default instance supplies the keys that are not given. A single value for a list is a list of one (`freeze=mlp`). An
+    item of a list in an override may begin with `*` and hold paired brackets: `lora.targets=[model.layers.[0-3].*]`.
+    Messages name `given_by` as the place of an override; "" leaves the place out.
+
+    Raises ValueError with every problem in one message: unknown keys with the nearest valid one, values of the
+    wrong type with what was expected, and the required settings that are missing. A preset that cannot be opened
+    raises its OSError.
+    """
+    reader = _Reader(config_class, given_by)
+    if preset is not None:
+        reader.read_preset(preset)
+    for override in overrides:
+        reader.read_override(override)
+    return reader.config()
+
+
+def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
+    """Whether a recipe takes what a preset sets. Required settings may still be missing: they can be given later."""
+    reader = _Reader(config_class)
+    try:
+        reader.read_preset(preset)
+    except (ValueError, OSError):
+        return False
+    reader.validate()
+    return not reader.problems
+
+
+def preset_recipe(preset: Path) -> str | None:
+    """The recipe that a preset names as its own, in `recipe: NAME` beside its settings; None where it names none."""
+    values, _ = read_yaml_file(preset)
+    name = values.get(RECIPE) if isinstance(values, dict) else None
+    return str(name) if isinstance(name, str) else None
+
+
+def preset_values(preset: Path) -> dict[str, str]:
+    """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
+
+    values, _ = read_yaml_file(preset)
+    settings = dotted(values) if isinstance(values, dict) else ()
+    return {k: v if isinstance(v, Plain) else to_yaml(v, flow=True) for k, v in settings if k != RECIPE}
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values as (`group.name`, value), in their order; a group with nothing in it is a value."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def dump(config: BaseModel) -> str:
+    """The settings as YAML, every one of them; `load_config` reads it back to an equal config."""
+    return to_yaml(config.model_dump(mode="json"))
+
+
+# What the settings are ---------------------------------------------------------------------------------------
+
+
+class _PresetSchema(GenerateJsonSchema):
+    """Requires nothing, since the command line may give it; knows the default that a factory makes."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> Schema:
+        factory = schema.get("default_factory")
+        return super().default_schema(schema | {"default": factory()} if factory else schema)
+
+
+def config_schema(config_class: type[BaseModel]) -> Schema:
+    """JSON schema of a recipe's presets, for editors. Nothing in it is required: the command line may give it."""
+    schema = config_class.model_json_schema(schema_generator=_PresetSchema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a recipe, or a group of them, for people to read."""
+
+    key: str  # dotted
+    type: str  # in words: `whole number > 0 or null`
+    required: bool
+    default: Any  # as YAML holds it; None where required
+    description: str  # unit and meaning
+    schema: Schema = field(repr=False)
+    group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
+
+
+def describe(config_class: type[BaseModel]) -> list[Setting]:
+    """Every setting of a recipe, in the order they are declared."""
+    return [setting for setting in _settings(config_class).values() if setting.group is None]
+
+
+def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequence[str] = ()) -> str:
+    """Every setting as YAML to cut a preset from, with its meaning above it and its type after it. A group that is off by
+    default is in comments. `only` keeps these settings and groups.
+
+    Raises ValueError with the nearest name for one in `only` that does not exist.
+    """
+    settings, lines = _settings(config_class), list[str]()
+    for name in only:
+        if name not in settings:
+            raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
+    off = ""  # the group that the settings are in, if it is off
+    for setting in settings.values():
+        if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
+            continue
+        *groups, name = setting.key.split(".")
+        if lines and not groups:
+            lines.append("")
+        is_off = setting.group is not None and setting.default is None and not setting.required
+        off = off if off and _is_in(setting.key, off) else setting.key if is_off else ""
+        indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
+        comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in comment]
+        if is_off:
+            lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
+        elif setting.group:
+            lines.append(f"{indent}{name}:")
+        elif setting.required:
+            lines.append(f"{indent}{name}:  # required: {setting.type}")
+        else:
+            lines.append(f"{indent}{name}: {to_yaml(setting.default, flow=True)}  # {setting.type}")
+    return "\n".join(lines) + "\n"
+
+
+def one_line_each(config_class: type[BaseModel]) -> str:
+    """Every setting as `key=default`, or `key=...` where it is required, with its type in words."""
+    found = [(s.key, "..." if s.required else to_yaml(s.default, flow=True), s.type) for s in describe(config_class)]
+    return "".join(f"  {f'{key}={default}':<44} {kind_of}\n" for key, default, kind_of in found)
+
+
+def _is_in(key: str, group: str) -> bool:
+    """Whether a key is in a group, or is it."""
+    return f"{key}.".startswith(f"{group}.")
+
+
+@cache
+def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
+    """Every setting and every group by its key, a group before what is in it."""
+    schema = config_schema(config_class)
+    definitions, settings = schema.get("$defs", {}), {}
+
+    def follow(part: Any) -> None:  # puts what a `$ref` refers to in its place
+        for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+            follow(inner)
+        if isinstance(part, dict) and "$ref" in part:
+            part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
+
+    def add(above: Schema, prefix: str, instance: Schema, is_required: bool) -> None:
+        for name, schema in above["properties"].items():
+            key, group = f"{prefix}{name}", next((m for m in _members(schema) if "properties" in m), None)
+            default = instance.get(name, schema.get("default"))
+            required = name not in instance and "default" not in schema and (is_required or group is None)
+            meaning = (group or schema).get("description", "").partition("\n\n")[0]
+            words = "" if group else _type_text(schema)
+            settings[key] = Setting(key, words, required, default, meaning, schema, group)
+            if group:
+                add(group, f"{key}.", default or {}, required)
+
+    follow(schema)
+    add(schema, "", {}, is_required=True)
+    return settings
+
+
+def _members(schema: Schema) -> list[Schema]:
+    """The alternatives of a union; a type that is no union is its only one."""
+    members = schema.get("anyOf") or schema.get("oneOf")
+    return [inner for member in members for inner in _members(member)] if members else [schema]
+
+
+def _member(schema: Schema, *types: str) -> Schema | None:
+    """The first alternative that is of one of these types."""
+    return next((member for member in _members(schema) if member.get("type") in types), None)
+
+
+def _entry(mapping: Schema) -> Schema:
+    """What the values of a mapping are; anything where it does not tell."""
+    values = mapping.get("additionalProperties")
+    return values if isinstance(values, dict) else {}
+
+
+_WORDS = {"boolean": "true or false", "integer": "whole number", "string": "text"}
+_BOUNDS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+    "multipleOf": "a multiple of",
+}
+
+
+def _type_text(schema: Schema) -> str:
+    """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
+    members, kind_of = _members(schema), schema.get("type", "any value")
+    if len(members) > 1:
+        return " or ".join(map(_type_text, members))
+    if "const" in schema or "enum" in schema:
+        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
+    if "prefixItems" in schema:
+        items = list(map(_type_text, schema["prefixItems"]))
+        return f"list of {len(items)}, each {items[0]}" if len(set(items)) == 1 else f"list of: {', '.join(items)}"
+    if kind_of == "array":
+        return f"list of {_type_text(schema.get('items', {}))}"
+    if "properties" in schema:  # an element of a list
+        return f"{{{', '.join(schema['properties'])}}}"
+    if kind_of == "object":
+        return f"mapping of text to {_type_text(_entry(schema))}"
+    formats = {"path": "path", "function": "FILE.py:FUNCTION"}
+    text = formats.get(schema.get("format", ""), _WORDS.get(kind_of, kind_of))
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
+    return f"{text} {' and '.join(bounds)}".rstrip()
+
+
+# How they are read -------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Gathers what a preset and overrides give, and everything that is wrong with it."""
+
+    def __init__(self, config_class: type[BaseModel], given_by: str = COMMAND_LINE) -> None:
+        self.config_class, self.given_by = config_class, given_by
+        self.settings = _settings(config_class)
+        self.values: dict[str, Any] = {}
+        self.given: dict[str, tuple[Any, str]] = {}  # key -> a value and where it came from
+        self.problems: list[str] = []
+        for setting in self.settings.values():
+            if setting.group and setting.required:
+                self._inside(setting.key)  # so that what is missing is named setting by setting
+
+    def read_preset(self, preset: Path) -> None:
+        values, lines = read_yaml_file(preset)
+        if values is None:  # nothing differs from the defaults
+            return
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{preset}: expected settings as `key: value`, came {kind(values)}. "
+                "`leanft cat RECIPE` prints the settings of a recipe as YAML."
+            )
+        for name, value in values.items():
+            if name == RECIPE and name not in self.settings:  # whose preset it is: for who starts the recipe
+                continue
+            self._take(name, value, lambda key: f"{preset}, line {lines[key]}")
+
+    def read_override(self, override: str) -> None:
+        key, equals, text = override.partition("=")
+        names = key.split(".")
+        if not equals or not all(names):
+            self.problems.append(f"'{override}': expected key=value, such as batch_size=4.{self._nearest(key)}")
+            return
+        owner = self._owner(names)
+        setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
+        mapping = _member(setting.schema, "object") if setting and not setting.group else None
+        try:
+            if setting and mapping and entry:  # one entry is set, the others stay
+                before, _ = self.given.get(owner, (setting.default, ""))
+                value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
+                self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
+            else:
+                value = _override_value(text, setting.schema) if setting and not entry else None
+                self._take(key, value, lambda _: self.given_by)
+        except ValueError as error:  # not valid YAML
+            self.problems.append(f"{_at(override, self.given_by)}: {error}")
+
+    def _take(self, key: str, value: Any, where: Callable[[str], str]) -> None:
+        setting = self.settings.get(key)
+        is_null = isinstance(value, Plain) and value.value() is None
+        if setting is None:
+            hint = self._nearest(key) or " `leanft cat RECIPE` lists them."
+            self.problems.append(f"{_at(key, where(key))}: no such setting.{hint}")
+        elif setting.group is None or (is_null and _member(setting.schema, "null")):
+            self._give(key, _read(value, setting.schema), where(key))
+        elif isinstance(value, dict):
+            self._inside(key)  # the group is there, whatever it held before
+            self.given[key] = value, where(key)
+            for name, inner in value.items():
+                self._take(f"{key}.{name}", inner, where)
+        elif not is_null:  # a group with nothing under it sets nothing
+            example = f"{key}.{next(iter(setting.group['properties']))}"
+            self.problems.append(
+                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, came {kind(value)}"
+            )
+
+    def _give(self, key: str, value: Any, where: str) -> None:
+        group, _, name = key.rpartition(".")
+        self._inside(group)[name] = value
+        self.given[key] = value, where
+
+    def _inside(self, group: str) -> dict[str, Any]:
+        """The values of a group, which is there from now on. They begin as those of its default instance."""
+        if not group:
+            return self.values
+        above, _, name = group.rpartition(".")
+        values = self._inside(above)
+        if not isinstance(values.get(name), dict):
+            values[name] = deepcopy(self.settings[group].default or {})
+        return values[name]
+
+    def _owner(self, names: list[str]) -> str:
+        """The key of the setting or group that names lead to or into: `data.columns` for data.columns.prompt."""
+        keys = (".".join(names[:count]) for count in range(len(names), 0, -1))
+        return next((key for key in keys if key in self.settings), "")
+
+    def _nearest(self, key: str) -> str:
+        if len(self.problems) >= MAX_PROBLEMS:  # not shown, and a search takes milliseconds
+            return ""
+        return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
+
+    def config(self) -> Any:
+        """The validated config; raises ValueError with all problems."""
+        config, missing = self.validate()
+        blocks = list(self.problems)
+        if missing:
+            width = max(len(setting.key) for setting in missing)
+            rows = "".join(f"\n  {s.key:<{width}}  {s.description} ({s.type})" for s in missing)
+            example = " ".join(f"{setting.key}=..." for setting in missing)
+            what = "a required setting is missing" if len(missing) == 1 else "required settings are missing"
+            how = "Give it" if len(missing) == 1 else "Give them"
+            blocks.append(f"{what}:{rows}\n  {how} in a preset, or as {example}")
+        if len(blocks) == 1:
+            raise ValueError(blocks[0])
+        left_out = len(blocks) - MAX_PROBLEMS
+        if left_out > 0:
+            blocks[MAX_PROBLEMS:] = [f"and {left_out:,} more"]
+        if blocks:
+            bullets = "\n".join("- " + textwrap.indent(block, "  ").strip() for block in blocks)
+            raise ValueError(f"{len(self.problems) + len(missing)} problems in the settings:\n{bullets}")
+        return config
+
+    def validate(self) -> tuple[BaseModel | None, list[Setting]]:
+        """The config, if the values given fit; adds what does not fit to `problems` and returns what is missing."""
+        try:
+            # Through JSON, because pydantic's strict mode then still takes text for a path and a list for a tuple.
+            return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
+        except ValidationError as error:
+            first_details: dict[str, Any] = {}
+            for detail in error.errors(include_url=False):  # one for each alternative of a union
+                first_details.setdefault(self._owner([str(part) for part in detail["loc"]]), detail)
+        missing = []
+        for key, detail in first_details.items():
+            setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
+            came, where = self.given.get(key, (setting and setting.default, ""))
+            place = _at(key, where)
+            if setting and detail["type"] == "missing" and key not in self.given:
+                missing.append(setting)
+            elif setting is None or setting.group or reason is not None:  # a validator of the recipe's own
+                self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
+            else:
+                is_choice = isinstance(came, str) and " | " in setting.type
+                hint = did_you_mean(came, setting.type.split(" | ")) if is_choice else ""
+                self.problems.append(
+                    f"{place}: expected {setting.type}, came {_shown(came)}.{hint}\n  {setting.description}"
+                )
+        return None, missing
+
+
+# In a list on the command line, an item that begins with a wildcard or holds brackets, in pairs: as text, where YAML
+# sees an alias or another list. What has quotes is passed over.
+_TEXT = r"(?:(?!:\s)[^\[\]{},])*"
+_WILDCARDS = re.compile(
+    rf"""(?<=[\[,{{:\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')"""
+    rf"""|(?:(?<=[\[,])|(?<=[\[,]\s))(\*{_TEXT}|[^\s\[\]{{}},'"]{_TEXT}(?:\[[^\[\]]*\]{_TEXT})+)"""
+)
+
+
+def _takes_only_text(schema: Schema) -> bool:
+    """Whether every single value that fits is text: a string, a path, or one of some words."""
+    return {member.get("type") for member in _members(schema)} - {"array", "object", "null"} == {"string"}
+
+
+def _override_value(text: str, schema: Schema) -> Any:
+    """The value of an override; where only text fits it is taken as it stands, unless quoted or a [list]."""
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    is_container = text[:1] in ("[", "{") and _member(schema, "array", "object")
+    if _takes_only_text(schema) and not is_quoted and not is_container:
+        return Plain(text)
+    if text and not is_container and (items := _items_of_list(schema)) and _takes_only_text(items):
+        if "," in text and not is_quoted:
+            raise ValueError(f"write several values in brackets: [{text}]")
+        text = text if is_quoted or Plain(text).value() is None else to_yaml(text, flow=True)
+    if is_container:
+        text = _WILDCARDS.sub(lambda item: to_yaml([item[1].rstrip()], flow=True)[1:-1] if item[1] else item[0], text)
+    value, _ = parse_yaml(text)
+    return Plain() if value is None else value
+
+
+def _items_of_list(schema: Schema) -> Schema | None:
+    """What a list holds, where only a list fits and it may have any number of items."""
+    array = _member(schema, "array")
+    only = {member.get("type") for member in _members(schema)} <= {"array", "null"}
+    return array.get("items") if array and only and "prefixItems" not in array else None
+
+
+def _read(value: Any, schema: Schema) -> Any:
+    """The JSON value of a parsed one; scalars stay text where only text fits `schema`, and a single value for a list
+    becomes a list of one."""
+    if isinstance(value, str | int | float) and _items_of_list(schema):
+        is_null = isinstance(value, Plain) and value.value() is None
+        value = value if is_null else [value]
+    if isinstance(value, list):
+        array = _member(schema, "array") or {}
+        kinds = array.get("prefixItems") or [array.get("items", {})]
+        return [_read(item, kinds[min(index, len(kinds) - 1)]) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        mapping = _member(schema, "object") or {}
+        kinds, other = mapping.get("properties", {}), _entry(mapping)
+        return {name: _read(inner, kinds.get(name, other)) for name, inner in value.items()}
+    stands_for = value.value() if isinstance(value, Plain) else value
+    return str(value) if stands_for is not None and _takes_only_text(schema) else stands_for
+
+
+def _at(what: str, where: str) -> str:
+    """`optimizer.lr (command line)`; what came from Python has no place."""
+    return f"{what} ({where})" if where else what
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it, cut where it is long."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

@@ -1,0 +1,199 @@
+"""Finds recipes and presets: those that ship with lean_ft by name, the user's own by path.
+
+In a checkout they lie beside the package, in `recipes/` and `configs/`; a wheel carries them inside it. A recipe is
+a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads the files and never runs them. An alias is
+another name for a recipe, under which one group of its settings may be turned on: so people find what they look for, and no
+loop is written twice.
+"""
+
+import ast
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, create_model
+
+from lean_ft.system.own_functions import line_in, run_file
+from lean_ft.system.spelling import did_you_mean
+
+_PACKAGE = Path(__file__).parents[1]
+# name -> the recipe, and the group of its settings that is on and not null, if one is
+_ALIASES: dict[str, tuple[str, str | None]] = {
+    "lora_finetune_single_device": ("finetune", "lora"),
+    "full_finetune_distributed": ("finetune", None),
+    "lora_finetune_distributed": ("finetune", "lora"),
+    "lora_dpo_single_device": ("dpo", "lora"),
+    "full_dpo_distributed": ("dpo", None),
+    "lora_dpo_distributed": ("dpo", "lora"),
+}
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name for the recipe in `file`, with its settings `group` turned on where there is one."""
+
+    name: str
+    file: Path
+    group: str | None
+
+
+def _shipped(inside_wheel: str, beside_package: str) -> Path:
+    folder = _PACKAGE / inside_wheel
+    return folder if folder.is_dir() else _PACKAGE.parent / beside_package
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that ship with lean_ft: name -> file."""
+    files = _shipped("_recipes", "recipes").glob("*.py")
+    return {file.stem: file for file in sorted(files) if not file.stem.startswith("_")}
+
+
+def aliases() -> dict[str, Alias]:
+    """Other names for those recipes."""
+    files = recipes()
+    return {name: Alias(name, files[recipe], group) for name, (recipe, group) in _ALIASES.items() if recipe in files}
+
+
+def without_alias(recipe_name: str) -> str:
+    """The name of the recipe that `recipe_name` stands for: itself, unless it is an alias."""
+    return _ALIASES[recipe_name][0] if recipe_name in _ALIASES else recipe_name
+
+
+def presets() -> dict[str, Path]:
+    """The presets that ship with lean_ft: name (`tiny/full`) -> file."""
+    folder = _shipped("_configs", "configs")
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+
+
+def find_recipe(name_or_path: str) -> Path | Alias:
+    """The file of a recipe, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    return _find(name_or_path, {**recipes(), **aliases()}, what="recipe", suffixes=(".py",))
+
+
+def find_preset(name_or_path: str) -> Path:
+    """The file of a preset, given by name or path. Raises ValueError with the nearest name."""
+    return _find(name_or_path, presets(), what="preset", suffixes=(".yaml", ".yml"))
+
+
+def find_either(name_or_path: str) -> Path | Alias:
+    """The file of a recipe or a preset, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    either = {**recipes(), **aliases(), **presets()}
+    return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
+
+
+def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> Path:
+    """Copies a recipe or preset to a file, or into a folder (one that is there, or a name that ends in `/`).
+
+    The copy of an alias is the recipe's file under its name, with the group turned on there.
+    Returns the copy's path. Missing folders are made, and a missing suffix is added. Raises ValueError rather than
+    overwrite, unless `force`.
+    """
+    source = found.file if isinstance(found, Alias) else found
+    destination = Path(destination_name).expanduser()
+    if destination.is_dir() or destination_name.endswith(("/", os.sep)):
+        destination = destination / (f"{found.name}.py" if isinstance(found, Alias) else source.name)
+    elif destination.suffix != source.suffix:
+        destination = destination.with_name(destination.name + source.suffix)
+    if destination.exists() and destination.samefile(source):
+        raise ValueError(f"{destination} is the file itself; choose another place.")
+    if destination.exists() and not force:
+        raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, destination)
+    if isinstance(found, Alias) and found.group is not None:
+        text = destination.read_text(encoding="utf-8")
+        on = re.sub(rf"^(    {found.group}: (\w+) \| None = )None.*$", r"\1\2()", text, count=1, flags=re.MULTILINE)
+        assert on != text, f"{source} has no line that turns {found.group} off"
+        destination.write_text(on, encoding="utf-8")
+    return destination
+
+
+def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[str, ...]) -> Found | Path:
+    if wanted in shipped:
+        return shipped[wanted]
+    path, kinds = Path(wanted), " or ".join(suffixes)
+    if path.is_file() and path.suffix in suffixes:
+        return path
+    if path.is_file():
+        raise ValueError(f"{wanted}: expected a {what}, which is a {kinds} file.")
+    if path.suffix in suffixes:
+        raise FileNotFoundError(f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}")
+    if what == "recipe" and wanted in presets():
+        raise ValueError(f"'{wanted}' is a preset: leanft run --config {wanted}")
+    if "=" in wanted:
+        raise ValueError(f"expected the {what} before any key=value, came '{wanted}'.")
+    raise ValueError(
+        f"no {what} is called '{wanted}'.{did_you_mean(wanted, shipped)} "
+        f"`leanft ls` lists them; a {what} of your own is given as the path of its {kinds} file."
+    )
+
+
+def summary(file: Path | Alias) -> str:
+    """What a recipe or preset says of itself, on one line, read without running it; empty where it says nothing.
+
+    That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
+    """
+    if isinstance(file, Alias):
+        return file.file.stem + (
+            f" with its settings `{file.group}` turned on." if file.group else ", by another name."
+        )
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix != ".py":
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        return " ".join(line.removeprefix("#").strip() for line in comment)
+    try:
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+    except (SyntaxError, ValueError):
+        return "(not valid Python)"
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def load_recipe(recipe: Path | Alias) -> ModuleType:
+    """Runs a recipe's file as a module and returns it, with its `Config` and `main`; an alias has a `Config` of its own,
+    whose group is on by default.
+
+    Raises ValueError where the file cannot be run, with its line, or lacks one of the two.
+    """
+    if isinstance(recipe, Alias):
+        module = load_recipe(recipe.file)
+        if recipe.group is None:
+            return module
+        group = module.Config.model_fields[recipe.group]
+        (settings,) = (kind for kind in get_args(group.annotation) if kind is not type(None))
+        fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}
+        vars(module)["Config"] = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
+        return module
+    folder = str(recipe.resolve().parent)
+    if recipe not in recipes().values() and folder not in sys.path:
+        sys.path.append(folder)  # what lies beside a user's recipe can be imported; last, so it hides no library
+    try:
+        module = run_file(recipe, f"recipes.{recipe.stem}")
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+    except Exception as error:
+        raise ValueError(f"{line_in(recipe, error)}: {type(error).__name__}: {error}") from error
+    config_class, main = getattr(module, "Config", None), getattr(module, "main", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)) or not callable(main):
+        raise ValueError(
+            f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. "
+            "`leanft cp RECIPE DEST` gives you one to start from."
+        )
+    try:
+        config_class.model_rebuild()  # a field of a type that no setting can have is told of here, with the file
+    except Exception as error:
+        raise ValueError(f"{recipe}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def is_shipped(recipe: ModuleType) -> bool:
+    """Whether a loaded recipe is one that comes with lean_ft, and no file of the user's."""
+    return Path(recipe.__file__ or "") in recipes().values()

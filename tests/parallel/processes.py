@@ -1,0 +1,76 @@
+"""Starts a function in several processes that meet over gloo, and brings back what it returns on each rank."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_SECONDS = 300
+
+# Processes are forks of one that has imported the library and has no threads, so that each starts at once.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["lean_ft.training", "lean_ft.parallel", "recipes.finetune"])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+    """What `work(*arguments)`, a function of a module, returns on each of `size` ranks, in the order of ranks.
+
+    Raises AssertionError with the traceback of the first rank that failed, or where they took too long.
+    """
+    results: Any = FORKS.SimpleQueue()
+    common = (size, free_port(), results, work, arguments, dict(os.environ))
+    processes = [FORKS.Process(target=_run, args=(rank, *common), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(found) < size:
+            if results.empty():
+                assert time.monotonic() < deadline, f"only ranks {sorted(found)} came back within {timeout} s"
+                assert any(process.is_alive() for process in processes) or not results.empty(), "a rank died"
+                time.sleep(0.02)
+                continue
+            rank, result, error = pickle.loads(results.get())
+            assert error is None, f"rank {rank}: {error}"
+            found[rank] = result
+    finally:
+        for process in processes:
+            process.join(5 if len(found) == size else 0)
+            process.kill()
+            process.join()
+    return [found[rank] for rank in range(size)]
+
+
+def _run(
+    rank: int,
+    size: int,
+    port: int,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+) -> None:
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    try:
+        results.put(
+            pickle.dumps((rank, work(*arguments), None))
+        )  # not as tensors in shared memory, which ends with the rank
+    except BaseException:
+        results.put(pickle.dumps((rank, None, traceback.format_exc())))
+    finally:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()

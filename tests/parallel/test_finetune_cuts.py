@@ -1,0 +1,100 @@
+"""The recipe on two ranks that cut its layers: what they write is what one process reads, and goes on with."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_ft.models import load_model, save_model
+from lean_ft.parallel import cut, join, parallelize
+from lean_ft.settings import ParallelConfig
+from tests.parallel.processes import on_ranks
+from tests.parallel.test_finetune import assert_close, make_mixture, numbers, refusal, run
+from tests.training.toy_runs import digests
+
+pytestmark = pytest.mark.long  # each starts processes, which takes half a minute; test_dpo and test_finetune stay
+
+EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
+ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")
+MOMENTUM = ("optimizer.name=sgd", "optimizer.momentum=0.9", "parallel.vocabulary=cut")
+CUTS = {
+    "context, 4 bits": (
+        "parallel.context=2",
+        *ADAPTER,
+        "lora.quantize=nf4",
+        "parallel.vocabulary=cut",
+        "eval_answers=2",
+    ),
+    "tensor": ("parallel.tensor=2", *MOMENTUM, "save_async=true", "save_every=2", "eval_answers=2"),
+    "tensor, adapter": ("parallel.tensor=2", *ADAPTER),
+    "experts": ("parallel.experts=2", *MOMENTUM, "model.path=MIXTURE"),
+}
+COPIED = {"tensor": "tiny", "experts": "MIXTURE"}
+REFUSED = {
+    (
+        "parallel.tensor=2",
+        "lora.rank=4",
+        "lora.quantize=nf4",
+    ): "parallel.tensor=2 does not go with lora.quantize=nf4: scales",
+    ("parallel.tensor=2", "lora.rank=4", "lora.dora=true"): "does not go with lora.dora=true: the norm of a row",
+    ("parallel.tensor=2", "optimizer.name=adafactor"): "does not go with optimizer.name=adafactor: means of rows",
+    ("parallel.experts=2", "model.path=MIXTURE", "compile=true"): "parallel.experts=2 does not go with compile=true",
+    ("parallel.experts=2", "model.path=MIXTURE", "lora.rank=4"): "has an adapter, whose matrices lie expert by expert",
+    ("parallel.experts=2",): "and this model has none. Leave it out",
+    ("parallel.experts=3",): "is taken from the 2 processes that share a copy of the model",
+    ("parallel.context=2", "neftune_alpha=5"): "parallel.context=2 does not go with neftune_alpha=5: the noise",
+    (
+        "parallel.tensor=2",
+        "data.max_length=63",
+    ): "rows of data.max_length=63 tokens, or a multiple of 8, do not go round",
+    ("parallel.tensor=2", "parallel.context=2"): "parallel.context=2 x tensor=2 needs a multiple of 4 processes",
+}
+
+
+def work(folder: Path) -> list[str]:
+    for name, settings in CUTS.items():
+        run(folder / name, *EVALUATED, *settings)
+    for over, path in COPIED.items():
+        save_again(folder / over, over, os.environ.get(path, path))
+    return [refusal(folder / "refused", *settings) for settings in REFUSED]
+
+
+def save_again(folder: Path, over: str, path: str) -> None:
+    """Reads a model whose layers are cut, and writes it."""
+    cfg = ParallelConfig.model_validate({over: 2})
+    ranks = join(cfg, torch.device("cpu"))
+    model = load_model(path, "meta", torch.bfloat16)
+    cut(model, cfg, ranks)
+    parallelize(model, cfg, ranks)
+    save_model(model, folder / "saved", ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    make_mixture(folder / "mixture")
+    os.environ["MIXTURE"] = str(folder / "mixture")
+    return folder, on_ranks(2, work, folder, timeout=300)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_one_process_goes_on_with_what_two_cut(on_two, tmp_path, name):
+    """Losses, those held out too, and from the third step on weights and state that two processes wrote."""
+    theirs, more = on_two[0] / name, (*EVALUATED, *CUTS[name][1:])
+    run(tmp_path / "one", "max_steps=4", *more)
+    run(theirs, "max_steps=4", "save_every=0", *more)
+    assert_close(numbers(theirs), numbers(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("over", COPIED)
+def test_layers_that_are_cut_are_the_files_of_one_process(on_two, tmp_path, over):
+    save_model(load_model(os.environ.get(COPIED[over], COPIED[over]), "cpu", torch.bfloat16), tmp_path)
+    assert digests(on_two[0] / over / "saved") == digests(tmp_path)
+
+
+def test_what_cannot_be_cut_is_refused_by_name(on_two):
+    for said in on_two[1]:
+        for found, expected in zip(said, REFUSED.values(), strict=True):
+            assert expected in found

@@ -1,0 +1,113 @@
+"""YAML for settings: the core schema, and what a preset may not hold. Reference: the table of YAML 1.2.2, 10.3.2."""
+
+from pathlib import Path
+
+import pytest
+
+from lean_ft.settings.strict_yaml import MAX_BYTES, Plain, parse_yaml, read_yaml_file, to_yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("0", 0),
+        ("-19", -19),
+        ("0o14", 12),
+        ("0x3A", 58),
+        ("014", 14),
+        ("1_000", 1000),
+        ("0.", 0.0),
+        ("-0.0", -0.0),
+        (".5", 0.5),
+        ("+12e03", 12000.0),
+        ("-2E+05", -200000.0),
+        ("1e-5", 1e-5),
+        (".inf", float("inf")),
+        ("-.Inf", float("-inf")),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1e", "1e"),
+        ("-", "-"),
+        (".", "."),
+        ("0x", "0x"),
+        ("1.2.3", "1.2.3"),
+        ("nullable", "nullable"),
+    ],
+)
+def test_plain_scalars(text, value):
+    read = Plain(text).value()
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_not_a_number_is_a_number_that_equals_nothing():
+    read = Plain(".nan").value()
+    assert isinstance(read, float)
+    assert read != read
+
+
+@pytest.mark.parametrize("text", ["'1'", '"true"', "'null'"])
+def test_what_is_quoted_is_text(text):
+    value, _ = parse_yaml(text)
+    assert (value, type(value)) == (text[1:-1], str)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("a: 1\nb: &x 2\n", 2, "anchors"),
+        ("a: 1\nb: *x\n", 2, "anchors"),
+        ("a: !!python/object:os.system x\n", 1, "tags"),
+        ("a: !!str 3\n", 1, "tags"),
+        ("a: 1\nb: 2\na: 3\n", 3, "'a' is given twice (first in line 1)"),
+        ("g:\n  a: 1\n  a: 2\n", 3, "'a' is given twice (first in line 2)"),
+        ("l:\n  - {a: 1, a: 2}\n", 2, "'a' is given twice"),
+        ("? [a]\n: 1\n", 1, "expected a name before the colon, came a list"),
+        ("a: [1\nb: 2\n", 2, "not valid YAML"),
+        ("a: 1\n\tb: 2\n", 2, "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
+        ("a: \x00\n", None, "not valid YAML"),
+        ("[" * 5000, 1, "nested more than"),
+        ("- " * 5000, 1, "nested more than"),
+    ],
+)
+def test_what_is_refused_names_file_and_line(tmp_path, text, line, reason):
+    file = tmp_path / "preset.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as refused:
+        read_yaml_file(file)
+    assert str(refused.value).startswith(f"{file}, line {line}: " if line else f"{file}: ")
+    assert reason in str(refused.value)
+
+
+def test_large_and_binary_files_are_refused(tmp_path):
+    large, binary = tmp_path / "large.yaml", tmp_path / "binary.yaml"
+    large.write_bytes(b"#" * (MAX_BYTES + 1))
+    binary.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ValueError, match="larger than"):
+        read_yaml_file(large)
+    with pytest.raises(ValueError, match="UTF-8"):
+        read_yaml_file(binary)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    file = Path(tmp_path / "bom.yaml")
+    file.write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_yaml_file(file) == ({"a": "1"}, {"a": 1})
+
+
+def test_an_empty_document_is_none():
+    assert parse_yaml("") == parse_yaml("# only a comment\n") == (None, {})
+
+
+def test_to_yaml_quotes_what_either_version_of_yaml_would_misread():
+    assert to_yaml({"a": "no", "b": "1e5", "c": "x"}) == "a: 'no'\nb: '1e5'\nc: x\n"
+    assert to_yaml([0.9, None, "x"], flow=True) == "[0.9, null, x]"
+    assert to_yaml("x", flow=True) == "x"

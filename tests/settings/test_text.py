@@ -1,0 +1,473 @@
+"""Settings: what is read, what is refused, and what the message says.
+
+Independent references: pydantic's own construction of the config, and PyYAML's reading of what is dumped.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field, PositiveInt, model_validator
+
+from lean_ft.settings import (
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    Settings,
+    SFTDataConfig,
+    Source,
+)
+from lean_ft.settings.text import commented_yaml, config_schema, describe, dump, load_config, preset_fits, preset_values
+
+
+class Config(RecipeConfig):
+    model: ModelConfig
+    data: SFTDataConfig
+    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-4, momentum=0.5)
+    schedule: ScheduleConfig = ScheduleConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+
+class Extra(Settings):
+    """A group that may be absent."""
+
+    rank: PositiveInt = Field(8, description="Rank.")
+    names: list[str] = Field(default_factory=list, description="Names.")
+
+
+class Odd(Settings):
+    """Kinds of settings that the shipped ones lack."""
+
+    extra: Extra | None = None
+    count_or_name: int | str = Field(1, description="A number, or a name.")
+    limit: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="A share.")
+    weights: dict[str, float] = Field({"a": 1.0}, description="Weights.")
+    pair: tuple[int, str] = Field((1, "x"), description="A number and a name.")
+    note: str | None = Field(None, description="Any text.")
+
+    @model_validator(mode="after")
+    def _limit_needs_extra(self) -> "Odd":
+        if self.limit is not None and self.extra is None:
+            raise ValueError("limit has a meaning only with extra.rank; set it, or leave limit out.")
+        return self
+
+
+REQUIRED = ["model.path=m", "data.source=d.jsonl", "output_dir=out"]
+
+
+def load(*overrides: str, preset: Path | None = None) -> Config:
+    return load_config(Config, preset, [*REQUIRED, *overrides])
+
+
+def refusal(*overrides: str, preset: Path | None = None, config_class: type = Config) -> str:
+    required = REQUIRED if config_class is Config else []
+    with pytest.raises(ValueError) as refused:
+        load_config(config_class, preset, [*required, *overrides])
+    return str(refused.value)
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_preset(text: str, name: str = "preset.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_preset
+
+
+# What is read ----------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_settings():
+    expected = Config(model=ModelConfig(path="m"), data=SFTDataConfig(source="d.jsonl"), output_dir=Path("out"))
+    assert load() == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("optimizer.lr=1e-5", lambda c: c.optimizer.lr, 1e-5),
+        ("optimizer.lr=.5E+2", lambda c: c.optimizer.lr, 50.0),
+        ("optimizer.lr=1", lambda c: c.optimizer.lr, 1.0),
+        ("optimizer.betas=[0.8, 0.9]", lambda c: c.optimizer.betas, (0.8, 0.9)),
+        ("batch_size=1_000", lambda c: c.batch_size, 1000),
+        ("seed=0x10", lambda c: c.seed, 16),
+        ("seed=010", lambda c: c.seed, 10),
+        ("clip_grad_norm=null", lambda c: c.clip_grad_norm, None),
+        ("clip_grad_norm=1", lambda c: c.clip_grad_norm, 1.0),
+        ("compile=true", lambda c: c.compile, True),
+        ("model.path=1e5", lambda c: c.model.path, "1e5"),
+        ("model.path=007", lambda c: c.model.path, "007"),
+        ("model.path=no", lambda c: c.model.path, "no"),
+        ("model.path=true", lambda c: c.model.path, "true"),
+        ("model.path=2024-01-01", lambda c: c.model.path, "2024-01-01"),
+        ("model.path='null'", lambda c: c.model.path, "null"),
+        ("model.path=a=b #c: [d", lambda c: c.model.path, "a=b #c: [d"),
+        ("model.path=[x]", lambda c: c.model.path, "[x]"),
+        ("output_dir=1.5", lambda c: c.output_dir, Path("1.5")),
+        ("data.source=[a.jsonl, 007, no]", lambda c: c.data.source, ["a.jsonl", "007", "no"]),
+        ("data.source=a.jsonl,b.jsonl", lambda c: c.data.source, "a.jsonl,b.jsonl"),
+        ("data.validation_source=null", lambda c: c.data.validation_source, None),
+        ("freeze=mlp", lambda c: c.freeze, ["mlp"]),
+        ("freeze=*norm", lambda c: c.freeze, ["*norm"]),
+        ("freeze=model.layers.[0-3].*", lambda c: c.freeze, ["model.layers.[0-3].*"]),
+        ("freeze='a, b'", lambda c: c.freeze, ["a, b"]),
+        ("freeze=007", lambda c: c.freeze, ["007"]),
+        ("log.to=csv", lambda c: c.log.to, ["csv"]),
+        ("model.dtype=bf16", lambda c: c.model.dtype, "bfloat16"),
+        ("model.dtype=torch.float32", lambda c: c.model.dtype, "float32"),
+        ("device=gpu", lambda c: c.device, "cuda"),
+        ("data.columns.prompt=question", lambda c: c.data.columns, {"prompt": "question"}),
+        ("data.columns.prompt=3", lambda c: c.data.columns, {"prompt": "3"}),
+        ("data.columns={prompt: 3, completion: no}", lambda c: c.data.columns, {"prompt": "3", "completion": "no"}),
+        ("data.source=[a[0].jsonl, *.jsonl]", lambda c: c.data.source, ["a[0].jsonl", "*.jsonl"]),
+        (
+            "data.source=[a.[0,1].*,b.[0-3].[a-c], 'c, d[0]']",
+            lambda c: c.data.source,
+            ["a.[0,1].*", "b.[0-3].[a-c]", "c, d[0]"],
+        ),
+        ('data.source=[it\'s, a[0] , "b, *c"]', lambda c: c.data.source, ["it's", "a[0]", "b, *c"]),
+        ("data.source=[{path: 007, weight: 2}]", lambda c: c.data.source, [Source(path="007", weight=2.0)]),
+        ("optimizer={name: sgd, betas: [0.5, 0.6], lr: 1}", lambda c: c.optimizer.betas, (0.5, 0.6)),
+        ("optimizer={name: sgd, lr: 1}", lambda c: (c.optimizer.name, c.optimizer.lr), ("sgd", 1.0)),
+    ],
+)
+def test_overrides(override, read, value):
+    result = read(load(override))
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_overrides_win_over_the_preset_and_the_last_of_two_wins(write):
+    preset = write("batch_size: 4\noptimizer:\n  lr: 1e-3\n  name: sgd\nmodel: {path: 007}\n")
+    config = load_config(Config, preset, ["data.source=d", "output_dir=o", "optimizer.lr=1", "optimizer.lr=2"])
+    assert (config.batch_size, config.optimizer.name, config.optimizer.lr, config.model.path) == (4, "sgd", 2.0, "007")
+
+
+def test_a_preset_may_write_a_key_with_dots(write):
+    assert (
+        load(preset=write("optimizer.name: sgd\noptimizer: {lr: 1}")).optimizer
+        == load("optimizer.name=sgd", "optimizer.lr=1").optimizer
+    )
+    assert "'optimizer.lr' is given twice (first in line 1)" in refusal(
+        preset=write("optimizer: {lr: 1}\noptimizer.lr: 2")
+    )
+
+
+def test_a_mapping_is_extended_by_its_entries_and_replaced_as_a_whole(write):
+    preset = write("data: {columns: {prompt: question, completion: answer}}")
+    assert load("data.columns.prompt=q", preset=preset).data.columns == {"prompt": "q", "completion": "answer"}
+    assert load("data.columns={prompt: q}", preset=preset).data.columns == {"prompt": "q"}
+    assert load_config(Odd, None, ["weights.b=2"]).weights == {"a": 1.0, "b": 2.0}
+
+
+def test_a_groups_default_instance_holds_for_the_keys_not_given():
+    optimizer = load("optimizer.name=sgd").optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.momentum) == ("sgd", 3e-4, 0.5)
+
+
+def test_an_empty_preset_and_an_empty_group_change_nothing(write):
+    assert load(preset=write("")) == load(preset=write("# nothing\n")) == load(preset=write("optimizer:\n")) == load()
+
+
+def test_a_group_that_may_be_absent():
+    assert load_config(Odd, None, []).extra is None
+    assert load_config(Odd, None, ["extra.rank=2"]).extra == Extra(rank=2)
+    assert load_config(Odd, None, ["extra={}"]).extra == Extra()
+    assert load_config(Odd, None, ["extra.rank=2", "extra=null"]).extra is None
+    assert load_config(Odd, None, ["extra.rank=2", "extra=null", "extra.rank=3"]).extra == Extra(rank=3)
+    assert load_config(Odd, None, ["extra.rank=2", "extra={names: [a]}"]).extra == Extra(rank=2, names=["a"])
+
+
+def test_a_setting_that_takes_text_and_numbers_takes_each_as_written():
+    assert load_config(Odd, None, ["count_or_name=3"]).count_or_name == 3
+    assert load_config(Odd, None, ["count_or_name='3'"]).count_or_name == "3"
+    assert load_config(Odd, None, ["pair=[3, 4]"]).pair == (3, "4")
+    assert load_config(Odd, None, ["note=null"]).note is None
+    assert load_config(Odd, None, ["note='null'"]).note == "null"
+
+
+# What is refused -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimizr.lr=1", "optimizer.lr"),
+        ("lr=1", "optimizer.lr"),
+        ("batchsize=1", "batch_size"),
+        ("max_seq_len=1", "data.max_length"),
+        ("optimizer.lr.x=1", "optimizer.lr"),
+        ("data.columns.a.b", "data.columns"),
+    ],
+)
+def test_an_unknown_key_names_a_valid_one(override, nearest):
+    message = refusal(override)
+    assert override.partition("=")[0] in message
+    assert f"Did you mean '{nearest}'?" in message
+
+
+def test_an_unknown_key_like_nothing_gets_no_suggestion():
+    assert refusal("zzzzz=1") == "zzzzz (command line): no such setting. `leanft cat RECIPE` lists them."
+
+
+@pytest.mark.parametrize(
+    ("override", "expected", "came"),
+    [
+        ("batch_size=two", "whole number > 0", "'two'"),
+        ("batch_size=0", "whole number > 0", "0"),
+        ("batch_size=2.0", "whole number > 0", "2.0"),
+        ("batch_size='2'", "whole number > 0", "'2'"),
+        ("batch_size=true", "whole number > 0", "true"),
+        ("batch_size=null", "whole number > 0", "null"),
+        ("batch_size=", "whole number > 0", "null"),
+        ("batch_size=[1]", "whole number > 0", "[1]"),
+        ("compile=yes", "true or false", "'yes'"),
+        ("compile=1", "true or false", "1"),
+        ("optimizer.lr=fast", "number >= 0", "'fast'"),
+        ("optimizer.lr=-1", "number >= 0", "-1"),
+        ("optimizer.lr=.inf", "number >= 0", "Infinity"),
+        ("optimizer.lr=.nan", "number >= 0", "NaN"),
+        ("optimizer.lr=1e999", "number >= 0", "Infinity"),
+        ("optimizer.betas=[0.9]", "list of 2, each number >= 0 and < 1", "[0.9]"),
+        ("optimizer.betas=[0.9, 1]", "list of 2, each number >= 0 and < 1", "[0.9, 1]"),
+        ("clip_grad_norm=0", "number > 0 or null", "0"),
+        ("model.path=null", "text", "null"),
+        ("model.path=", "text", "null"),
+        ("data.source={a: b}", "text or list of text or {path, format, columns, weight, subset, split}", '{"a": "b"}'),
+        ("data.columns=prompt", "mapping of text to text", "'prompt'"),
+        ("freeze=null", "list of text", "null"),
+        ("log.to=wandbb", "list of jsonl | csv | tensorboard | wandb | mlflow", '["wandbb"]'),
+        ("schedule.name=cosin", "constant | linear | cosine", "'cosin'. Did you mean 'cosine'?"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(override, expected, came):
+    key = override.partition("=")[0]
+    description = next(setting.description for setting in describe(Config) if setting.key == key)
+    message = refusal(override)
+    assert message.startswith(f"{key} (command line): expected {expected}, came {came}")
+    assert message.endswith(description)
+
+
+def test_a_group_given_as_a_value_says_how_to_set_what_is_in_it():
+    message = refusal("optimizer=adamw")
+    assert message.startswith("optimizer (command line): expected its settings one by one, such as optimizer.name,")
+
+
+@pytest.mark.parametrize("override", ["batch_size", "=3", "--batch_size", "a..b=1", ""])
+def test_what_is_no_key_value_is_refused(override):
+    assert "expected key=value" in refusal(override)
+
+
+def test_several_values_without_brackets_are_refused_with_the_brackets():
+    expected = "freeze=mlp,norm (command line): write several values in brackets: [mlp,norm]"
+    assert refusal("freeze=mlp,norm") == expected
+
+
+def test_a_single_value_in_a_preset_is_a_list_of_one(write):
+    assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
+
+
+def test_without_a_place_no_message_names_one():
+    given = [*REQUIRED, "lr=1", "batch_size=x", "optimizer=adamw", "optimizer.betas=[0.9"]
+    with pytest.raises(ValueError) as refused:
+        load_config(Config, None, given, given_by="")
+    assert "command line" not in str(refused.value)
+    assert "- lr: no such setting." in str(refused.value)
+
+
+def test_missing_settings_are_listed_together_with_how_to_give_them():
+    with pytest.raises(ValueError) as refused:
+        load_config(Config, None, [])
+    message = str(refused.value)
+    for key in ("model.path", "data.source", "output_dir"):
+        description = next(s.description for s in describe(Config) if s.key == key)
+        assert key in message
+        assert description in message
+    assert "output_dir=... model.path=... data.source=..." in message
+
+
+def test_all_problems_come_in_one_message_with_where_they_come_from(write):
+    preset = write("batch_size: 0\nmodel:\n  path: m\n  dtyp: float32\nseed: -1\n")
+    with pytest.raises(ValueError) as refused:
+        load_config(Config, preset, ["optimizer.lr=x", "lr=1", "nonsense", "seed=3"])
+    message = str(refused.value)
+    assert message.startswith("7 problems in the settings:")
+    assert f"batch_size ({preset}, line 1)" in message
+    assert f"model.dtyp ({preset}, line 4): no such setting. Did you mean 'model.dtype'?" in message
+    assert "optimizer.lr (command line): expected number >= 0" in message
+    assert "lr (command line): no such setting" in message
+    assert "'nonsense': expected key=value" in message
+    assert "data.source" in message
+    assert "output_dir" in message
+    assert "seed" not in message  # the override put it right
+
+
+def test_a_recipes_own_validator_speaks_for_itself():
+    assert (
+        refusal("limit=0.5", config_class=Odd)
+        == "limit has a meaning only with extra.rank; set it, or leave limit out."
+    )
+    assert load_config(Odd, None, ["limit=0.5", "extra.rank=1"]).limit == 0.5
+
+
+def test_a_long_value_is_cut_in_the_message():
+    assert len(refusal(f"batch_size={'x' * 10_000}")) < 300
+
+
+def test_malformed_yaml_in_an_override_names_the_override():
+    assert refusal("optimizer.betas=[0.9").startswith("optimizer.betas=[0.9 (command line): not valid YAML")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- a\n- b\n", "expected settings as `key: value`, came a list"),
+        ("hello\n", "came 'hello'"),
+    ],
+)
+def test_a_preset_that_is_no_mapping_is_refused(write, text, reason):
+    preset = write(text)
+    message = refusal(preset=preset)
+    assert message.startswith(str(preset))
+    assert reason in message
+
+
+def test_a_preset_that_is_not_there_raises_its_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_config(Config, tmp_path / "none.yaml", [])
+    with pytest.raises(IsADirectoryError):
+        load_config(Config, tmp_path, [])
+
+
+# What is written -------------------------------------------------------------
+
+# Everything but surrogates and control characters, which no UTF-8 YAML file holds as they are.
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st.sampled_from(
+    [
+        "",
+        "no",
+        "null",
+        "~",
+        "007",
+        "1e5",
+        "0x1",
+        "1:30",
+        "true",
+        "- a",
+        "a: b",
+        "#",
+        "'",
+        '"',
+        "[",
+        "{",
+        "*a",
+        "&a",
+        "!t",
+    ]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    path=TEXT,
+    source=TEXT | st.lists(TEXT, max_size=3),
+    columns=st.dictionaries(TEXT, TEXT, max_size=3),
+    lr=st.floats(0, 1e300),
+    clip=st.none() | st.floats(1e-300, 1e300),
+    seed=st.integers(0, 2**63),
+)
+def test_what_is_dumped_is_read_back(tmp_path_factory, path, source, columns, lr, clip, seed):
+    config = Config(
+        model=ModelConfig(path=path),
+        data=SFTDataConfig(source=source, columns=columns),
+        optimizer=OptimizerConfig(lr=lr),
+        clip_grad_norm=clip,
+        seed=seed,
+        output_dir=Path("out"),
+    )
+    file = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    file.write_text(dump(config), encoding="utf-8")
+    assert load_config(Config, file, []) == config
+    # Any other reader of YAML sees the same.
+    assert yaml.safe_load(dump(config)) == config.model_dump(mode="json")
+
+
+def test_describe_lists_every_setting_with_its_default_and_meaning():
+    rows = {setting.key: setting for setting in describe(Config)}
+    reference = load().model_dump(mode="json")
+    for key, setting in rows.items():
+        value = reference
+        for name in key.split("."):
+            value = value[name]
+        assert setting.description, key
+        if not setting.required:
+            assert setting.default == value, key
+    assert {key for key, setting in rows.items() if setting.required} == {"model.path", "data.source", "output_dir"}
+    assert rows["optimizer.lr"].type == "number >= 0"
+    assert rows["clip_grad_norm"].type == "number > 0 or null"
+    assert {s.key: s.type for s in describe(Odd)} == {
+        "extra.rank": "whole number > 0",
+        "extra.names": "list of text",
+        "count_or_name": "whole number or text",
+        "limit": "number > 0 and <= 1 or null",
+        "weights": "mapping of text to number",
+        "pair": "list of: whole number, text",
+        "note": "text or null",
+    }
+
+
+def test_the_commented_yaml_is_a_preset_of_the_defaults(write):
+    text = commented_yaml(Config, width=60)
+    preset = write(text)
+    assert load(preset=preset) == load()
+    assert "lr: 0.0003  # number >= 0" in text
+    assert "path:  # required: text" in text
+    for setting in describe(Config):
+        # Comments are folded, so compare words.
+        words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
+        assert " ".join(setting.description.split()) in words
+    assert max(len(line) for line in text.splitlines() if line.lstrip().startswith("#")) <= 60
+
+
+def test_the_schema_knows_every_key_and_requires_none():
+    schema = config_schema(Config)
+    json.dumps(schema)
+    assert set(schema["properties"]) == set(Config.model_fields)
+    assert "required" not in json.dumps(schema)
+    assert schema["additionalProperties"] is False
+
+
+def test_a_setting_called_required_stays_in_the_schema():
+    class Named(Settings):
+        required: Literal["a"] = "a"
+
+    assert set(config_schema(Named)["properties"]) == {"required"}
+
+
+def test_preset_values_are_what_the_file_sets(write):
+    preset = write(
+        "model: {path: 007}\noptimizer:\n  lr: 1e-5\n  betas: [0.9, 0.95]\n"
+        "data:\n  columns: {}\n  source:\n  - {path: no, weight: 2}\n  - 1e5[0]\n  - '*'\n"
+    )
+    values = preset_values(preset)
+    assert list(values) == ["model.path", "optimizer.lr", "optimizer.betas", "data.columns", "data.source"]
+    assert values["optimizer.betas"] == "[0.9, 0.95]"
+    # They can be given as overrides, one by one.
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    rest = ["output_dir=o"]
+    assert load_config(Config, None, [*overrides, *rest]) == load_config(Config, preset, rest)
+
+
+def test_preset_fits_tells_another_recipes_preset(write):
+    assert preset_fits(Config, write("optimizer: {lr: 1}"))  # what is required may come later
+    assert not preset_fits(Odd, write("optimizer: {lr: 1}"))
+    assert not preset_fits(Config, write("optimizer: {lr: fast}"))
+    assert not preset_fits(Config, write("- a list"))

@@ -1,0 +1,53 @@
+"""Recipes and presets are found by name, and the shipped ones keep the promises made about them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lean_ft.settings.text import preset_fits
+from lean_ft.system import catalog
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def test_a_checkout_finds_the_folders_beside_the_package():
+    assert set(catalog.recipes().values()) == set((CHECKOUT / "recipes").glob("[!_]*.py"))
+    assert set(catalog.presets().values()) == set((CHECKOUT / "configs").rglob("*.yaml"))
+    for name, file in catalog.presets().items():
+        assert file == CHECKOUT / "configs" / f"{name}.yaml"
+
+
+def test_a_file_in_the_working_directory_does_not_hide_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, file in catalog.recipes().items():
+        (tmp_path / name).mkdir()
+        assert catalog.find_recipe(name) == file
+
+
+@pytest.mark.parametrize("name", list(catalog.presets()))
+def test_a_shipped_preset_is_short_and_fits_a_recipe(name):
+    file = catalog.presets()[name]
+    assert len(file.read_text().splitlines()) <= 20
+    assert any(preset_fits(catalog.load_recipe(recipe).Config, file) for recipe in catalog.recipes().values())
+
+
+@pytest.mark.parametrize("name", list(catalog.recipes()))
+def test_a_shipped_recipe_reads_in_one_sitting(name):
+    source = catalog.recipes()[name].read_text()
+    assert len(source.splitlines()) <= 160
+    assert catalog.summary(catalog.recipes()[name])
+
+
+@pytest.mark.parametrize("name", list(catalog.recipes()))
+def test_a_shipped_recipe_stands_alone(name):
+    """So that a copy of it runs anywhere: it imports neither another recipe nor a framework that lean_ft is not."""
+    imported = set()
+    for node in ast.walk(ast.parse(catalog.recipes()[name].read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(str(node.module).partition(".")[0])
+    assert "lean_ft" in imported
+    assert not imported & {"recipes", "transformers", "peft", "trl", "datasets", *catalog.recipes()}

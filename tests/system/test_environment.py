@@ -1,0 +1,61 @@
+"""Facts about this machine, against what the system's own tools say."""
+
+import os
+import platform
+from importlib.metadata import version
+
+import pytest
+import torch
+
+import lean_ft
+from lean_ft.system import environment
+from lean_ft.system.environment import describe_environment
+
+
+def test_versions_and_cores():
+    facts = describe_environment()
+    assert facts["lean_ft"] == lean_ft.__version__
+    assert facts["python"] == platform.python_version()
+    assert facts["torch"] == torch.__version__
+    assert facts["tokenizers"] == version("tokenizers")
+    assert int(facts["cores"]) <= (os.cpu_count() or 1)
+    assert facts["threads"] == str(torch.get_num_threads())
+
+
+def test_memory_is_the_machines(monkeypatch):
+    psutil = pytest.importorskip("psutil")
+    expected = psutil.virtual_memory().total / 2**30
+    assert describe_environment()["memory"].startswith(f"{expected:.2f} GiB")
+
+
+def test_cpu_features_are_torchs():
+    features = environment._cpu_features()
+    if hasattr(torch.cpu, "_is_avx512_bf16_supported"):
+        assert ("avx512_bf16" in features) == torch.cpu._is_avx512_bf16_supported()
+    if hasattr(torch.cpu, "_is_avx512_supported"):
+        assert ("avx512f" in features) == torch.cpu._is_avx512_supported()
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
+    facts = describe_environment()
+    assert facts["no-such-package"] == "not installed"
+    assert facts["compiler"].startswith("none")
+
+
+def test_a_tool_that_fails_is_said_and_stops_nothing(monkeypatch, tmp_path):
+    for name in ("nvidia-smi", "c++"):
+        tool = tmp_path / name
+        tool.write_text("#!/bin/sh\nexit 9\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    facts = describe_environment()
+    assert "failed" in facts["driver"]
+    assert "failed" in facts["compiler"]
+
+
+@pytest.mark.gpu
+def test_gpus_are_named():
+    assert torch.cuda.get_device_name(0) in describe_environment()["gpus"][0]

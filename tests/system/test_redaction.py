@@ -1,0 +1,108 @@
+"""Tokens and homes stay out of what a run writes; a home written `~` is found again."""
+
+import json
+import os
+
+import pytest
+
+from lean_ft.settings.text import load_config
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable, redact
+from tests.training import toy_recipe
+from tests.training.toy_runs import QWEN
+
+TOKEN = "hf_" + "aB3" * 11
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    home = tmp_path / "home" / "jane"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+def test_tokens_are_blotted_out_and_homes_shortened(home, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-another-make")
+    assert redact(f"Bearer {TOKEN}.") == "Bearer [token]."
+    assert redact("x=a-token-of-another-make") == "x=[token]"
+    assert redact("https://jane:secret@hub.example/x") == "https://[token]@hub.example/x"
+    assert redact(f"{home}/runs '{home}/a' {home}") == "~/runs '~/a' ~"
+    assert redact(f"{home}2/runs /mnt{home}/x hf_model") == f"{home}2/runs /mnt{home}/x hf_model"
+
+
+SECRETS = [
+    TOKEN,
+    "sk-proj-" + "a1_B" * 8,
+    "ghp_" + "aB3" * 12,
+    "github_pat_" + "aB3_" * 12,
+    "AKIAIOSFODNN7EXAMPLE",
+    "AIza" + "aB3-_" * 7,
+    "wandb_v1_" + "aB3" * 12,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP-mB92K27",
+]
+NOT_SECRETS = [
+    "9cd71cf3f1f5d9b1d2d2a3b0f0b6a4c9f0b8e1d2",  # a commit, and what an old wandb key looks like
+    "task-specific desk-lamp-and-chair-for-two hf_model_of_mine",
+    "https://huggingface.co/org/name@main http://localhost:8000/v1?user=me@home",
+    '"http://a.example","me@home"',
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_token_of_a_known_format_is_removed_wherever_it_stands(secret):
+    for text in (f"{secret}", f"Bearer {secret}.", f'{{"a": "{secret}"}}', f"x={secret}\n"):
+        assert redact(text) == text.replace(secret, "[token]")
+
+
+@pytest.mark.parametrize("text", NOT_SECRETS)
+def test_ordinary_text_stays(text):
+    assert redact(text) == text
+
+
+def test_values_of_variables_named_like_secrets_are_removed(monkeypatch):
+    named = {
+        "OPENAI_API_KEY": "correct-horse",
+        "MY_SECRET": "correct-horse-battery",
+        "db_password": 'qu"ote\\n',
+        "A_TOKEN": "short",
+    }
+    for name, value in {**named, "HF_TOKEN_PATH": "/etc/hostname", "USERNAME": "correcthorse"}.items():
+        monkeypatch.setenv(name, value)
+    text = 'correct-horse-battery correct-horse qu"ote\\n short /etc/hostname correcthorse'
+    assert redact(text) == "[token] [token] [token] short /etc/hostname correcthorse"
+    assert redact("https://token-alone@host/x https://u:p@ss@host") == "https://[token]@host/x https://[token]@host"
+
+
+def test_a_message_is_bounded_and_changes_no_terminal():
+    assert printable("a\x1b[2J\x07\x9b\ud800b\n\tc") == "a\\x1b[2J\\x07\\x9b\\ud800b\n\tc"
+    text = printable("begin " + "x" * 10**6 + " end", MAX_MESSAGE_CHARACTERS)
+    assert len(text) <= MAX_MESSAGE_CHARACTERS
+    assert text.startswith("begin x")
+    assert "characters left out" in text
+    assert text.endswith("x end")
+
+
+def test_a_run_under_the_home_writes_no_home_and_goes_on(home, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("OPENAI_API_KEY", "correct-horse")
+    (home / "model").mkdir()
+    (home / "model/config.json").write_text(json.dumps(QWEN))
+
+    def train(*arguments):
+        given = [f"model.path={home}/model", "model.random_init=true", "device=cpu", *arguments]
+        given += [f"log.project={TOKEN}", "log.name=https://jane:secret@host/correct-horse"]
+        toy_recipe.main(load_config(toy_recipe.Config, None, given))
+
+    train(f"output_dir={home}/run", "max_steps=2")
+    train("output_dir=~/run", "max_steps=3", "model.path=~/model")
+    run = home / "run"
+    toy_recipe.main(load_config(toy_recipe.Config, run / "config.yaml", ["max_steps=4"]))
+    train("output_dir=~/branch", "max_steps=4", "resume=~/run/step_00000003")
+    assert (run / "step_00000004").is_dir()
+    assert (home / "branch/step_00000004").is_dir()
+    written = [run / "config.yaml", run / "run.json", *run.rglob("training_state.json"), *run.rglob("*.jsonl")]
+    for text in (capsys.readouterr().out, *(path.read_text() for path in written)):
+        assert str(home) not in text
+        assert not any(secret in text for secret in (TOKEN, "secret", "correct-horse"))
+    assert "~/run" in (run / "config.yaml").read_text()
+    assert os.environ["HF_TOKEN"] == TOKEN
