@@ -361,3 +361,8 @@ def test_an_output_of_another_shape_is_found():
     ):
         with pytest.raises(AssertionError, match="the document shows"):
             list(shown_lines(first.output, printed))
+
+
+def test_the_map_of_the_packages_is_that_of_the_imports():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "draw_map.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
