@@ -36,18 +36,21 @@ def _package(module: str) -> str:
     return "hub.upload" if names == ["hub", "upload"] else names[0] if names and names[0] != "__main__" else ""
 
 
-def reachable(package: str, edges: dict[str, set[str]], seen: set[str] | None = None) -> set[str]:
-    """All packages that `package` imports directly or through others."""
-    seen = set() if seen is None else seen
+def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[str]:
+    """`seen`, and all packages that `package` imports directly or through others that are not in `seen`."""
     for other in edges.get(package, set()) - seen:
         seen.add(other)
         reachable(other, edges, seen)
     return seen
 
 
-def _implies(nearer: str, other: str, edges: dict[str, set[str]]) -> bool:
-    """Whether an arrow to `nearer` implies one to `other`. Of two packages that import each other, the first by name does."""
-    return other in reachable(nearer, edges) and (nearer not in reachable(other, edges) or nearer < other)
+def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
+    """Whether another arrow of `package` leads on to `other`. Of two that import each other, the first by name leads on."""
+    return any(
+        other in reachable(nearer, edges, {package})
+        and (nearer not in reachable(other, edges, {package}) or nearer < other)
+        for nearer in edges[package] - {other}
+    )
 
 
 def draw() -> str:
@@ -55,8 +58,7 @@ def draw() -> str:
     edges = imports()
     lines = ["<!-- map -->", "```mermaid", "graph TD"]
     for package, others in sorted(edges.items()):
-        implied = {other for other in others if any(_implies(nearer, other, edges) for nearer in others - {other})}
-        lines += [f"    {package} --> {other}" for other in sorted(others - implied)]
+        lines += [f"    {package} --> {other}" for other in sorted(others) if not _implied(package, other, edges)]
     return "\n".join([*lines, "```", "<!-- /map -->", ""])
 
 
