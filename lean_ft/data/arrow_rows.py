@@ -54,7 +54,7 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(as_json(fields), f"{path}, row {number}")
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
 
 

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from lean_ft.data.rows import Digest, Row, kind
 
+_HEADER_BYTES = 2**16  # more than enough for the columns' names, and less than csv's limit for one cell
 BOM = b"\xef\xbb\xbf"
 NUM_BYTES_TO_DETECT = 4096
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -139,7 +140,7 @@ def _rows_of(values: list[Any], path: Path) -> Iterator[Row]:
 
 def _delimiter(start: bytes) -> str:
     """What stands between the columns' names: a comma, or else what spreadsheets write where a comma is a decimal point."""
-    header = start.partition(b"\n")[0].decode("utf-8", "replace")
+    header = re.split(rb"[\r\n]", start, maxsplit=1)[0][:_HEADER_BYTES].decode("utf-8", "replace")
     return next((sign for sign in ",;\t" if len(next(csv.reader([header], delimiter=sign), ())) > 1), ",")
 
 

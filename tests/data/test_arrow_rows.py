@@ -137,6 +137,14 @@ def test_a_dataset_is_prepared_once(tmp_path: Path, plain_tokenizer, monkeypatch
     assert prepare("other").key != made.key
 
 
+def test_parquet_whose_text_is_not_utf8(tmp_path: Path):
+    offsets, values = pyarrow.array([0, 2], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"\xec\x00")
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, values])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="rows.parquet cannot be read as Parquet: 'utf-8' codec"):
+        list(read_rows(str(tmp_path / "rows.parquet")))
+
+
 def test_parquet_that_tells_of_more_rows_than_bytes(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     file = tmp_path / "rows.parquet"

@@ -143,6 +143,7 @@ LONG = "".join(f'{{"a": "{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()
         ('{"a": 1}\n'.encode("utf-16-le"), "rows.jsonl", "looks like UTF-16"),
         ('a,b\n"1,2\n', "rows.csv", "malformed CSV: unexpected end of data"),
         ("a,a\n1,2\n", "rows.csv", "a column's name stands there twice"),
+        ("a\rb,c\n1,2\n", "rows.csv", "malformed CSV"),
         (gzip.compress(LONG, mtime=0)[:-9], "rows.jsonl.gz", "rows.jsonl.gz cannot be read to its end"),
         (gzip.compress(LONG, mtime=0)[:90_000] + b"damaged" * 99, "rows.jsonl.gz", "cannot be read to its end"),
         (zstandard.compress(LONG)[:-9], "rows.jsonl.zst", "rows.jsonl.zst cannot be read to its end"),
