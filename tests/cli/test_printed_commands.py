@@ -18,7 +18,7 @@ PRINTS_COMMANDS = {  # each has a test below, or where it says
     "cli/download.py",
     "cli/run.py",  # for a signal before training: tests/training/test_interrupts.py
     "cli/slurm.py",  # tests/cli/test_slurm_verb.py
-    "launch.py",  # tests/parallel/test_launch.py
+    "system/launch.py",  # tests/parallel/test_launch.py
     "training/summary.py",  # and how to resume: tests/training/test_summary.py
 }
 COMMIT = "c" * 40

@@ -79,7 +79,7 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
     for name, meant in expected.items():
         assert torch.equal(saved[name], meant), name
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    assert not load_model(tmp_path).quantization
+    assert not load_model(tmp_path).source.quantization
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(make_checkpoint, strips):

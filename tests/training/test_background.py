@@ -73,7 +73,7 @@ def test_a_host_copy_is_no_view_and_shares_what_is_frozen(model_folder):
         assert torch.equal(ours, theirs)
         assert (ours.data_ptr() == theirs.data_ptr()) == (ours is frozen), name
         assert not theirs._post_accumulate_grad_hooks
-    assert copy.hf_config == model.source.config
+    assert copy.source.config == model.source.config
 
 
 def test_the_next_write_waits_and_errors_come_out_once():
