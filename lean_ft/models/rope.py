@@ -30,6 +30,7 @@ class RopeConfig:
     head_dim: int | None = None  # of the heads that are turned, where it is not the model's
     turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
     turns_neighbours: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
+    in_float32: bool = False  # queries and keys are turned in float32, and rounded to the model's dtype afterwards
     # Queries are multiplied by 1 + query_growth * log(1 + (position + query_growth_start) // query_growth_positions).
     query_growth: float = 0.0
     query_growth_positions: float = math.inf
@@ -150,8 +151,9 @@ class RotaryEmbedding:
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, each (B, T, R) in `dtype`, of positions (B, T); where queries grow with positions, two
-        each, (2, B, T, R): those of queries, which grow, and those of keys.
+        """Returns cos and sin, each (B, T, R) in `dtype` or in float32 if the model turns in float32, of positions (B, T).
+
+        Where queries grow with positions, they are (2, B, T, R): those of queries, which grow, and those of keys.
 
         lengths (B or 1, T or 1) int64: the length of the text that a position belongs to, which some scalings read;
         where left out it ends with the row's last position.
@@ -168,6 +170,7 @@ class RotaryEmbedding:
             passed = ((positions + self.rope.query_growth_start) / self.rope.query_growth_positions).floor()
             growth = 1 + self.rope.query_growth * torch.log1p(passed)  # (B, T)
             factor = factor * torch.stack((growth, torch.ones_like(growth)))[..., None]
+        dtype = torch.promote_types(dtype, torch.float32) if self.rope.in_float32 else dtype
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _of(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
@@ -214,5 +217,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, turns_neighbours: bool = False) 
     else:
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-    # Under autocast the residual stream, and so cos and sin, is float32, and x is not.
+    # cos and sin may be float32 where x is not: under autocast, or if the model turns in float32.
     return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)

@@ -776,3 +776,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def with_all_experts(case: str) -> dict[str, float]:
+    """Settings with which every token meets all experts of the case: which of them it meets can hang on a rounding."""
+    family, settings = CASES[case]
+    if (
+        family == "phimoe"
+    ):  # takes two always; with this margin both count, but a rounding can still decide which is the first
+        return {"num_local_experts": 2, "router_jitter_noise": 50.0}
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = next((settings[name] for name in counts if name in settings), None)
+    if num_experts is None:
+        return {}
+    experts_a_token = next((name for name in ("top_k_experts", "moe_k") if name in settings), "num_experts_per_tok")
+    return {experts_a_token: num_experts, "n_group": 1, "topk_group": 1}

@@ -86,7 +86,8 @@ def test_a_killed_rank_ends_the_run_with_its_rank_host_and_reason(tmp_path):
     os.kill(pid, signal.SIGKILL)
     code, _, err = launched.end()
     assert code == 1
-    (message, advice) = err.strip().splitlines()
+    assert "Traceback" not in err
+    *_, message, advice = err.strip().splitlines()  # before them the other process may warn of its lost peer
     assert message.startswith("error: rank 1 on ")
     assert f"(process {pid}) was killed by SIGKILL" in message
     assert "goes on from the newest checkpoint" in advice

@@ -55,16 +55,18 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, nn.Module]]:
-    """The folder of a case, and a copy of transformers' model of it, which PEFT changes in place."""
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, nn.Module]]:
+    """The folder of a case with other settings, and a copy of transformers' model of it, which PEFT changes in place."""
     made: dict[str, tuple[Path, nn.Module]] = {}
 
-    def make(case: str) -> tuple[Path, nn.Module]:
-        if case not in made:
-            folder, model = tmp_path_factory.mktemp(case), reference_model(*CASES[case])
+    def make(case: str, **settings: float) -> tuple[Path, nn.Module]:
+        key = f"{case} {sorted(settings.items())}"
+        if key not in made:
+            family, fields = CASES[case]
+            folder, model = tmp_path_factory.mktemp(case), reference_model(family, {**fields, **settings})
             model.save_pretrained(folder)
-            made[case] = folder, model
-        folder, model = made[case]
+            made[key] = folder, model
+        folder, model = made[key]
         return folder, copy.deepcopy(model)
 
     return make

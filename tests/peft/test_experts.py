@@ -7,6 +7,7 @@ from lean_ft import load_model
 from lean_ft.memory import apply_memory
 from lean_ft.peft import adapted_layers, apply_lora, load_adapter, load_merged, quantize_as_loaded, save_adapter
 from lean_ft.settings import LoRAConfig, MemoryConfig
+from tests.models.family_cases import with_all_experts
 from tests.peft.conftest import IDS, MIXTURES, loss_of, randomize
 
 peft = pytest.importorskip("peft")
@@ -77,10 +78,10 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
 @pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"init": "pissa"}, {"dropout": 0.1}], ids=str)
 @pytest.mark.parametrize("family", sorted(MIXTURES))
 def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
-    folder, base = make_checkpoint(family)
+    folder, base = make_checkpoint(family, **with_all_experts(family))
     model = load_model(folder)
     router = ROUTERS.get(family, "gate")
-    apply_lora(model, LoRAConfig(rank=3, alpha=5, targets=[router, "o_proj"], **settings))
+    apply_lora(model, LoRAConfig(rank=2, alpha=5, targets=[router, "o_proj"], **settings))
     randomize(model)
     save_adapter(model, tmp_path)
     expected = model.eval()(IDS)

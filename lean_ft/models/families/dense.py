@@ -52,7 +52,7 @@ def _rope_but_in_some_layers(fields: Fields, layer: int, is_windowed: bool) -> R
 
 
 def _neighbours_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return rope_config(fields, turns_neighbours=True) if is_windowed else None
+    return rope_config(fields, turns_neighbours=True, in_float32=True) if is_windowed else None
 
 
 def _rope_of_windows_or_of_all(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -406,7 +406,7 @@ DENSE: dict[str, Family] = {
     ),
     "ernie4_5": Family(
         facts=_EVERY_BIAS,
-        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True),
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True, in_float32=True),
         defaults={
             "num_key_value_heads": 2,
             "head_dim": 128,

@@ -120,7 +120,7 @@ def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
 def _neighbours_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """Layers without positions may have queries that grow with their position."""
     if has_rope(fields, layer):
-        return rope_config(fields, turns_neighbours=True)
+        return rope_config(fields, turns_neighbours=True, in_float32=True)
     if not fields.flag("attn_temperature_tuning"):
         return None
     growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
@@ -296,7 +296,7 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "ernie4_5_moe": Family(
-        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True),
+        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True, in_float32=True),
         mixture={
             "num_experts": count("moe_num_experts"),
             "experts_per_token": count("moe_k"),
