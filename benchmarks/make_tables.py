@@ -34,6 +34,7 @@ BENCHMARKS = (
     "compare_fsdp",
     "linear_cross_entropy",
     "attention",
+    "bfloat16_products",
     "against_transformers",
     "optimizer_step",
     "data_preparation",

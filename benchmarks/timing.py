@@ -78,3 +78,8 @@ def _peak_bytes(device: torch.device) -> int:
 def _status_bytes(field: str) -> int:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
+
+
+def resident_bytes() -> int:
+    """This process's memory now, by the kernel's account."""
+    return _status_bytes("VmRSS")

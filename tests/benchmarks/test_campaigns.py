@@ -14,7 +14,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.mark.parametrize(
     ("script", "arguments", "least_cases"),
     [
-        ("crashes", ["--kills", "1", "--budget-seconds", "60", "--only", "save_async"], 1),
+        pytest.param(
+            "crashes", ["--kills", "1", "--budget-seconds", "60", "--only", "save_async"], 1, marks=pytest.mark.long
+        ),
         pytest.param(
             "crashes", ["--kills", "12", "--budget-seconds", "200", "--only", "online"], 9, marks=pytest.mark.long
         ),
@@ -22,7 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
         pytest.param(
             "disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4, marks=pytest.mark.long
         ),
-        ("fuzzing", ["--cases", "200", "--budget-seconds", "30"], 100),
+        ("fuzzing", ["--cases", "120", "--budget-seconds", "30"], 60),
     ],
 )
 def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):

@@ -22,10 +22,14 @@ def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
     arguments, answer = launched("--nproc-per-node", 4, "finetune", "--config", "tiny/full")
     assert arguments[-1] == "gradient_accumulation_steps=4"
     assert NOTE.format(4) in answer.err
-    assert leanft("plan", "finetune", "--config", "tiny/full", "--gpus", 4).code == 0
     job = leanft("slurm", "finetune", "--config", "tiny/full", f"output_dir={tmp_path}", "--gpus-per-node", 4)
     assert "gradient_accumulation_steps=4\n" in job.out.replace(" &", "")
     assert NOTE.format(4) in job.err
+
+
+@pytest.mark.long
+def test_a_preset_made_for_one_process_is_planned_for_many(leanft):
+    assert leanft("plan", "finetune", "--config", "tiny/full", "--gpus", 4).code == 0
 
 
 def test_processes_that_share_a_batch_need_one(launched):
