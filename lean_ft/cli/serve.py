@@ -40,12 +40,16 @@ def serve(
     ] = "bfloat16",
     debug: Debug = False,
 ) -> None:
-    """Serve a model by OpenAI's chat API, for trying it: chat completions, whole or streamed, one at a time.
+    """Serve a model by OpenAI's chat API, for trying it: chat completions, whole or streamed.
 
     With the variable LEANFT_TOKEN set, requests have to bring it as their API key.
     """
     from lean_ft.generation import open_model
-    from lean_ft.generation.server import ChatServer
+
+    try:
+        from lean_ft.generation.server import ChatServer
+    except ModuleNotFoundError as error:
+        raise ValueError(f"leanft serve needs the package {error.name}: pip install 'lean-ft[serve]'.") from None
     from lean_ft.system.log import say
 
     model, tokenizer = open_model(checkpoint, adapter or (), device, dtype)

@@ -14,6 +14,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; expected 0 or more.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (the likeliest token) or more.")
+        if self.temperature != 0 and not 1e-4 <= self.temperature < math.inf:  # logits over it have to fit into float32
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (the likeliest token), or 0.0001 or more.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; expected 1 or more, or None.")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):

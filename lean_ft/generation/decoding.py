@@ -17,7 +17,7 @@ Shapes: B rows that run, T tokens of the longest prompt, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -107,12 +107,18 @@ def sample_steps(
     prompts: Tensor | Sequence[Sequence[int]],
     sampling: Sampling,
     decode: Decode | None = None,
+    *,
+    prompt_part: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields each step as it is computed: a token that follows each prompt, None for rows that have ended; else as `sample`,
-    all in one wave."""
+    all in one wave.
+
+    With `prompt_part`, a single prompt is read so many tokens at a time, and each of these parts but the last is a step
+    without a token.
+    """
     rows = _rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
-        for tokens in _decode_rows(model, rows, sampling, decode):
+        for tokens in _decode_rows(model, rows, sampling, decode, prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
 
 
@@ -175,9 +181,14 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
 
 @torch.no_grad()
 def _decode_rows(
-    model: Decoder, rows: list[_Row], sampling: Sampling, decode: Decode | None, compile: bool = False
+    model: Decoder,
+    rows: list[_Row],
+    sampling: Sampling,
+    decode: Decode | None,
+    compile: bool = False,
+    prompt_part: int | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Fills the rows' samples; yields after each step its tokens, by the rows' places."""
+    """Fills the rows' samples; yields after each step its tokens, by the rows' places, and nothing after a part of a prompt."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
     capacity, context = (
@@ -188,7 +199,7 @@ def _decode_rows(
     if stage() is not None:
         _rehearse(model, running, capacity)
         return
-    caches, hidden = _read(model, running, capacity)
+    caches, hidden = yield from _read(model, running, capacity, prompt_part)
     few_rows, compiled = FewRows(model), CompiledLayers(model) if compile else None
     for position in range(sampling.max_new_tokens):
         if context is not None and max(len(row.prompt) for row in running) + position > context:
@@ -216,7 +227,7 @@ def _decode_rows(
             with few_rows, compiled or _as_written():  # and between two steps the model is as it was
                 hidden = model(chosen[:, None], cache=caches, return_hidden=True)[:, 0]
         else:
-            caches, hidden = _read(model, running, capacity)
+            caches, hidden = yield from _read(model, running, capacity, prompt_part)
 
 
 def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: Decode | None) -> bool:
@@ -244,9 +255,11 @@ def _say_too_long(context: int | None) -> None:  # once, however many texts are
     say("WARNING", f"a text is longer than the model's context of {context:,} tokens: it was not made for what follows")
 
 
-def _read(model: Decoder, rows: list[_Row], capacity: int) -> tuple[KVCache, Tensor]:
+def _read(
+    model: Decoder, rows: list[_Row], capacity: int, prompt_part: int | None
+) -> Generator[dict[int, int], None, tuple[KVCache, Tensor]]:
     """Fills a new cache with the texts of rows, equal neighbours once; returns it and the hidden state (B, D) of each
-    one's last token."""
+    one's last token. A single text is read `prompt_part` tokens at a time, with a yield between two."""
     device = model.device
     groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
     caches = model.new_cache(len(rows), capacity)
@@ -258,7 +271,13 @@ def _read(model: Decoder, rows: list[_Row], capacity: int) -> tuple[KVCache, Ten
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts], device=device)
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)  # (B, T)
         part = caches.part(start, start + len(texts))
-        hidden = _forward(model, padded, part, None if min(map(len, texts)) == longest else lengths)
+        if prompt_part is not None and len(texts) == 1:
+            # Not where the frequencies of a part would be those of a shorter text.
+            while longest > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
+                _forward(model, padded[:, :prompt_part], part)
+                padded, longest, lengths = padded[:, prompt_part:], longest - prompt_part, lengths - prompt_part
+                yield {}
+        hidden = _forward(model, padded, part, None if len(set(map(len, texts))) == 1 else lengths)
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
         start += len(texts)

@@ -1,72 +1,62 @@
-"""A model behind OpenAI's chat API, for trying a checkpoint with the programs that one has.
+"""A model behind OpenAI's chat API, for trying a checkpoint with programs that speak it.
 
 POST /v1/chat/completions   an answer, whole or as it grows (server-sent events)
-GET  /v1/models             the one model
+GET  /v1/models             the model
 
-One answer at a time: a lock keeps the model to itself, and who comes next waits. What a request asks for and is not done here
-(tools, penalties, log-probabilities, several answers) is refused with its name. Without a token the server answers this machine
-alone, and no page of a browser: a request has to name a loopback address, and say that it is JSON.
-
-Source: https://platform.openai.com/docs/api-reference/chat; top_k and min_p as in vLLM.
+One thread computes. It takes turns among up to `MOST_AT_ONCE` answers: each gets one token, or one part of its prompt, before
+the next one's turn. So a long prompt delays the others by one part, and an answer whose client has left ends at its next
+turn. Requests that this server does not support are refused with the name of the field (`lean_ft.generation.requests`).
+Without a token the server answers this machine alone, and no web page: a request must name a loopback address and say that
+it is JSON.
 """
 
+import asyncio
+import contextlib
 import hmac
 import json
+import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample_steps
+from lean_ft.generation.requests import ChatRequest, Refused
 from lean_ft.generation.texts import asked_of, text_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
-from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.context_length import context_length
 
-MOST_BODY_BYTES = 16 << 20
-IDLE_SECONDS = 60  # after which a connection that says nothing is closed
-_READ = ("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "seed")
-_READ += ("temperature", "top_p", "top_k", "min_p")
-# What is not done here -> the values that ask for nothing.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "modalities": (["text"],),
-}
-_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+MOST_BODY_BYTES = 4 << 20
+MOST_AT_ONCE = 4  # answers that are computed in turns
+MOST_WAITING = 64  # answers, those included
+PROMPT_PART = 256  # tokens of a prompt that are read in one turn
+CHARACTERS_A_TOKEN = 32  # a text with more of them than this times the context is refused before it is tokenized
+
+_End = Exception | None  # why an answer ended: an error, or nothing
 
 
-class _Refused(Exception):
-    """What is wrong with a request, as OpenAI's errors tell it."""
+class ChatServer:
+    """Serves `model` under `name` at `host` and `port` (0: a free one); `serve_forever` answers until `shutdown` or Ctrl-C.
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-class ChatServer(ThreadingHTTPServer):
-    """Serves `model` under `name` at `host` and `port` (0: a free one); `serve_forever` answers until it is ended.
-
-    `max_new_tokens` is what an answer may have where a request does not say. With a `token`, requests have to bring it. Raises
-    ValueError for a model without a chat template, and for a host that is not loopback without a token.
+    `max_new_tokens` is the longest answer where a request gives no length. With a `token`, requests must bring it. Raises
+    ValueError for a model without a chat template, for a host that is not loopback without a token, and for an address that
+    cannot be listened on.
     """
-
-    daemon_threads = True
 
     def __init__(
         self,
@@ -86,66 +76,220 @@ class ChatServer(ThreadingHTTPServer):
                 f"host {host} lets others ask this model. Set the variable LEANFT_TOKEN to a token that they have to give "
                 "(as OpenAI's clients give their api_key), or leave the host out."
             )
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}/v1"
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_new_tokens, self.token = max_new_tokens, token or None
-        self.started, self.lock = int(time.time()), threading.Lock()
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.server_address[1]}/v1"
+        self._started = int(time.time())
+        self._turns = _Turns()
+        app = Starlette(
+            routes=[
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{name:path}", self._guarded(self._models)),
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _nothing_here},
+        )
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            limit_concurrency=256,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    def serve_forever(self) -> None:
+        """Answers requests until `shutdown`, or raises KeyboardInterrupt at Ctrl-C."""
+        self._turns.start()
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._turns.stop()
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever`, which another thread runs."""
+        self._uvicorn.should_exit = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        if not self._uvicorn.started:  # or it closes its socket itself
+            self._socket.close()
+
+    def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """An endpoint whose callers are checked, and whose errors are OpenAI's."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._check_caller(request)
+                return await endpoint(request)
+            except Refused as refused:
+                return _refusal(request, refused)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:  # the next request may be better: out of memory, logits that are not finite
+                return _refusal(request, _failure(error))
+
+        return answer
+
+    def _check_caller(self, request: Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise Refused(401, "this server wants a token that the request does not bring.", "invalid_api_key")
+        if self.token is None and not _is_loopback(_host_of(request)):
+            raise Refused(403, "without a token this server answers requests to a loopback address alone.")
+
+    async def _models(self, request: Request) -> Response:
+        card = {"id": self.name, "object": "model", "created": self._started, "owned_by": "lean_ft"}
+        wanted = request.path_params.get("name")
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": [card]})
+        if wanted != self.name:
+            raise self._no_model(wanted)
+        return JSONResponse(card)
+
+    def _no_model(self, wanted: str) -> Refused:
+        return Refused(404, f"there is no model {wanted!r:.100} here, but {self.name!r}.", "model_not_found", "model")
+
+    async def _chat(self, request: Request) -> Response:
+        if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            raise Refused(415, "expected Content-Type: application/json.")
+        asked = ChatRequest.read(await _body(request))
+        if asked.model not in (None, self.name):
+            raise self._no_model(str(asked.model))
+        prompt, how = await asyncio.to_thread(self._prompt_of, asked)
+        answer = _Answer(self.model, self.tokenizer, prompt, how)
+        self._turns.add(answer)
+        watch = asyncio.create_task(answer.end_without(request))
+        pieces = self._noted(request, answer, watch)
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        if not asked.stream:
+            text = "".join([piece async for piece in pieces])
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+            body = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
+            return JSONResponse(body)
+        tells_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        events = _events(request, answer, pieces, {**head, "object": "chat.completion.chunk"}, tells_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _noted(self, request: Request, answer: "_Answer", watch: asyncio.Task[None]) -> AsyncIterator[str]:
+        """The pieces of an answer; says afterwards how it went."""
+        begun, outcome = time.monotonic(), "the client left"
+        try:
+            async for piece in answer.pieces():
+                yield piece
+            outcome = {"stop": "complete", "length": "cut at its longest"}[answer.finish_reason]
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            answer.is_over = True
+            watch.cancel()
+            tokens = f"{len(answer.prompt)} tokens of messages, {len(answer.ids)} of answer"
+            say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
+
+    def _prompt_of(self, asked: ChatRequest) -> tuple[list[int], Sampling]:
+        """The ids of the messages, and how to sample. Runs beside the event loop: a long text takes a while."""
+        context = context_length(self.model.source.config)
+        most = asked.max_completion_tokens or asked.max_tokens
+        if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
+            raise Refused(
+                400,
+                f"the messages have {asked.num_characters} characters: too many for the model's context of {context} tokens.",
+                "context_length_exceeded",
+                "messages",
+            )
+        settings: dict[str, Any] = {
+            "max_new_tokens": most or self.max_new_tokens,
+            "stop": asked.stop or [],
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "seed": secrets.randbits(31) if asked.seed is None else asked.seed,
+        }
+        settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
+        messages = [message.for_template() for message in asked.messages]
+        try:
+            how, (prompt,) = asked_of(self.model, self.tokenizer, [messages], True, settings)
+        except ValueError as error:  # messages that the template does not take
+            raise Refused(400, str(error), None, "messages") from None
+        if context is None:
+            return prompt, how
+        if len(prompt) + (most or 1) > context:
+            raise Refused(
+                400,
+                f"the messages have {len(prompt)} tokens{'' if most is None else f', and max_tokens is {most}'}: more than the "
+                f"model's context of {context}.",
+                "context_length_exceeded",
+                "messages",
+            )
+        return prompt, replace(how, max_new_tokens=min(how.max_new_tokens, context - len(prompt)))
 
 
 class _Answer:
-    """One answer: its text as it grows, and afterwards what it took and why it ended."""
+    """One answer under way: the computing thread takes its steps, and the event loop reads its pieces."""
 
-    def __init__(self, server: ChatServer, asked: dict[str, Any]) -> None:
-        self._server, self.ids = server, list[int]()
-        messages = _messages(asked)
-        most = next((asked[n] for n in ("max_completion_tokens", "max_tokens") if asked.get(n) is not None), None)
-        stop = asked.get("stop") or []
-        settings: dict[str, Any] = {
-            "max_new_tokens": server.max_new_tokens if most is None else _number("max_tokens", most, int),
-            "stop": [stop] if isinstance(stop, str) else stop,
-            "temperature": _number("temperature", 1.0 if asked.get("temperature") is None else asked["temperature"]),
-            "seed": secrets.randbits(31) if asked.get("seed") is None else _number("seed", asked["seed"], int),
-        }
-        for name, kind in (("top_p", float), ("top_k", int), ("min_p", float)):
-            if asked.get(name) is not None:
-                settings[name] = _number(name, asked[name], kind)
-        try:
-            self.how, (self.prompt,) = asked_of(server.model, server.tokenizer, [messages], True, settings)
-        except (ValueError, TypeError) as error:  # sampling out of range; messages that the template does not take
-            raise _Refused(400, str(error)) from None
-        context = context_length(server.model.source.config)
-        if context is None:
-            return
-        if len(self.prompt) + (1 if most is None else self.how.max_new_tokens) > context:
-            raise _Refused(
-                400,
-                f"the messages have {len(self.prompt)} tokens{'' if most is None else f', and max_tokens is {most}'}: more "
-                f"than the model's context of {context}.",
-                "context_length_exceeded",
-            )
-        self.how = replace(self.how, max_new_tokens=min(self.how.max_new_tokens, context - len(self.prompt)))
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: list[int], how: Sampling) -> None:
+        self.prompt, self.how, self.ids = prompt, how, list[int]()
+        self.is_over = False  # set by either side: computed, or no longer wanted
+        self._tokenizer = tokenizer
+        steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
+        self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 
-    def text(self) -> Iterator[str]:
-        server = self._server
-        with server.lock:
-            steps = sample_steps(server.model, [self.prompt], self.how, server.tokenizer.decode)
-            yield from text_of(server.tokenizer, self._noted(token for (token,) in steps), self.how.stop_texts)
-        say("answered", f"{len(self.prompt)} tokens of messages by {len(self.ids)}")
-
-    def _noted(self, tokens: Iterator[int | None]) -> Iterator[int | None]:
-        for token in tokens:
+    def _kept(self, steps: Iterator[list[int | None]]) -> Iterator[int | None]:
+        for (token,) in steps:
             self.ids += [] if token is None else [token]
             yield token
+
+    def take_turn(self) -> bool:
+        """One token, or one part of the prompt; returns whether there is more to compute."""
+        told: str | _End = None
+        if not self.is_over:
+            try:
+                if told := next(self._texts):
+                    self._tell(told)
+                return True
+            except StopIteration:
+                pass
+            except Exception as error:
+                told = error
+        self.is_over = True
+        self._tell(told)
+        return False
+
+    def _tell(self, told: str | _End) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._told.put_nowait, told)
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Its text, piece by piece. Raises what went wrong."""
+        while (told := await self._told.get()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            yield told
+
+    async def end_without(self, request: Request) -> None:
+        """Ends the answer as soon as the client is gone."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.is_over = True
 
     @property
     def finish_reason(self) -> str:
         if len(self.ids) < self.how.max_new_tokens or self.ids[-1] in self.how.stop_ids:
             return "stop"
-        text = self._server.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
         return "stop" if any(stop in text for stop in self.how.stop_texts) else "length"
 
     @property
@@ -154,165 +298,109 @@ class _Answer:
         return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
-    server: ChatServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    _begun = False
+class _Turns:
+    """The thread that computes, one turn of each answer after another."""
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self._new = queue.SimpleQueue[_Answer | None]()
+        self._num_answers = 0
+        self._lock = threading.Lock()
 
-    def do_GET(self) -> None:
-        self._guarded(self._models)
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name="leanft-serve").start()
 
-    def do_POST(self) -> None:
-        self._guarded(self._chat)
+    def stop(self) -> None:
+        self._new.put(None)
 
-    def _guarded(self, answer: Any) -> None:
-        self._begun = False
-        try:
-            self._check_caller()
-            answer()
-        except (BrokenPipeError, ConnectionResetError, TimeoutError):  # the client has enough
-            self.close_connection = True
-        except _Refused as refused:
-            self._refuse(refused)
-        except Exception as error:  # the next request may be better: out of memory, logits that are not finite
-            say("failed", f"{type(error).__name__}: {error}")
-            self._refuse(_Refused(500, f"{type(error).__name__}: {error}"))
-
-    def _check_caller(self) -> None:
-        server = self.server
-        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if server.token is not None and not hmac.compare_digest(given.encode(), server.token.encode()):
-            raise _Refused(401, "this server wants a token that the request does not bring.", "invalid_api_key")
-        if server.token is None and not _is_loopback(urlsplit(f"//{self.headers.get('Host')}").hostname or ""):
-            raise _Refused(403, "without a token this server answers requests to a loopback address alone.")
-
-    def _models(self) -> None:
-        card = {"id": self.server.name, "object": "model", "created": self.server.started, "owned_by": "lean_ft"}
-        if self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [card]})
-        elif self.path == f"/v1/models/{self.server.name}":
-            self._send(200, card)
-        else:
-            raise self._nothing_here()
-
-    def _chat(self) -> None:
-        asked = self._body()
-        if self.path != "/v1/chat/completions":
-            raise self._nothing_here()
-        _check_fields(asked)
-        if asked.get("model", self.server.name) != self.server.name:
-            raise _Refused(
-                404, f"there is no model {asked['model']!r} here, but {self.server.name!r}.", "model_not_found"
-            )
-        answer = _Answer(self.server, asked)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.server.name}
-        if asked.get("stream"):
-            self._stream(answer, head, bool((asked.get("stream_options") or {}).get("include_usage")))
-            return
-        message = {"role": "assistant", "content": "".join(answer.text()), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
-        self._send(200, {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage})
-
-    def _stream(self, answer: _Answer, head: dict[str, Any], tells_usage: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Connection", "close")  # its end is the end of the answer
-        self.end_headers()
-        self._begun = self.close_connection = True
-
-        def event(delta: dict[str, str], finish_reason: str | None = None) -> None:
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-            self._event({**head, "object": "chat.completion.chunk", "choices": [choice]})
-
-        event({"role": "assistant", "content": ""})
-        for text in answer.text():
-            event({"content": text})
-        event({}, answer.finish_reason)
-        if tells_usage:
-            self._event({**head, "object": "chat.completion.chunk", "choices": [], "usage": answer.usage})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _body(self) -> dict[str, Any]:
-        length = self.headers.get("Content-Length") or ""
-        if not length.isdigit() or int(length) > MOST_BODY_BYTES:
-            self.close_connection = True  # what is not read would be taken for the next request
-            raise _Refused(413, f"expected a Content-Length of at most {MOST_BODY_BYTES} bytes.")
-        body = self.rfile.read(int(length))
-        if self.headers.get_content_type() != "application/json":
-            raise _Refused(415, "expected Content-Type: application/json.")
-        try:
-            asked = json.loads(body)
-        except ValueError as error:
-            raise _Refused(400, f"the body is no JSON: {error}.") from None
-        if not isinstance(asked, dict):
-            raise _Refused(400, f"expected a JSON object, came {type(asked).__name__}.")
-        return asked
-
-    def _nothing_here(self) -> _Refused:
-        return _Refused(
-            404, f"there is no {self.command} {self.path[:100]} here, but POST /v1/chat/completions and GET /v1/models."
-        )
-
-    def _event(self, value: Mapping[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
-        self.wfile.flush()
-
-    def _refuse(self, refused: _Refused) -> None:
-        kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-        error = {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
-        try:
-            self._event(error) if self._begun else self._send(refused.status, error)
-        except OSError:
-            self.close_connection = True
-
-    def _send(self, status: int, value: Mapping[str, Any]) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-def _check_fields(asked: dict[str, Any]) -> None:
-    for name, value in asked.items():
-        if name in _NOT_DONE and value is not None and value not in _NOT_DONE[name]:
-            raise _Refused(400, f"{name} is not done by this server. Leave it out.", "unsupported_parameter")
-        if name not in (*_NOT_DONE, *_READ, *_IGNORED):
-            raise _Refused(400, f"{name} is not known here.{did_you_mean(name, _READ)}", "unknown_parameter")
-
-
-def _messages(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages with their contents as text, of which clients send parts too."""
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise _Refused(400, 'expected messages, a list of {"role": ..., "content": ...}.')
-    read = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise _Refused(
-                    400, "a message's content has a part that is no text, and this model reads nothing else."
+    def add(self, answer: _Answer) -> None:
+        with self._lock:
+            if self._num_answers >= MOST_WAITING:
+                raise Refused(
+                    429, f"{MOST_WAITING} requests are waiting already. Try again later.", "rate_limit_exceeded"
                 )
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str):
-            raise _Refused(400, f"a message's content is {content!r:.80}; expected text.")
-        read.append({**message, "content": content})
-    return read
+            self._num_answers += 1
+        self._new.put(answer)
+
+    def _run(self) -> None:
+        running: list[_Answer] = []
+        while True:
+            while len(running) < MOST_AT_ONCE and not (running and self._new.empty()):
+                answer = self._new.get()
+                if answer is None:
+                    return
+                running.append(answer)
+            left = [answer for answer in running if answer.take_turn()]
+            with self._lock:
+                self._num_answers -= len(running) - len(left)
+            running = left
 
 
-def _number(name: str, value: Any, kind: type = float) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise _Refused(400, f"{name} is {value!r:.40}; expected a {'whole ' if kind is int else ''}number.")
-    if name == "max_tokens" and value < 1:
-        raise _Refused(400, f"max_tokens is {value}; expected 1 or more.")
-    return kind(value)
+async def _events(
+    request: Request, answer: _Answer, pieces: AsyncIterator[str], head: dict[str, Any], tells_usage: bool
+) -> AsyncIterator[str]:
+    """An answer as server-sent events. It has begun when it fails: then the error is the last event."""
+
+    def event(body: dict[str, Any]) -> str:
+        return f"data: {json.dumps(body)}\n\n"
+
+    def chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event({**head, "choices": [choice], **({"usage": None} if tells_usage else {})})
+
+    try:
+        yield chunk({"role": "assistant", "content": ""})
+        async for piece in pieces:
+            yield chunk({"content": piece})
+        yield chunk({}, answer.finish_reason)
+        if tells_usage:
+            yield event({**head, "choices": [], "usage": answer.usage})
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield event(_failure(error).body)
+    finally:
+        answer.is_over = True
+
+
+async def _body(request: Request) -> bytes:
+    too_long = Refused(413, f"the body is longer than {MOST_BODY_BYTES} bytes.")
+    if int(request.headers.get("Content-Length", 0)) > MOST_BODY_BYTES:
+        raise too_long
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise too_long
+    return bytes(body)
+
+
+def _failure(error: Exception) -> Refused:
+    return Refused(500, f"{type(error).__name__}: {error}")
+
+
+def _refusal(request: Request, refused: Refused) -> Response:
+    say("refused" if refused.status < 500 else "failed", f"{_client(request)}: {refused.status}, {refused!s:.200}")
+    # The rest of a body that was not read would be taken for the next request.
+    return JSONResponse(
+        refused.body, refused.status, headers={"Connection": "close"} if refused.status == 413 else None
+    )
+
+
+async def _nothing_here(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    there = "POST /v1/chat/completions and GET /v1/models"
+    return _refusal(
+        request, Refused(status, f"there is no {request.method} {request.url.path[:100]} here, but {there}.")
+    )
+
+
+def _client(request: Request) -> str:
+    return "unknown" if request.client is None else request.client.host
+
+
+def _host_of(request: Request) -> str:
+    with contextlib.suppress(ValueError):  # no host at all
+        return urlsplit(f"//{request.headers.get('Host')}").hostname or ""
+    return ""
 
 
 def _is_loopback(host: str) -> bool:

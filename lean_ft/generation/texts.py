@@ -119,27 +119,32 @@ def stream(
     may be the beginning of a stop text until it is told."""
     how, ids = asked_of(model, tokenizer, [prompt], chat, sampling)
     tokens = (token for (token,) in sample_steps(model, ids, how, tokenizer.decode))
-    return text_of(tokenizer, tokens, how.stop_texts)
+    return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
 
 
 def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens as it grows: a piece for each of `tokens`, which may be empty, and what is left at the end."""
     ids: list[int] = []
     told = text = ""
     for token in tokens:
-        ids += [] if token is None else [token]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        shown = _before(text, stop_texts, and_its_beginning=True)
-        if not text.endswith("\ufffd") and len(shown) > len(told):
+        if token is not None:
+            ids.append(token)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+        shown = _before(text, stop_texts, len(told), and_its_beginning=True)
+        if text.endswith("\ufffd") or len(shown) <= len(told):
+            yield ""
+        else:
             yield shown[len(told) :]
             told = shown
-    text = _before(text, stop_texts)
+    text = _before(text, stop_texts, len(told))
     if len(told) < len(text):
         yield text[len(told) :]
 
 
-def _before(text: str, stop_texts: Sequence[str], and_its_beginning: bool = False) -> str:
-    """What of `text` stands before the first of the stop texts, or before what may become one at its end."""
-    end = min((text.find(stop) for stop in stop_texts if stop in text), default=len(text))
+def _before(text: str, stop_texts: Sequence[str], told: int = 0, and_its_beginning: bool = False) -> str:
+    """What of `text` stands before the first of the stop texts, or before what may become one at its end. None begins in
+    the first `told` characters."""
+    end = min((at for stop in stop_texts if (at := text.find(stop, told)) >= 0), default=len(text))
     if and_its_beginning and end == len(text):
         lengths = (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
         end -= max(lengths, default=0)

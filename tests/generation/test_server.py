@@ -1,8 +1,11 @@
 """The server, asked by OpenAI's own client, against what the library answers."""
 
+import contextlib
 import http.client
 import json
+import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from lean_ft.generation import generate, sample
+from lean_ft.generation import Sampling, generate, sample, sample_steps
 from lean_ft.generation.server import ChatServer
 from lean_ft.generation.texts import asked_of
 from lean_ft.models import Decoder, load_model
@@ -28,7 +31,7 @@ def model() -> Decoder:
 @pytest.fixture(scope="module")
 def server(model: Decoder) -> Iterator[ChatServer]:
     with ChatServer(model, load_tokenizer("tiny"), "mine", max_new_tokens=24) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
@@ -41,7 +44,7 @@ def client(server: ChatServer) -> openai.OpenAI:
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [one.id for one in client.models.list()] == ["mine"]
     assert client.models.retrieve("mine").owned_by == "lean_ft"
-    with pytest.raises(openai.NotFoundError, match="there is no GET /v1/models/other here"):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
         client.models.retrieve("other")
 
 
@@ -98,16 +101,19 @@ def test_a_client_that_leaves_lets_the_next_one_in(client: openai.OpenAI) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not done by this server"),
-        ({"n": 2}, "n is not done by this server"),
-        ({"logprobs": True}, "logprobs is not done"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported by this server"),
+        ({"n": 2}, "n is not supported by this server"),
+        ({"logprobs": True}, "logprobs is not supported"),
         ({"max_tokens": 100_000}, "more than the model's context of 512"),
-        ({"max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
-        ({"temperature": -1}, "temperature is -1"),
-        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-        ({"extra_body": {"temprature": 1}}, "temprature is not known here. Did you mean 'temperature'?"),
-        ({"messages": []}, "expected messages, a list of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "no text"),
+        ({"max_tokens": 0}, "max_tokens is 0: expected greater than or equal to 1"),
+        ({"temperature": -1}, "temperature is -1: expected greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature is 'hot': expected a valid number"),
+        ({"extra_body": {"temprature": 1}}, "temprature is not known to this server. Did you mean 'temperature'?"),
+        ({"messages": []}, r"messages is \[\]: List should have at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type is 'image_url': expected 'text'",
+        ),
         ({"model": "other"}, "there is no model 'other' here, but 'mine'"),
     ],
 )
@@ -115,6 +121,13 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, settings:
     with pytest.raises(openai.APIStatusError, match=message) as refused:
         client.chat.completions.create(**{"model": "mine", "messages": CHAT, **settings})
     assert refused.value.status_code in (400, 404)
+
+
+def test_a_prompt_that_is_read_in_parts_has_the_same_answer(model: Decoder) -> None:
+    prompt, how = list(range(5, 305)), Sampling(6)
+    (expected,) = sample(model, [prompt], how)
+    steps = [token for (token,) in sample_steps(model, [prompt], how, prompt_part=64)]
+    assert steps == [None] * 4 + expected.ids
 
 
 def test_parts_of_text_are_read_as_one(client: openai.OpenAI) -> None:
@@ -137,12 +150,127 @@ def test_parts_of_text_are_read_as_one(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_is_no_request_is_refused(server: ChatServer, headers: dict, body: bytes, status: int) -> None:
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    connection = http.client.HTTPConnection(*server.address, timeout=30)
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json", **headers})
     answer = connection.getresponse()
     assert answer.status == status
     assert json.loads(answer.read())["error"]["message"]
     connection.close()
+
+
+def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
+    """The status and the body of what comes back."""
+    connection = http.client.HTTPConnection(*server.address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('"stream_options": 5', "stream_options is 5"),
+        ('"stop": [5]', "stop.0 is 5"),
+        (f'"stop": "{"x" * 1_000_000}"', "at most 256 characters"),
+        ('"stop": ["a", "b", "c", "d", "e"]', "at most 4 items"),
+        ('"seed": 9223372036854775808', "seed is 9223372036854775808"),
+        ('"temperature": 1e400', "temperature is inf"),
+        ('"temperature": NaN', "temperature is nan"),
+        ('"temperature": 1e-300', "temperature is 1e-300; expected 0 (the likeliest token), or 0.0001 or more"),
+        ('"max_tokens": true', "max_tokens is True"),
+        (f'"user": {"[" * 100_000}1{"]" * 100_000}', "not JSON"),
+        (f'"messages": [{{"role": "user", "content": "{"word " * 200_000}"}}]', "too many for the model's context"),
+        ('"messages": [{"role": "nobody", "content": "a"}]', "messages.0.role is 'nobody'"),
+        ('"messages": [{"role": "user"}]', "messages.0.content is missing"),
+        ('"messages": [{"role": "user", "content": ""}]', "expected a message with text"),
+        ('"messages": [{"role": "user", "content": "\\ud800"}]', "not JSON"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_field_out_of_its_bounds_is_a_message(server: ChatServer, fields: str, message: str) -> None:
+    chat = "" if "messages" in fields else f'"messages": {json.dumps(CHAT)}, '
+    status, answer = ask(server, f"{{{chat}{fields}}}".encode())
+    assert status == 400
+    assert message in answer["error"]["message"] and len(answer["error"]["message"]) < 300
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+HOSTILE = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e400,
+    1e-300,
+    "",
+    "x" * 300,
+    [],
+    {},
+    [[[]]],
+    {"a": {"b": []}},
+    [None],
+    "\x00",
+    "\u202e",
+]
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
+def test_mutated_requests_leave_a_steady_client_its_answers(
+    server: ChatServer, client: openai.OpenAI, count: int
+) -> None:
+    draw = random.Random(0)
+    whole = {
+        "messages": CHAT,
+        "model": "mine",
+        "stop": ["q"],
+        "seed": 1,
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
+    whole |= {"top_k": 4, "n": 1, "stream_options": {"include_usage": True}, "min_p": 0.1, "user": "a"}
+
+    def mutated() -> bytes:
+        body = json.loads(json.dumps(whole))
+        for _ in range(draw.randint(1, 3)):
+            place = draw.choice([body, body, body["messages"][0]] if isinstance(body.get("messages"), list) else [body])
+            if isinstance(place, dict) and place:
+                place[draw.choice([*place, "more"])] = draw.choice(HOSTILE)
+        raw = json.dumps(body).encode()
+        cut = draw.randrange(len(raw))
+        return draw.choice([raw, raw, raw, raw[:cut], raw[:cut] + bytes([draw.randrange(256)]) + raw[cut + 1 :]])
+
+    def steady() -> str:
+        made = client.chat.completions.create(model="mine", messages=CHAT, temperature=0, max_tokens=8, timeout=60)
+        return made.choices[0].message.content or ""
+
+    expected = steady()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, server, mutated()) for _ in range(count)]
+        while not all(one.done() for one in asked):
+            assert steady() == expected
+    statuses = {one.result()[0] for one in asked}
+    assert {200, 400} <= statuses <= {200, 400, 404}
+
+
+def test_who_hangs_up_is_not_computed_for(
+    server: ChatServer, client: openai.OpenAI, capsys: pytest.CaptureFixture
+) -> None:
+    body = json.dumps({"messages": CHAT, "temperature": 100, "seed": 1, "max_tokens": 400}).encode()
+    connection = http.client.HTTPConnection(*server.address, timeout=60)
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    time.sleep(0.1)
+    connection.close()
+    deadline = time.monotonic() + 60
+    told = ""
+    while "the client left" not in told:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        told += capsys.readouterr().out
+    line = next(line for line in told.splitlines() if "the client left" in line)
+    assert int(line.split(" of answer")[0].split()[-1]) < 400
 
 
 def test_another_address_needs_a_token_that_stays_unseen(model: Decoder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,11 +279,11 @@ def test_another_address_needs_a_token_that_stays_unseen(model: Decoder, capsys:
         with pytest.raises(ValueError, match="Set the variable LEANFT_TOKEN"):
             ChatServer(model, tokenizer, "mine", host=host)
     with ChatServer(model, tokenizer, "mine", host="0.0.0.0", token=TOKEN) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = server.url.replace("0.0.0.0", "127.0.0.1")
         assert [m.id for m in openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0).models.list()] == ["mine"]
         for wrong in ("none", TOKEN[:-1], "é"):
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=30)
             connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {wrong}".encode()})
             answer = connection.getresponse()
             assert answer.status == 401 and TOKEN not in answer.read().decode()

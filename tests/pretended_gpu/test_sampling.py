@@ -61,7 +61,7 @@ def test_served_answers_are_the_cpus() -> None:
     model, tokenizer = open_model("tiny", device="cuda", dtype="float32")
     (expected,) = generate(load_model("tiny"), [asked], tokenizer, max_new_tokens=12, temperature=1.0, seed=3)
     with ChatServer(model, tokenizer, "mine") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         body = json.dumps({"model": "mine", "messages": asked, "max_tokens": 12, "temperature": 1.0, "seed": 3})
         request = Request(f"{server.url}/chat/completions", body.encode(), {"Content-Type": "application/json"})
         answer = json.loads(urlopen(request, timeout=300).read())

@@ -1,0 +1,149 @@
+"""What a client may ask `leanft serve`: OpenAI's chat completions, every field of it with a type and a bound.
+
+Source: https://platform.openai.com/docs/api-reference/chat; `top_k` and `min_p` as in vLLM.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
+
+from lean_ft.system.spelling import did_you_mean
+
+# Fields that this server does not support -> their values that ask for nothing.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+}
+_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+
+
+class Refused(Exception):
+    """A request that cannot be answered: the HTTP status, and OpenAI's error body."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = {"error": {"message": message[:2000], "type": kind, "param": param, "code": code}}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Message(_Fields):
+    """One message of a chat. Clients send an assistant's empty fields back; those may be there."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_TextPart], BeforeValidator(_as_parts), Field(max_length=1000)]
+    name: Annotated[str, Field(max_length=64)] | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates read it, its content being one text."""
+        told = {"name": self.name, "reasoning_content": self.reasoning_content}
+        text = "".join(part.text for part in self.content)
+        return {
+            "role": self.role,
+            "content": text,
+            **{name: value for name, value in told.items() if value is not None},
+        }
+
+
+class _StreamOptions(_Fields):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ChatRequest(_Fields):
+    """The body of POST /v1/chat/completions."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    stop: Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    min_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: _Count | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _has_text(cls, messages: list[Message]) -> list[Message]:
+        if not any(part.text for message in messages for part in message.content):
+            raise ValueError("expected a message with text")
+        return messages
+
+    @property
+    def num_characters(self) -> int:
+        """Of all messages."""
+        return sum(len(part.text) for message in self.messages for part in message.content)
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Reads a request. Raises Refused with what is wrong, what was found and what is allowed."""
+        try:
+            asked = from_json(body)
+        except ValueError as error:
+            raise Refused(400, f"the body is not JSON: {error}.") from None
+        if not isinstance(asked, dict):
+            raise Refused(400, f"expected a JSON object, found {type(asked).__name__}.")
+        for name, nothing in _NOT_SUPPORTED.items():
+            value = asked.pop(name, None)
+            if value is not None and value not in nothing:
+                raise Refused(
+                    400, f"{name} is not supported by this server. Leave it out.", "unsupported_parameter", name
+                )
+        for name in _IGNORED:
+            asked.pop(name, None)
+        try:
+            return cls.model_validate(asked)
+        except ValidationError as error:
+            raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])[:100]
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(name, ChatRequest.model_fields)
+        return Refused(400, f"{name} is not known to this server.{hint}", "unknown_parameter", name)
+    if first["type"] == "missing":
+        return Refused(400, f"{name} is missing.", None, name)
+    expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    return Refused(400, f"{name} is {first['input']!r:.60}: {expected}.", None, name)
