@@ -190,7 +190,8 @@ class ChatServer:
         try:
             async for piece in answer.pieces():
                 yield piece
-            outcome = {"stop": "complete", "length": "cut at its longest"}[answer.finish_reason]
+            if not answer.client_left:
+                outcome = {"stop": "complete", "length": "cut at its longest"}[answer.finish_reason]
         except Exception:
             outcome = "failed"
             raise
@@ -242,6 +243,7 @@ class _Answer:
     def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: list[int], how: Sampling) -> None:
         self.prompt, self.how, self.ids = prompt, how, list[int]()
         self.is_over = False  # set by either side: computed, or no longer wanted
+        self.client_left = False
         self._tokenizer = tokenizer
         steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
         self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
@@ -283,7 +285,7 @@ class _Answer:
         """Ends the answer as soon as the client is gone."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.is_over = True
+        self.client_left = self.is_over = True
 
     @property
     def finish_reason(self) -> str:
