@@ -467,22 +467,20 @@ def _runs(folder: Path) -> dict[str, Target]:
 
 def _requests(folder: Path) -> dict[str, Target]:
     """Requests to `leanft serve`, as its server reads them."""
-    try:
-        requests = importlib.import_module("lean_ft.generation.requests")
-    except ImportError:
-        return {}
+    from lean_ft.generation.requests import ChatRequest, Refused
+
     body = folder / "body"
     asked = {"messages": MESSAGES, "model": "x", "stream": True, "stream_options": {"include_usage": True}, "seed": 1}
     asked |= {"max_tokens": 5, "stop": ["a", "b"], "temperature": 0.5, "top_p": 0.9, "top_k": 4, "n": 1, "tools": []}
 
     def read() -> None:
         try:
-            requests.ChatRequest.read(body.read_bytes())
-        except requests.Refused as refused:
-            if not 400 <= refused.status < 500:
-                raise
-            json.dumps(refused.body)
-            raise ValueError(str(refused)) from None
+            ChatRequest.read(body.read_bytes())
+        except Refused as refused:
+            json.dumps(refused.body).encode()
+            if refused.status >= 500:
+                raise RuntimeError("the request is refused as the server's own failure") from None
+            raise
 
     return {"requests": Target(12, body, [as_json(asked)], break_json, read)}
 

@@ -26,7 +26,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """A request that cannot be answered: the HTTP status, and OpenAI's error body."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:

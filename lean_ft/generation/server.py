@@ -364,14 +364,20 @@ async def _events(
 
 
 async def _body(request: Request) -> bytes:
+    """The body, unless it is too long: then its rest is read and dropped, since clients read the refusal only after they sent
+    all. Of a body that is much too long the rest is not awaited."""
     too_long = Refused(413, f"the body is longer than {MOST_BODY_BYTES} bytes.")
-    if int(request.headers.get("Content-Length", 0)) > MOST_BODY_BYTES:
+    if int(request.headers.get("Content-Length", 0)) > 16 * MOST_BODY_BYTES:
         raise too_long
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     async for part in request.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
+        num_bytes += len(part)
+        if num_bytes <= MOST_BODY_BYTES:
+            body += part
+        elif num_bytes > 16 * MOST_BODY_BYTES:
             raise too_long
+    if num_bytes > MOST_BODY_BYTES:
+        raise too_long
     return bytes(body)
 
 

@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
         pytest.param(
             "disk_faults", ["--flips", "1", "--faults", "1", "--budget-seconds", "60"], 8 * 4, marks=pytest.mark.long
         ),
-        ("fuzzing", ["--cases", "120", "--budget-seconds", "30"], 60),
+        ("fuzzing", ["--cases", "200", "--budget-seconds", "30"], 100),
     ],
 )
 def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):
