@@ -235,7 +235,8 @@ def test_mutated_requests_leave_a_steady_client_its_answers(
     def mutated() -> bytes:
         body = json.loads(json.dumps(whole))
         for _ in range(draw.randint(1, 3)):
-            place = draw.choice([body, body, body["messages"][0]] if isinstance(body.get("messages"), list) else [body])
+            messages = body.get("messages")
+            place = draw.choice([body, body, messages[0]] if isinstance(messages, list) and messages else [body])
             if isinstance(place, dict) and place:
                 place[draw.choice([*place, "more"])] = draw.choice(HOSTILE)
         raw = json.dumps(body).encode()
