@@ -117,15 +117,15 @@ def compare(config: dict[str, Any], *, rounds: int, arguments: list[str], budget
     return rows
 
 
-COLUMNS = ["forward and backward", "time", "tokens/s", "peak memory", "of transformers'", "beside the weights"]
+COLUMNS = ["implementation", "time", "tokens/s", "peak memory", "peak / transformers", "peak without weights"]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"forward and backward of Qwen3.5-0.8B's shape with {settings['layers']} layers and {settings['vocabulary']:,} tokens of "
-        f"vocabulary, {settings['batch_size']} x {settings['length']} tokens, bfloat16, medians over {settings['rounds']} rounds"
+        f"forward and backward pass of the Qwen3.5-0.8B shape ({settings['layers']} layers, vocabulary {settings['vocabulary']:,}), "
+        f"{settings['batch_size']} x {settings['length']} tokens, bfloat16; median of {settings['rounds']} rounds"
     )
 
 

@@ -87,14 +87,14 @@ def work(kind: str, shape: str, batch_size: int, length: int, repeats: int, devi
     report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
 
 
-COLUMNS = ["attention", "time", "tokens/s", "memory, inputs included", "positions computed"]
+COLUMNS = ["attention", "time", "tokens/s", "memory with inputs", "positions computed"]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"forward and backward of one attention of {settings['shape']}, {settings['documents']} documents in "
+        f"forward and backward pass of one attention layer of {settings['shape']}, {settings['documents']} documents in "
         f"{settings['batch_size']} x {settings['length']} tokens, bfloat16"
     )
 

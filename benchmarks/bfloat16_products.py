@@ -93,16 +93,16 @@ def work(kind: str, shape: str, batch_size: int, length: int, new_tokens: int, r
     report.write_text(json.dumps(row))
 
 
-COLUMNS = ["model", "step", "compiled step", "memory of a step", "compiled", "generation"]
+COLUMNS = ["model", "step", "compiled step", "step memory", "compiled step memory", "generation"]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     s = result["settings"]
     return (
-        f"full finetuning of {s['shape']} with AdamW, {s['batch_size']} x {s['length']} tokens, and {s['new_tokens']} new "
-        f"tokens after two prompts of 64; processor time of {s['repeats']} calls (median), as a multiple of the float32 "
-        f"model's; memory without that of Python and PyTorch"
+        f"full fine-tuning of {s['shape']} with AdamW, {s['batch_size']} x {s['length']} tokens; generation of {s['new_tokens']} "
+        f"tokens for 2 prompts of 64 tokens; CPU time, median of {s['repeats']} calls, in parentheses relative to the float32 "
+        f"model; memory excludes Python and PyTorch"
     )
 
 

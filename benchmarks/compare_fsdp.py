@@ -28,12 +28,12 @@ LAYOUTS = {"FSDP": ({}, ()), "DDP": ({"parallel.replicate": PROCESSES}, ("--copi
 OURS: dict[str, Any] = {"optimizer.name": "adamw", "optimizer.in_backward": True}
 COLUMNS = [
     "layout",
-    "ours: peak",
+    "lean_ft: peak",
     "PyTorch: peak",
-    "ours / theirs",
-    "ours: tokens/s",
+    "lean_ft / PyTorch",
+    "lean_ft: tokens/s",
     "PyTorch: tokens/s",
-    "ours / theirs",
+    "lean_ft / PyTorch",
 ]
 
 
@@ -99,10 +99,10 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights) on {PROCESSES} "
-        f"processes of one CPU over gloo, {settings['batch_size']} x {settings['length']} tokens each, bfloat16, AdamW; the peer is "
-        f"PyTorch's fully_shard or DDP with transformers' model and a plain loop; medians over {settings['rounds']} alternating "
-        f"rounds of fresh processes, {settings['steps']} steps each"
+        f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {PROCESSES} "
+        f"processes on one CPU with gloo, {settings['batch_size']} x {settings['length']} tokens each, bfloat16, AdamW; PyTorch: "
+        f"fully_shard or DDP with the model from transformers and a plain loop; median of {settings['rounds']} alternating "
+        f"rounds of new processes, {settings['steps']} steps each"
     )
 
 

@@ -46,7 +46,7 @@ from memory_ladder import outcome, rung_settings
 from results import RESULTS, console, peaks, print_result, require_hardware, tokens_per_second, write_result
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_pair_rows, write_text_rows
 
-OURS, TRL, SEPARATE = "ours", "trl", "ours, each its prompt"
+OURS, TRL, SEPARATE = "ours", "trl", "lean_ft, prompts not shared"
 LORA_RANK = 16
 
 
@@ -84,7 +84,9 @@ _LEAN = rung_settings("adamw_8bit") | {
     "memory.activation_checkpointing": "selective",
     "memory.loss_accumulation_dtype": "weight",
 }
-_LEAN_LABEL = "selective checkpointing, compile, chunked cross-entropy with bfloat16 sums and 8-bit AdamW in backward"
+_LEAN_LABEL = (
+    "selective checkpointing, compile, chunked cross-entropy with bfloat16 accumulation and 8-bit AdamW in backward"
+)
 # Frozen weights have neither gradients nor states.
 _LORA = {
     "lora.rank": LORA_RANK,
@@ -94,29 +96,29 @@ _LORA = {
     "memory.loss_chunk_tokens": 512,
 }
 _LORA_ARGUMENTS = ("--lora-rank", str(LORA_RANK))
-_DPO_LABEL = "the settings of the comparison of finetuning, prompts shared"
+_DPO_LABEL = "the settings of the fine-tuning comparison and shared prompts"
 _CACHED = {"reference.kind": "cached"}
 COMPARISONS = {
-    "full": Comparison(Objective.sft, "full finetuning", "full_finetune_single_device", _LEAN, _LEAN_LABEL),
+    "full": Comparison(Objective.sft, "full fine-tuning", "full_finetune_single_device", _LEAN, _LEAN_LABEL),
     "lora": Comparison(
         Objective.sft,
         f"LoRA of rank {LORA_RANK} on all linear layers",
         "lora_finetune_single_device",
         _LORA,
-        "checkpointing that keeps matrix products, compile and chunked cross-entropy",
+        "selective checkpointing that keeps matrix products, compile and chunked cross-entropy",
         _LORA_ARGUMENTS,
     ),
     "distill": Comparison(
         Objective.distill,
-        "distillation from a frozen model of its own shape",
+        "distillation from a frozen model of the same shape",
         "distill",
         {**_LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
-        "the Jensen-Shannon divergence, selective checkpointing, compile, both models' logits a chunk at a time, bfloat16 sums "
-        "and 8-bit AdamW in backward",
+        "Jensen-Shannon divergence, selective checkpointing, compile, both models' logits in chunks, bfloat16 accumulation and "
+        "8-bit AdamW in backward",
     ),
     "dpo_cached": Comparison(
         Objective.dpo,
-        "DPO, references cached",
+        "DPO, cached reference",
         "dpo",
         _LEAN | _CACHED,
         _DPO_LABEL,
@@ -125,7 +127,7 @@ COMPARISONS = {
     ),
     "dpo_resident": Comparison(
         Objective.dpo,
-        "DPO, reference resident",
+        "DPO, resident reference",
         "dpo",
         _LEAN | {"reference.kind": "model"},
         _DPO_LABEL,
@@ -134,7 +136,7 @@ COMPARISONS = {
     ),
     "dpo_lora": Comparison(
         Objective.dpo,
-        f"DPO by LoRA of rank {LORA_RANK}",
+        f"DPO with LoRA of rank {LORA_RANK}",
         "lora_dpo_single_device",
         # Rows are twice as many.
         _LORA | {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},
@@ -144,7 +146,7 @@ COMPARISONS = {
     ),
     "dpo_long_prompts": Comparison(
         Objective.dpo,
-        "DPO, references cached, prompts of three quarters",
+        "DPO, cached reference, prompts of 3/4 of a row",
         "dpo",
         _LEAN | _CACHED,
         _DPO_LABEL,
@@ -346,14 +348,14 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 COLUMNS = [
-    "what, and its tokens",
-    "compared with",
-    "ours: peak",
-    "its peak",
-    "ours / it",
-    "ours: tokens/s",
-    "its tokens/s",
-    "ours / it",
+    "objective, tokens per row",
+    "peer",
+    "lean_ft: peak",
+    "peer: peak",
+    "lean_ft / peer",
+    "lean_ft: tokens/s",
+    "peer: tokens/s",
+    "lean_ft / peer",
 ]
 
 
@@ -363,12 +365,12 @@ def describe(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(line["comparison"] for line in result["summary"]))
     first = COMPARISONS[names[0]]
     rows = {
-        Objective.dpo: "pairs, prompts an eighth of a row but where it is said; tokens are those of rows that each have their "
-        "prompt; TRL's fused head needs Triton and takes its fallback on a CPU",
-        Objective.grpo: "answers to one prompt of half the tokens",
+        Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; "
+        "TRL's fused output layer needs Triton and uses its fallback on a CPU",
+        Objective.grpo: "completions of one prompt, half of the tokens each",
     }.get(first.objective, "rows")
     defaults = next(filter(None, (settings["trl_defaults"].get(name) for name in names)), {})
-    said = ", ".join(
+    settings_of_trl = ", ".join(
         text
         for key, text in {
             "weights": f"{defaults.get('weights')} weights",
@@ -378,14 +380,14 @@ def describe(result: dict[str, Any]) -> str:
         }.items()
         if defaults.get(key)
     )
-    peer = f"; TRL {trl} in its defaults ({said})" if said else ""
-    until = ", then on until the peak stands still" if settings.get("settle_steps") else ""
+    peer = f"; TRL {trl} with its defaults ({settings_of_trl})" if settings_of_trl else ""
+    until = ", then more until the peak is stable" if settings.get("settle_steps") else ""
     rates = [row["product_gflops"] for row in result["rows"] if "product_gflops" in row]
-    told = f"; before each, bfloat16 products ran at {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
+    speed = f"; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
     return (
         f"{first.title if len(names) == 1 else first.objective.upper()} of {settings['shape']} ({settings['parameters']:,} "
-        f"parameters, random weights), a batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peer}; "
-        f"medians over {settings['rounds']} alternating rounds of fresh processes, {settings['steps']} steps each{until}{told}"
+        f"parameters, random weights), batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peer}; "
+        f"median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps each{until}{speed}"
     )
 
 
@@ -408,7 +410,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
                 for side in sides
             ]
             sampling_ratio = f"{1 / line['sampling_ratio']:.2f}x" if "sampling_ratio" in line else "-"
-            cells.append(["of a step's seconds, sampling and rewards", other, "-", "-", "-", *times, sampling_ratio])
+            cells.append(["seconds for sampling and rewards, of a step", other, "-", "-", "-", *times, sampling_ratio])
     return cells
 
 

@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "embedded": Task(
-        "full finetuning of the embedded model with batches of 4 conversations",
+        "full fine-tuning of the embedded model with batches of 4 chats",
         "convergence_embedded",
         {
             "model.path": "tiny",
@@ -64,7 +64,7 @@ TASKS = {
         },
     ),
     "gsm8k": Task(
-        "a Llama of 4 layers and 256 features, from random weights, on GSM8K packed into batches of 4 x 512 tokens",
+        "a Llama with 4 layers and hidden size 256, trained from random weights on GSM8K, packed in batches of 4 x 512 tokens",
         "convergence_gsm8k",
         {
             "model.random_init": True,
@@ -76,7 +76,7 @@ TASKS = {
         },
     ),
     "trained": Task(
-        "finetuning of a trained model on the embedded model's conversations, 8 a step",
+        "fine-tuning of the trained 5.2 M model on the embedded model's chats, 8 per step",
         "convergence_trained",
         {
             "data.source": "tiny/train.jsonl",
@@ -110,20 +110,20 @@ LEAN = {
 }
 ROWS = (
     Row("float32", "float32 AdamW", FLOAT32, 0.0),
-    Row("seed", "float32 AdamW, another order of the data", {**FLOAT32, "seed": 1}, 0.05),
+    Row("seed", "float32 AdamW, different data order", {**FLOAT32, "seed": 1}, 0.05),
     Row("float32_8bit", "float32 AdamW, 8-bit states", {**FLOAT32, "optimizer.name": "adamw_8bit"}, 0.05),
     Row("float32_backward", "float32 AdamW, in backward", {**FLOAT32, "optimizer.in_backward": True}, 0.0),
     Row("bfloat16", "bfloat16 AdamW, rounded to nearest", {"optimizer.stochastic_rounding": False}, None),
     Row("rounding", "bfloat16 AdamW, stochastic rounding", {}, 0.05),
     Row("adamw_8bit", "+ 8-bit states", {"optimizer.name": "adamw_8bit"}, 0.05),
-    Row("lean", "+ in backward, checkpointed, bfloat16 sums", {"optimizer.name": "adamw_8bit", **LEAN}, 0.05),
-    Row("adamw_8bit_torchao", "8-bit states, torchao's", {"optimizer.name": "adamw_8bit_torchao"}, 0.15),
+    Row("lean", "+ in backward, checkpointing, bfloat16 accumulation", {"optimizer.name": "adamw_8bit", **LEAN}, 0.05),
+    Row("adamw_8bit_torchao", "8-bit states, torchao", {"optimizer.name": "adamw_8bit_torchao"}, 0.15),
     Row("adamw_4bit", "4-bit states", {"optimizer.name": "adamw_4bit"}, 0.10),
     Row("adafactor", "Adafactor", {"optimizer.name": "adafactor"}, 0.10),
     Row("muon", "Muon", {"optimizer.name": "muon"}, 0.10),
     Row("apollo_mini", "APOLLO-Mini, lr 3e-3", {"optimizer.name": "apollo_mini", "optimizer.lr": 3e-3}, 0.10),
 )
-COLUMNS = ["setting", "state", "loss, last steps", "difference", "held-out loss", "difference", "bound"]
+COLUMNS = ["setting", "optimizer state", "training loss", "difference", "held-out loss", "difference", "limit"]
 
 
 def write_small_model(folder: Path) -> Path:
@@ -179,9 +179,9 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"{TASKS[settings['task']].description}, {settings['steps']} steps; loss is the mean of the last "
-        f"{settings['last_steps']} steps, differences are from float32 AdamW"
-        + (f"; {seeds} seeds, with standard errors" if (seeds := settings.get("seeds", 1)) > 1 else "")
+        f"{TASKS[settings['task']].description}, {settings['steps']} steps; training loss is the mean of the "
+        f"last {settings['last_steps']} steps; differences are relative to float32 AdamW"
+        + (f"; {seeds} seeds, ± standard error" if (seeds := settings.get("seeds", 1)) > 1 else "")
     )
 
 

@@ -54,7 +54,7 @@ VARIANTS = {
     ],
     "AdamW, float16 with loss scaling": ["optimizer.name=adamw", "model.dtype=float16"],
     "AdamW, stochastic rounding": ["model.dtype=bfloat16", "optimizer.stochastic_rounding=true", "keep_last=2"],
-    "Adafactor, recomputed layers, keep_last=1": [
+    "Adafactor, activation checkpointing, keep_last=1": [
         "optimizer.name=adafactor",
         "memory.activation_checkpointing=full",
         "keep_last=1",
@@ -66,27 +66,35 @@ VARIANTS = {
 }
 # Of `finetune`, on several ranks.
 RANK_VARIANTS = {
-    "cut (FSDP), AdamW": ["optimizer.name=adamw"],
-    "copies (DDP), 8 bits in backward": [
+    "sharded (FSDP), AdamW": ["optimizer.name=adamw"],
+    "replicated (DDP), 8-bit AdamW in backward": [
         "parallel.replicate=2",
         "optimizer.name=adamw_8bit",
         "optimizer.in_backward=true",
         "model.dtype=bfloat16",
     ],
-    "cut, saved in the background": ["save_async=true", "optimizer.in_backward=true", "data.packing=bfd"],
-    "vocabulary cut": ["parallel.vocabulary=cut", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+    "sharded, save_async": ["save_async=true", "optimizer.in_backward=true", "data.packing=bfd"],
+    "vocabulary parallelism": ["parallel.vocabulary=cut", "optimizer.name=sgd", "optimizer.momentum=0.9"],
 }
-COLUMNS = ["run", "kills", "before a checkpoint", "inside a save", "steps lost, most", "hung", "ended bitwise equal"]
+COLUMNS = [
+    "run",
+    "kills",
+    "before the first checkpoint",
+    "during a save",
+    "most steps lost",
+    "hung",
+    "bitwise equal at the end",
+]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     total = sum(row["kills"] for row in result["rows"])
     wrong = sum(len(row["failures"]) for row in result["rows"])
-    outcome = "none failed a check" if not wrong else f"{wrong} FAILED A CHECK"
+    outcome = "all checks passed" if not wrong else f"{wrong} CHECKS FAILED"
     ranks = result["settings"].get("ranks", 1)
-    whom = f"one of {ranks} ranks, in runs" if ranks > 1 else "runs"
-    return f"{total} kills by SIGKILL of {whom} of {STEPS} steps, saved every {SAVE_EVERY}; {outcome}"
+    target = f"one of {ranks} ranks" if ranks > 1 else "the process"
+    return f"{total} SIGKILLs of {target}, in runs of {STEPS} steps that save every {SAVE_EVERY} steps; {outcome}"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:

@@ -132,17 +132,17 @@ def summarize(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]
     return summary
 
 
-COLUMNS = ["", "seconds", "rows/s", "as fast as TRL", "peak memory", "packed rows", "full"]
+COLUMNS = ["", "seconds", "rows/s", "speed / TRL", "peak memory", "packed rows", "filled"]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"preparing {settings['rows']:,} rows of chat ({settings['distinct']:,} of {settings['data']}, repeated and "
-        f"numbered; {settings['megabytes']:.0f} MB) from a JSONL file to rows of {settings['length']:,} tokens packed by "
-        f"best-fit decreasing, on disk; {settings['num_processes']} processes each, TRL {result['versions']['trl']}; "
-        f"peak memory is the resident size of all processes together; medians over {settings['rounds']} rounds"
+        f"preparing {settings['rows']:,} chats ({settings['distinct']:,} rows of {settings['data']}, repeated and numbered; "
+        f"{settings['megabytes']:.0f} MB) from a JSONL file to packed rows of {settings['length']:,} tokens on disk (best-fit "
+        f"decreasing); {settings['num_processes']} processes each, TRL {result['versions']['trl']}; peak memory is the "
+        f"resident size of all processes together; median of {settings['rounds']} rounds"
     )
 
 

@@ -37,7 +37,7 @@ ASYNC = [*SAVES, "save_async=true"]
 NOBODY = 65534
 MS_RDONLY, MS_REMOUNT, MS_PRIVATE, MS_REC = 1, 32, 1 << 18, 1 << 14
 CLONE_NEWNS = 0x20000
-COLUMNS = ["what happened", "cases", "ended with a message", "checkpoints whole", "mended: bitwise equal"]
+COLUMNS = ["fault", "cases", "ended with a message", "checkpoints complete", "resumed bitwise equal"]
 
 
 class Unavailable(Exception):
@@ -46,7 +46,7 @@ class Unavailable(Exception):
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
-    return f"faults of the disk under runs of {STEPS} steps that save every 4"
+    return f"disk faults during runs of {STEPS} steps that save every 4 steps"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
@@ -199,12 +199,12 @@ FAULTS: dict[str, tuple[Callable[[Case, random.Random], Callable[[], None]], lis
     "disk too small for one checkpoint, at the start": (disk_too_small, SAVES, 1),
     "disk filled between two saves": (disk_full_between_saves, SAVES, 3),
     "disk filled between two saves, save_async": (disk_full_between_saves, ASYNC, 3),
-    "ENOSPC inside of a save (a quota that nobody tells of)": (disk_full_inside_a_save, SAVES, 20),
-    "ENOSPC inside of a save, save_async": (disk_full_inside_a_save, ASYNC, 10),
-    "a limit on the size of files": (file_size_limit, SAVES, 10),
+    "ENOSPC during a save (hidden quota)": (disk_full_inside_a_save, SAVES, 20),
+    "ENOSPC during a save, save_async": (disk_full_inside_a_save, ASYNC, 10),
+    "file size limit": (file_size_limit, SAVES, 10),
     "file system read-only from the start": (read_only_from_the_start, SAVES, 1),
-    "folder read-only from some save on": (read_only_meanwhile, SAVES, 3),
-    "folder of somebody else": (no_permission_from_the_start, SAVES, 1),
+    "folder read-only from one save on": (read_only_meanwhile, SAVES, 3),
+    "folder owned by another user": (no_permission_from_the_start, SAVES, 1),
 }
 
 

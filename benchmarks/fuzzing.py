@@ -76,7 +76,7 @@ CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
 WORKER_SILENCE_SECONDS = 120.0  # of the clock: a machine may be busy
 CASES_A_WORKER = 4000
-COLUMNS = ["input", "cases", "read", "refused with a message", "failed", "slowest", "most memory", "cases a second"]
+COLUMNS = ["input", "cases", "accepted", "rejected with a message", "failed", "slowest", "peak memory", "cases/s"]
 MESSAGES = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "What is 2 + 2?"},
@@ -623,7 +623,7 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     cases = sum(row["cases"] for row in result["rows"])
     failed = sum(row["failed"] for row in result["rows"])
-    return f"{cases:,} broken inputs, of which {failed or 'none'} failed"
+    return f"{cases:,} corrupted inputs; {failed} failed"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:

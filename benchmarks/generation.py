@@ -7,7 +7,7 @@
 
 One process, one set of random weights in bfloat16, no token that ends an answer. Three comparisons, whose sides take turns:
 
-    greedy      `--rows` prompts of `--prompt-tokens`, as many new ones: lean_ft and transformers, the likeliest tokens
+    greedy      `--rows` prompts of `--prompt-tokens`, as many new ones: lean_ft and transformers, the greedy
     drawn       the same at temperature 1, with the log-probabilities of what was drawn: transformers' by output_logits
     shared      `--rows` answers to one prompt of `--shared-tokens`, and to as many prompts of that length: both lean_ft
 
@@ -31,16 +31,16 @@ from shapes import shape_of, write_model_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import load_model, save_model
 
-COLUMNS = ["what", "sides", "tokens/s", "against", "tokens/s", "ratio"]
+COLUMNS = ["generation", "implementation", "tokens/s", "compared with", "tokens/s", "ratio"]
 LABELS = {
-    "greedy": "likeliest tokens",
-    "drawn": "drawn, with log-probabilities",
-    "shared": "answers to one long prompt",
+    "greedy": "greedy",
+    "drawn": "sampled, with log-probabilities",
+    "shared": "completions of one long prompt",
 }
 SIDES = {
     "greedy": ("lean_ft", "transformers"),
     "drawn": ("lean_ft", "transformers"),
-    "shared": ("one prompt", "as many prompts"),
+    "shared": ("prompt computed once", "prompt computed per row"),
 }
 
 
@@ -48,8 +48,8 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     s = result["settings"]
     return (
-        f"{s['shape']}, bfloat16, random weights: {s['rows']} x {s['prompt_tokens']} + {s['new_tokens']} tokens, shared "
-        f"prompt {s['shared_tokens']} + {s['new_tokens']}; new tokens a second, {s['rounds']} rounds"
+        f"{s['shape']}, bfloat16, random weights: {s['rows']} rows of {s['prompt_tokens']} prompt tokens ({s['shared_tokens']} for the "
+        f"long prompt) and {s['new_tokens']} new tokens; tokens/s count new tokens; {s['rounds']} rounds"
         + ("; lean_ft compiled" if s.get("compile") else "")
     )
 

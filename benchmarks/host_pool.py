@@ -1,4 +1,4 @@
-"""What pooling a CPU's memory buys: full finetuning with `memory.host_pool` and without, taking turns.
+"""What pooling a CPU's memory buys: full fine-tuning with `memory.host_pool` and without, taking turns.
 
     python benchmarks/host_pool.py --shape qwen2_5_0_5b --batch-size 4 --length 512 --rounds 2
 
@@ -28,7 +28,7 @@ from results import (
 from shapes import num_parameters
 
 SIDES = {"loss_sums": "memory.host_pool=true", "returned": "memory.host_pool=false"}  # the ladder's rungs
-COLUMNS = ["setting", "seconds a step", "from", "to", "tokens/s", "change", "peak memory", "change"]
+COLUMNS = ["setting", "seconds per step", "min", "max", "tokens/s", "change", "peak memory", "change"]
 
 
 def summarize(turns: list[dict[str, Any]], warmup_steps: int) -> list[dict[str, Any]]:
@@ -51,10 +51,10 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, bfloat16, 8-bit AdamW in backward, compiled, "
-        f"every layer recomputed; median of {settings['steps']} steps in each of {settings['rounds']} alternating fresh "
-        f"processes; peak resident memory"
+        f"full activation checkpointing; median of {settings['steps']} steps in each of {settings['rounds']} alternating "
+        f"new processes; peak resident memory"
     )
 
 

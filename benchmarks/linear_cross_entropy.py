@@ -33,7 +33,7 @@ LABELS = {
     "liger": "Liger fused linear cross-entropy",
     "lean_ft": "lean_ft, eager",
     "lean_ft_compiled": "lean_ft, compiled",
-    "lean_ft_weight_sums": "lean_ft, compiled, sums in the weight's type",
+    "lean_ft_weight_sums": "lean_ft, compiled, bfloat16 accumulation",
 }
 CHUNK_TOKENS = 1024  # lean_ft's default
 ERROR_TOKENS, ERROR_HIDDEN, ERROR_VOCAB = 2048, 256, 4096
@@ -152,16 +152,16 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
     report.write_text(json.dumps({"status": "ok", "reason": None, **timing._asdict(), **error}))
 
 
-COLUMNS = ["loss", "time", "memory", "error: hidden", "error: weight"]
+COLUMNS = ["loss", "time", "memory", "gradient error: hidden", "gradient error: weight"]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"forward and backward of the output loss, {settings['tokens']:,} tokens, hidden size "
-        f"{settings['hidden_size']:,}, vocabulary {settings['vocab_size']:,}, bfloat16; memory above the inputs, "
-        "gradients included; errors of the gradients against float64"
+        f"forward and backward pass of the output layer and its loss, {settings['tokens']:,} tokens, hidden size "
+        f"{settings['hidden_size']:,}, vocabulary {settings['vocab_size']:,}, bfloat16; memory without the inputs, "
+        "with the gradients; errors are relative to float64"
     )
 
 

@@ -57,7 +57,7 @@ def work(act: str, folder: Path, report: Path) -> None:
 
 # In the process that compares -----------------------------------------------------------------------------------------
 
-COLUMNS = ["what", "weights", "peak", "peak / weights", "before", "time"]
+COLUMNS = ["operation", "weights", "peak memory", "peak / weights", "memory before", "time"]
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -44,18 +44,18 @@ class Rung(NamedTuple):
 
 
 LADDER = (
-    Rung("nothing", "bfloat16 AdamW, nothing else", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
+    Rung("nothing", "bfloat16 AdamW, no other technique", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
     Rung("compile", "+ compile", {"compile": True}),
     Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": "auto"}),
     Rung("checkpointing", "+ activation checkpointing", {"memory.activation_checkpointing": "full"}),
     Rung("in_backward", "+ step in backward", {"optimizer.in_backward": True}),
     Rung("adamw_8bit", "+ 8-bit AdamW", {"optimizer.name": "adamw_8bit"}),
-    Rung("loss_sums", "+ loss sums in the weight's type", {"memory.loss_accumulation_dtype": "weight"}),
-    Rung("tile_mlp", "+ feed-forward layers in 8 tiles", {"memory.tile_mlp": 8}),
+    Rung("loss_sums", "+ bfloat16 loss accumulation", {"memory.loss_accumulation_dtype": "weight"}),
+    Rung("tile_mlp", "+ MLP in 8 tiles", {"memory.tile_mlp": 8}),
     Rung("adamw_4bit", "+ 4-bit AdamW", {"optimizer.name": "adamw_4bit"}),
     Rung("tied_gradient", "+ tied gradient on the host", {"memory.tied_gradient": "host"}, needs_gpu=True),
     Rung("offload", "+ activations on the host", {"memory.activation_offload": True}, needs_gpu=True),
-    Rung("streamed", "+ states streamed from the host", {"optimizer.state": "streamed"}, needs_gpu=True),
+    Rung("streamed", "+ optimizer state streamed from the host", {"optimizer.state": "streamed"}, needs_gpu=True),
 )
 # What takes the place of a rung's technique, beside the ladder: measured with all rungs up to the one named.
 INSTEAD: dict[str, tuple[str, Rung]] = {
@@ -163,16 +163,16 @@ def outcome(row: dict[str, Any]) -> str:
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
-    kinds = "resident, from outside the kernel's count"
+    kinds = "is resident memory; the system's count is the kernel's peak"
     if result["hardware"]["device"] == "cuda":
-        kinds = "allocated, from outside the driver's used bytes"
+        kinds = "is allocated memory; the system's count is the driver's"
     elif settings.get("settle_steps"):
-        kinds += ", of a run that goes on until it stands still"
+        kinds += "; each run continues until its peak is stable"
     rows = "packed rows" if settings["packing"] != "none" else "rows"
     return (
-        f"full finetuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
-        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; peak memory {kinds}; median speed of "
-        f"{settings['steps']} steps"
+        f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
+        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; peak memory {kinds}; "
+        f"tokens/s is the median of {settings['steps']} steps"
     )
 
 
@@ -199,7 +199,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-COLUMNS = ["setting", "peak memory", "change", "from outside", "tokens/s", "change"]
+COLUMNS = ["setting", "peak memory", "change", "system's count", "tokens/s", "change"]
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> Path | None:

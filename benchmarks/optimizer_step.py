@@ -130,7 +130,7 @@ def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_na
     report.write_text(json.dumps({"status": "ok", "reason": None, **row}))
 
 
-COLUMNS = ["optimizer", "time", "processor time", "state", "workspace"]
+COLUMNS = ["optimizer", "time", "CPU time", "state", "workspace"]
 
 
 def describe(result: dict[str, Any]) -> str:

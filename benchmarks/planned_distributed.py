@@ -18,7 +18,14 @@ from measure import rehearse_recipe
 from results import GIB, RESULTS, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
-COLUMNS = ["model and GPUs", "predicted peak", "sent in the machine", "sent to others", "step, estimated", "planned in"]
+COLUMNS = [
+    "model and GPUs",
+    "predicted peak",
+    "sent within the node",
+    "sent between nodes",
+    "estimated step",
+    "planning time",
+]
 
 DEVICES_EACH = 8
 _PLAIN: dict[str, Any] = {
@@ -40,20 +47,20 @@ _MODELS = {"1B": "llama3_2_1b", "8B": "llama3_1_8b", "70B": "llama3_1_70b"}
 CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("1B", 8, "AdamW", {}),
     ("1B", 8, "8 bits in backward", _8BIT),
-    ("1B", 8, "+ vocabulary cut", _CUT),
+    ("1B", 8, "+ vocabulary parallelism", _CUT),
     ("8B", 8, "AdamW", {}),
     ("8B", 8, "8 bits in backward", _8BIT),
-    ("8B", 8, "+ vocabulary cut", _CUT),
-    ("8B", 8, "4 bits, vocabulary cut", _4BIT),
+    ("8B", 8, "+ vocabulary parallelism", _CUT),
+    ("8B", 8, "4-bit AdamW, vocabulary parallelism", _4BIT),
     ("8B", 64, "8 bits in backward", _8BIT),
-    ("8B", 64, "+ vocabulary cut", _CUT),
-    ("8B", 64, "8 copies (HSDP), 8 bits, vocabulary cut", {**_CUT, "parallel.replicate": 8}),
+    ("8B", 64, "+ vocabulary parallelism", _CUT),
+    ("8B", 64, "8 replicas (HSDP), 8-bit AdamW, vocabulary parallelism", {**_CUT, "parallel.replicate": 8}),
     ("70B", 8, "AdamW", {}),
-    ("70B", 8, "8 bits in backward, vocabulary cut", _CUT),
-    ("70B", 8, "4 bits, vocabulary cut", _4BIT),
+    ("70B", 8, "8-bit AdamW in backward, vocabulary parallelism", _CUT),
+    ("70B", 8, "4-bit AdamW, vocabulary parallelism", _4BIT),
     ("70B", 64, "AdamW", {}),
-    ("70B", 64, "8 bits in backward, vocabulary cut", _CUT),
-    ("70B", 64, "8 copies (HSDP), 8 bits, vocabulary cut", {**_CUT, "parallel.replicate": 8}),
+    ("70B", 64, "8-bit AdamW in backward, vocabulary parallelism", _CUT),
+    ("70B", 64, "8 replicas (HSDP), 8-bit AdamW, vocabulary parallelism", {**_CUT, "parallel.replicate": 8}),
 ]
 
 
@@ -105,8 +112,8 @@ def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
     return (
-        f"predicted, not measured: what each {settings['device_name']} takes and sends a step, {settings['devices_each']} in a "
-        "machine; full finetuning in bfloat16, 4,096 packed tokens a GPU, activation checkpointing"
+        f"predicted, not measured: memory and traffic of each {settings['device_name']} per step, {settings['devices_each']} per node; full "
+        "fine-tuning in bfloat16, 4,096 packed tokens per GPU, activation checkpointing"
     )
 
 

@@ -18,7 +18,7 @@ from measure import rehearse_recipe
 from results import RESULTS, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
-COLUMNS = ["setting", "predicted peak", "of it: weights", "states", "torchtune, published", "planned in"]
+COLUMNS = ["setting", "predicted peak", "weights", "optimizer state", "torchtune, published", "planning time"]
 
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
 GIB = 2**30
@@ -37,26 +37,26 @@ _QLORA_8B = {**_ADAPTER, "lora.quantize": "nf4", "optimizer.name": "adamw_8bit",
 
 # (shape, recipe, label, settings, GiB that torchtune published for the rung)
 RUNGS: list[tuple[str, str, str, dict[str, Any], float | None]] = [
-    ("llama3_2_3b", FULL, "3B: packed, nothing else", _WHOLE_LOGITS, 60.0),
+    ("llama3_2_3b", FULL, "3B: packed, no other technique", _WHOLE_LOGITS, 60.0),
     ("llama3_2_3b", FULL, "+ compile", {**_WHOLE_LOGITS, "compile": True}, 51.0),
     ("llama3_2_3b", FULL, "+ chunked cross-entropy", {**_CHUNKED, "compile": True}, 42.9),
     ("llama3_2_3b", FULL, "+ activation checkpointing", _CHECKPOINTED, 24.9),
     ("llama3_2_3b", FULL, "+ step in backward", _IN_BACKWARD, 23.1),
     ("llama3_2_3b", FULL, "+ 8-bit AdamW", _8BIT, 17.6),
-    ("llama3_2_3b", FULL, "+ output gradient summed in bfloat16", _SUMS, None),
+    ("llama3_2_3b", FULL, "+ bfloat16 loss accumulation", _SUMS, None),
     ("llama3_2_3b", FULL, "+ activation offload", _OFFLOADED, None),
-    ("llama3_2_3b", FULL, "+ tied gradient parked", _PARKED, None),
-    ("llama3_2_3b", FULL, "+ states streamed", _STREAMED, None),
+    ("llama3_2_3b", FULL, "+ tied gradient on the host", _PARKED, None),
+    ("llama3_2_3b", FULL, "+ optimizer state streamed", _STREAMED, None),
     ("llama3_2_3b", LORA, "3B: LoRA, rank 16", _CHECKPOINTED, 8.5),
     ("llama3_2_3b", LORA, "3B: QLoRA, rank 16", {**_CHECKPOINTED, "lora.quantize": "nf4"}, 4.6),
     ("llama3_2_3b", LORA, "3B: LoRA, activations offloaded", _ADAPTER, None),
     ("llama3_2_3b", LORA, "3B: QLoRA, activations offloaded", {**_ADAPTER, "lora.quantize": "nf4"}, None),
-    ("llama3_1_8b", FULL, "8B: all but streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}, None),
-    ("llama3_1_8b", FULL, "8B: states streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}, None),
+    ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}, None),
+    ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}, None),
     ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**_CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}, 7.4),
     ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}, None),
     ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B, None),
-    ("llama3_1_8b", LORA, "8B: + tiles of tokens", {**_QLORA_8B, "memory.tile_mlp": 4}, None),
+    ("llama3_1_8b", LORA, "8B: + MLP in tiles", {**_QLORA_8B, "memory.tile_mlp": 4}, None),
 ]  # fmt: skip
 
 
@@ -103,9 +103,8 @@ def _predict(shape: str, recipe: str, settings: dict[str, Any], device: Any) -> 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     return (
-        f"predicted, not measured: peaks of one step for an {result['settings']['device_name']}, in bfloat16, 2 rows of "
-        "4,096 packed tokens unless said otherwise; torchtune's are published figures of an A100 (its 8-bit row has offload "
-        "too)"
+        f"predicted, not measured: peak of one step on an {result['settings']['device_name']}, bfloat16, 2 rows of 4,096 packed "
+        "tokens unless stated otherwise; torchtune published its figures for an A100 (its 8-bit row includes offload)"
     )
 
 

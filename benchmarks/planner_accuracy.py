@@ -25,7 +25,7 @@ from memory_ladder import RECIPE
 from results import RESULTS, console, gibibytes, peaks, print_result, require_hardware, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder, write_pair_rows, write_text_rows
 
-COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planned in"]
+COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planning time"]
 NO_SIZE = "tiny"
 # What a measurement calls its peaks, and what is left of them without the base.
 PEAKS = {"peak_memory_bytes": "measured_bytes", "first_peak_memory_bytes": "first_measured_bytes"}
@@ -37,7 +37,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer.name": "sgd"},
     "AdamW, checkpointing": _CHECKPOINTED,
     "8-bit AdamW in backward, compile": {**_IN_BACKWARD, "compile": True},
-    "8-bit AdamW in backward, compile, selective, bfloat16 sums": {
+    "8-bit AdamW in backward, compile, selective, bfloat16 accumulation": {
         **_IN_BACKWARD,
         "compile": True,
         "memory.activation_checkpointing": "selective",
@@ -48,10 +48,13 @@ CHOSEN: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     **CHOSEN,
     "AdamW": {},
-    "AdamW, whole logits": {"memory.loss_chunk_tokens": 0},
+    "AdamW, unchunked loss": {"memory.loss_chunk_tokens": 0},
     "AdamW, compile": {"compile": True},
     "AdamW, every second layer checkpointed": {"memory.activation_checkpointing": "every_n"},
-    "AdamW, products kept": {"memory.activation_checkpointing": "selective", "memory.selective_keeps": "products"},
+    "AdamW, matrix products kept": {
+        "memory.activation_checkpointing": "selective",
+        "memory.selective_keeps": "products",
+    },
     "Adafactor, checkpointing": {"optimizer.name": "adafactor", **_CHECKPOINTED},
     "4-bit AdamW in backward, checkpointing": {**_IN_BACKWARD, "optimizer.name": "adamw_4bit", **_CHECKPOINTED},
     "8-bit AdamW in backward, checkpointing, tiles": {**_IN_BACKWARD, **_CHECKPOINTED, "memory.tile_mlp": 4},
@@ -195,11 +198,11 @@ def _cut(folder: Path, layers: int) -> Path:
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     settings = result["settings"]
-    kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, less the process's base,"
-    what = "recipes that learn from pairs, labels and a teacher," if settings.get("objectives") else "full finetuning"
-    until = ", when it stands still and else after two steps" if settings.get("settle_steps") else ""
+    kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, without the base of the process"
+    objectives = "the listed recipes" if settings.get("objectives") else "full fine-tuning"
+    until = ", after the peak is stable or after 2 steps" if settings.get("settle_steps") else ""
     return (
-        f"predicted and measured peak memory ({kind} of fresh processes{until}) of {what} in bfloat16, batch of "
+        f"predicted and measured peak memory ({kind}, new processes{until}) of {objectives} in bfloat16, batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, random weights"
         + (f", {settings['layers']} layers of each shape" if settings["layers"] else "")
     )

@@ -32,7 +32,7 @@ from lean_ft.settings.text import preset_recipe, preset_values
 from lean_ft.system.catalog import find_preset
 from lean_ft.system.catalog import presets as shipped
 
-COLUMNS = ["setting", "card", "predicted", "allocated", "predicted reserved", "reserved", "error", "of it: an update"]
+COLUMNS = ["setting", "GPU", "predicted", "allocated", "predicted reserved", "reserved", "error", "update"]
 # What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.
 CARDS: dict[int, tuple[str, float]] = {
     8: ("RTX4090", 7.6),
@@ -188,15 +188,15 @@ def run(setting: Setting, timeout_seconds: float, measured: dict[str, Any] | Non
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
-    what = {
-        "ladder": "2 rows of 4,096 packed tokens in bfloat16 unless said otherwise",
-        "optimizers": "full finetuning of Llama-3.2-3B, 2 rows of 4,096 packed tokens, the update in backward",
-        "presets": "every preset on the card that it names",
+    configuration = {
+        "ladder": "2 rows of 4,096 packed tokens in bfloat16 unless stated otherwise",
+        "optimizers": "full fine-tuning of Llama-3.2-3B, 2 rows of 4,096 packed tokens, step in backward",
+        "presets": "every preset on the GPU in its comment",
     }[result["settings"]["table"]]
     return (
-        f"allocations of the CUDA build on a pretended card; no kernel ran: {what}. Predicted by the planner; allocated and "
-        "reserved by PyTorch's allocator in the third step; the error is of what is reserved; an update: the most that one "
-        "takes beside weights, gradients and states"
+        f"allocations of PyTorch's CUDA build on a pretended GPU, where no kernel runs: {configuration}. Predicted: by the planner. "
+        "Allocated and reserved: by PyTorch's allocator in step 3. Error: of the predicted reserved memory. Update: peak "
+        "workspace of one parameter's update, without weights, gradients and state"
     )
 
 

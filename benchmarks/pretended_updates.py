@@ -20,7 +20,7 @@ import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD = ROOT / "tests" / "pretended_gpu"
-COLUMNS = ["optimizer", "state", "an update", "slices"]
+COLUMNS = ["optimizer", "state per parameter", "update workspace", "per element of a slice"]
 VOCABULARY, HIDDEN, INNER, KEY_VALUE = 128_256, 3072, 8192, 1024
 RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sgd", "adafactor", "muon", "apollo_mini", "adamw_8bit_torchao"), ("stochastic_rounding",)),
@@ -113,9 +113,9 @@ def measure() -> None:
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     return (
-        "allocations of the CUDA build on a pretended card; no kernel ran: the most that the update of one parameter of "
-        "Llama-3.2-3B in bfloat16, the largest its embedding of 394 million elements, takes beside weights, gradients and "
-        "states; state in bytes a parameter of one of each shape"
+        "allocations of PyTorch's CUDA build on a pretended GPU, where no kernel runs: peak workspace of one update over the "
+        "parameter shapes of Llama-3.2-3B in bfloat16 (the largest, the embedding, has 394 million elements), without weights, "
+        "gradients and state"
     )
 
 
@@ -130,7 +130,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["label"],
         f"{row['state_bytes_per_parameter']:.2f} bytes",
         f"{taken / 2**20:.1f} MiB",
-        f"{taken / elements:.1f} bytes an element of one",
+        f"{taken / elements:.1f} bytes",
     ]
 
 

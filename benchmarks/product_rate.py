@@ -1,9 +1,9 @@
-"""How fast the machine multiplies matrices at this moment, in bfloat16.
+"""Measure the current rate of bfloat16 matrix products.
 
     python benchmarks/product_rate.py
 
-On a CPU most of a training step is matrix products, and what a shared machine gives to them changes from hour to hour; a
-comparison that names the rate can be told from one of another hour.
+On a CPU, matrix products dominate a training step, and their speed on a shared machine changes from hour to hour. Benchmarks
+record the rate so that results from different hours can be compared.
 """
 
 import sys
@@ -13,31 +13,32 @@ import torch
 import typer
 from timing import measure_calls
 
-ROWS, INPUTS, OUTPUTS = 1024, 1024, 4096
+INPUTS, OUTPUTS = 1024, 4096
 
 
-def product_rate(device: torch.device, *, repeats: int = 8) -> float:
-    """Floating-point operations a second of (1024, 1024) by (1024, 4096), the best of `repeats`."""
-    x = torch.ones(ROWS, INPUTS, dtype=torch.bfloat16, device=device)
+def product_rate(device: torch.device, *, rows: int = 1024, repeats: int = 8) -> float:
+    """Floating-point operations per second of (rows, 1024) by (1024, 4096); the best of `repeats`."""
+    x = torch.ones(rows, INPUTS, dtype=torch.bfloat16, device=device)
     weight = torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16, device=device)
-    out = torch.empty(ROWS, OUTPUTS, dtype=torch.bfloat16, device=device)
+    out = torch.empty(rows, OUTPUTS, dtype=torch.bfloat16, device=device)
     timing = measure_calls(lambda: torch.mm(x, weight.t(), out=out), device, repeats=repeats)
-    return 2 * ROWS * INPUTS * OUTPUTS / min(timing.all_seconds)
+    return 2 * rows * INPUTS * OUTPUTS / min(timing.all_seconds)
 
 
 def command(device: str) -> list[str]:
-    """The rate by a process of its own, so that the caller needs neither the memory nor the threads."""
+    """The command that prints the rate, for a separate process with its own memory and threads."""
     return [sys.executable, __file__, "--device", device]
 
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    rows: Annotated[int, typer.Option(help="Rows of the left matrix.")] = 1024,
     repeats: Annotated[int, typer.Option(help="Timed products.")] = 8,
 ) -> None:
-    """Prints the rate in GFLOP/s."""
+    """Print the rate in GFLOP/s."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{product_rate(torch.device(device), repeats=repeats) / 1e9:.0f}")
+    print(f"{product_rate(torch.device(device), rows=rows, repeats=repeats) / 1e9:.0f}")
 
 
 if __name__ == "__main__":

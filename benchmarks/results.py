@@ -1,5 +1,6 @@
 """What every benchmark says beside its numbers: on what it was measured, with which versions, settings and commit."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -74,6 +75,7 @@ class Hardware(dict[str, Any]):
         return f"{self.short_name}{with_bf16}, {self['memory_bytes'] / GIB:.0f} GiB, {self['threads']} threads"
 
 
+@functools.cache
 def describe_hardware(device: str = "auto") -> Hardware:
     """The machine, and which of its devices a benchmark with this `device` setting runs on."""
     answer = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True)
@@ -212,9 +214,9 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
 
 
 def peaks(row: dict[str, Any], steady: str = "peak_memory_bytes") -> str:
-    """A row's peak, as `2.10 GiB, at first 2.05 GiB` where the run went on until it stood still."""
+    """A row's peak; with the first steps' peak if the run continued until its peak was stable: `2.10 GiB (first steps: 2.05 GiB)`."""
     first = row.get(f"first_{steady}")
-    return gibibytes(row.get(steady)) + ("" if first is None else f", at first {gibibytes(first)}")
+    return gibibytes(row.get(steady)) + ("" if first is None else f" (first steps: {gibibytes(first)})")
 
 
 def gibibytes(count: float | None) -> str:

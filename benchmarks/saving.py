@@ -26,11 +26,11 @@ from shapes import num_parameters, write_model_folder
 
 STEPS_A_SAVE = 20
 COLUMNS = [
-    "how a checkpoint is saved",
-    "stalls training",
-    "steps beside it",
-    "cost, one save in 20 steps",
-    "more memory",
+    "checkpoint mode",
+    "training stalls for",
+    "added to concurrent steps",
+    "cost at one save per 20 steps",
+    "additional memory",
 ]
 
 
@@ -165,7 +165,7 @@ def main(
     step = statistics.median(times["plain"])
     rows = []
     for label, stall, slower, copy_bytes in (
-        ("waited for", times["waited"], [0.0], 0),
+        ("synchronous (default)", times["waited"], [0.0], 0),
         ("save_async", times["copied"], times["beside"], times["copy_bytes"]),
     ):
         row: dict[str, Any] = {"label": label, "status": "ok", "reason": None, "copy_bytes": copy_bytes}

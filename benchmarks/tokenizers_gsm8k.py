@@ -99,13 +99,22 @@ def measure(file: Path, texts: list[str], rounds: int) -> dict[str, Any]:
     }
 
 
-COLUMNS = ["tokenizer", "tokens", "other ids", "other text", "ours", "library", "transformers", "transformers / ours"]
+COLUMNS = [
+    "tokenizer",
+    "tokens",
+    "different ids",
+    "different text",
+    "lean_ft",
+    "library",
+    "transformers",
+    "transformers / lean_ft",
+]
 
 
 def describe(result: dict[str, Any]) -> str:
     """What the table is of."""
     return (
-        f"encoding {result['settings']['num_rows']:,} rows one by one, medians of {result['settings']['rounds']} rounds"
+        f"encoding {result['settings']['num_rows']:,} rows one by one, median of {result['settings']['rounds']} rounds"
     )
 
 

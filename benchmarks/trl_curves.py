@@ -62,7 +62,7 @@ class Objective(NamedTuple):
 ADAPTER = {"lora.rank": 8, "lora.alpha": 16}
 OBJECTIVES = {
     "sft": Objective(
-        "full finetuning",
+        "full fine-tuning",
         "finetune",
         {"optimizer.lr": 3e-4, "batch_size": 2, "gradient_accumulation_steps": 2, "data.max_length": MAX_LENGTH},
         "SFT",
@@ -111,7 +111,14 @@ COMMON = {
     "clip_grad_norm": 1.0,
     "plan": False,
 }
-COLUMNS = ["objective", "loss", "lean_ft and TRL", "TRL and TRL, eager", "weights apart", "TRL's own"]
+COLUMNS = [
+    "objective",
+    "loss",
+    "loss: lean_ft, TRL",
+    "loss: TRL, TRL eager",
+    "weights: lean_ft, TRL",
+    "weights: TRL, TRL eager",
+]
 
 
 # What both train on ---------------------------------------------------------------------------------------------------
@@ -314,8 +321,8 @@ def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
         f"{settings['steps']} steps of a model of {settings['parameters']:,} parameters in float32, TRL "
-        f"{result['versions']['trl']}: the largest difference of a step's loss, as a share of the mean loss, and the distance "
-        "between the final weights, as a share of the way they went"
+        f"{result['versions']['trl']}: the largest difference of a step's loss, relative to the mean loss, and the distance "
+        "between the final weights, relative to how far training moved them"
     )
 
 

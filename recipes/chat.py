@@ -1,10 +1,10 @@
-"""A conversation in the terminal with whatever training left: a run, a checkpoint, an adapter, any model with a chat template.
+"""Chat in the terminal with a run, a checkpoint, an adapter or any model that has a chat template.
 
 leanft chat runs/tiny
 leanft chat runs/tiny_lora system="Answer in one word." temperature=0.7
-leanft chat runs/tiny < questions.txt       # a line each; only answers are printed
+leanft chat runs/tiny < questions.txt       # one question per line; only answers are printed
 
-Ctrl-C stops an answer, /help lists what else there is.
+Press Ctrl-C to stop an answer. /help lists the commands.
 """
 
 import json
@@ -21,30 +21,29 @@ from lean_ft.generation import open_model, stream
 from lean_ft.settings import AskConfig
 
 HELP = """\
-/reset       forget what was said
-/system TEXT the same, and begin with this system message; without TEXT with none
-/save FILE   add the conversation to a JSONL file, as a row that data.source takes
-/help        this
-/quit        end; so does Ctrl-D
-Ctrl-C stops an answer; what was said of it stays in the conversation."""
+/reset       start a new conversation
+/system TEXT start a new conversation with this system message; without TEXT, with none
+/save FILE   append the conversation to a JSONL file, as a row for data.source
+/help        print this help
+/quit        exit; so does Ctrl-D
+Ctrl-C stops an answer; the part that was printed stays in the conversation."""
 
 
 class Config(AskConfig):
-    system: str | None = Field(None, description="The system message that the conversation begins with.")
+    system: str | None = Field(None, description="The system message at the start of the conversation.")
 
 
 def main(cfg: Config) -> None:
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{cfg.model.path} has no chat template, so it was not made for conversations. `leanft run generate` has it go "
-            "on from a text."
+            f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
     system = cfg.system
     messages = _beginning(system)
     in_terminal = sys.stdin.isatty()
     if in_terminal:
-        print("/help tells what there is beside questions.")
+        print("Type a question, or /help for the commands.")
     with _ctrl_c_interrupts():
         for line in _lines("> " if in_terminal else ""):
             command, _, argument = line.partition(" ")
@@ -58,7 +57,7 @@ def main(cfg: Config) -> None:
             elif command == "/help":
                 print(HELP)
             elif line.startswith("/"):
-                print(f"there is no {command}; /help lists what there is.")
+                print(f"unknown command {command}; /help lists the commands.")
             elif line:
                 messages.append({"role": "user", "content": line})
                 answer = ""
@@ -75,7 +74,7 @@ def _beginning(system: str | None) -> list[dict[str, Any]]:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """What is typed, a line each, until it ends. In a terminal it can be edited, and earlier lines come back by the arrows."""
+    """Yield input lines until end of file. In a terminal, readline gives editing and history."""
     with suppress(ImportError):
         import readline  # noqa: F401  (input() then uses it)
     while True:
@@ -89,7 +88,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 def _save(messages: list[dict[str, Any]], name: str) -> None:
     if not name:
-        print("/save needs the name of a file.")
+        print("/save needs a file name, as in /save chat.jsonl.")
         return
     try:
         with Path(name).expanduser().open("a", encoding="utf-8") as file:
@@ -102,7 +101,7 @@ def _save(messages: list[dict[str, Any]], name: str) -> None:
 
 @contextmanager
 def _ctrl_c_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt; around a run it ends the process."""
+    """Make Ctrl-C raise KeyboardInterrupt inside the block, instead of ending the run."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

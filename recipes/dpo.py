@@ -1,12 +1,12 @@
-"""Learning from pairs of a chosen and a rejected answer: DPO and what followed it, of all parameters or an adapter.
+"""DPO and related losses: train on pairs of a chosen and a rejected completion, all parameters or an adapter.
 
 leanft run dpo --config tiny/dpo
 leanft run dpo --config tiny/dpo loss.name=simpo output_dir=runs/simpo   # docs/preferences.md has the losses
-leanft run dpo --config tiny/dpo loss.name=my_loss.py:fn output_dir=runs/mine   # def fn(pairs, beta): a loss for each pair
+leanft run dpo --config tiny/dpo loss.name=my_loss.py:fn output_dir=runs/mine   # def fn(pairs, beta): one loss per pair
 leanft run --nproc-per-node 2 dpo --config tiny/dpo gradient_accumulation_steps=2   # FSDP, DDP: `parallel.*`
 leanft cp  dpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/dpo
 
-This is finetune with another loss: a sum over pairs of what two models say of whole answers.
+This is finetune with another loss: it compares the log-probabilities of whole completions under two models.
 """
 
 from collections.abc import Iterable
@@ -35,26 +35,26 @@ class Config(AnswersConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = preference_batches(
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=shares_prompts(cfg)
     )
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
-    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # frozen weights are quantized while loading
+    apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
+    cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
-    log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
-    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
+    parallelize(model, cfg.parallel, ranks)  # FSDP or DDP; each rank loads only its shard
+    log_probs = AnswerLogProbs(model, cfg)  # of whole completions; logits exist one chunk at a time
+    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model before training
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
 
     def losses_of(batch: PairBatch, tokens: TokenStatistics, pairs: TokenStatistics) -> tuple[Tensor, Answers]:
-        """The loss of each pair, (P,), and what it was made of; batch: on the device."""
-        frozen = reference(batch)  # (P, 2), first: nothing waits for a backward pass yet
+        """The loss of each pair, (P,), and its log-probabilities. The batch is on the device."""
+        frozen = reference(batch)  # (P, 2); computed first, while no activations are held for backward
         answers = log_probs(model, batch, tokens)
         return pair_losses(cfg.loss, answers, frozen, batch.answer_tokens, pairs), answers
 
@@ -70,27 +70,27 @@ def main(cfg: Config) -> None:
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
-        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward
 
-        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its pairs
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # may be fewer at the end of an epoch
+        copies = ranks.num_sharing  # ranks that share a micro-batch's tokens each compute all of its pairs
         num_pairs = copies * sum(batch.num_pairs for batch in micro_batches)
         num_targets = copies * sum(batch.num_targets for batch in micro_batches)
         num_chosen = copies * sum(int(batch.answer_tokens[:, 0].sum()) for batch in micro_batches)  # tokens
         tokens, pairs = TokenStatistics(ranks), TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
-            # Sums, divided once by what the whole step has.
+            # A sum, divided once by the count of the whole step.
             losses, answers = losses_of(batch.to(device), tokens, pairs)
             loss = losses.sum() / num_pairs
             if cfg.loss.sft_weight:
                 loss = loss + cfg.loss.sft_weight * answers.chosen_loss / num_chosen
-            if answers.router_loss is not None:  # of a mixture of experts
+            if answers.router_loss is not None:  # mixture of experts
                 loss = loss + answers.router_loss * (batch.num_pairs / num_pairs)
             pairs.add(loss=loss * num_pairs, nll=answers.chosen_loss * (num_pairs / num_chosen))
-            # A step with a loss that is not finite is skipped, and its batch kept.
+            # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()
 
-        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscale, measure the norm, clip
         optimizer.step()
         optimizer.zero_grad()
         metrics = pairs.means(num_pairs) | tokens.means(num_targets)

@@ -1,10 +1,10 @@
-"""Evaluates a model: tasks of lm-evaluation-harness (the extra `eval`), or questions of a file, right to the letter.
+"""Evaluate a model on tasks of lm-evaluation-harness (extra `eval`), or by exact match on the questions of a file.
 
 leanft evaluate runs/tiny data.source=tiny/validation.jsonl
 leanft evaluate runs/tiny tasks=[arc_easy,gsm8k] limit=100
-leanft evaluate runs/tiny_lora tasks=[my_task.yaml]       # a task file of your own: no network
+leanft evaluate runs/tiny_lora tasks=[my_task.yaml]       # your own task file; needs no network
 
-What comes out goes into evaluation.json in the run, beside what is there of other steps, or into `output`.
+Results are added to evaluation.json in the run directory, or to the file `output`.
 """
 
 import json
@@ -30,33 +30,33 @@ from lean_ft.training.run_directory import METRICS_FILE
 class Config(Settings):
     model: AskedModelConfig = AskedModelConfig.model_validate({})
     adapter: str | list[str] = Field(
-        [], description="An adapter, or a run that trained one; or a list of them that add up."
+        [], description="An adapter, or a run that trained an adapter; or a list, whose adapters are summed."
     )
     tasks: list[str] = Field(
-        [], description="The harness's tasks by name, which it fetches, or YAML files of your own."
+        [], description="Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files."
     )
     num_fewshot: NonNegativeInt | None = Field(
-        None, description="Solved examples before each question; null: the task's own."
+        None, description="Number of solved examples before each question; null: the task's default."
     )
-    limit: PositiveInt | None = Field(None, description="Questions of each task, or of the file; null asks all.")
-    chat: bool = Field(False, description="Ask the tasks' questions as a user's messages, by the chat template.")
+    limit: PositiveInt | None = Field(None, description="Maximum number of questions per task or file; null: all.")
+    chat: bool = Field(False, description="Wrap the tasks' questions as user messages with the chat template.")
     data: SFTDataConfig | None = Field(
-        None, description="Rows whose questions are asked: those held out, or all of them."
+        None, description="Rows whose questions are asked: the held-out rows if there are any, otherwise all."
     )
     pattern: str | None = Field(
         None,
-        description="With data: what of an answer is compared, the first group of this regular expression's last match.",
+        description="With data: compare only the first group of this regular expression's last match in each answer.",
     )
     output: Path | None = Field(None, description="A JSON file for the results; null: evaluation.json in the run.")
-    seed: NonNegativeInt = Field(0, description="Seeds the drawing of tasks that draw.")
+    seed: NonNegativeInt = Field(0, description="Seed for tasks that sample.")
     device: Device = "auto"
 
 
 def main(cfg: Config) -> None:
     if not cfg.tasks and cfg.data is None:
-        raise ValueError("expected tasks=[...], data.source=FILE, or both; came neither.")
+        raise ValueError("nothing to evaluate: set tasks=[...], data.source=FILE, or both.")
     if cfg.tasks:
-        find_tasks(cfg.tasks)  # before the model is loaded
+        find_tasks(cfg.tasks)  # fails before the model is loaded
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
     results: dict[str, Any] = {}
     if cfg.data is not None:
@@ -78,7 +78,7 @@ def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokeni
 
 
 def write(cfg: Config, results: dict[str, Any]) -> None:
-    """Adds the results to the file, under the name of what was evaluated."""
+    """Add the results to the file, under the model's name."""
     names = (
         [cfg.model.path] if cfg.model.path != "auto" else [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
     )
@@ -87,7 +87,7 @@ def write(cfg: Config, results: dict[str, Any]) -> None:
     if file is None and (folder.parent / METRICS_FILE).is_file():
         file = folder.parent / "evaluation.json"
     if file is None:
-        say("results", "printed alone, as this is no run; output=FILE keeps them")
+        say("results", "printed only, because the model is not in a run directory; set output=FILE to save them")
         return
     kept = read_json(file)
     kept[folder.name] = {**kept.get(folder.name, {}), **results}

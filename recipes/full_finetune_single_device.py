@@ -1,4 +1,4 @@
-"""Full finetuning on one device: every parameter trains, and the loop below is plain PyTorch.
+"""Fine-tune all parameters on one device. The loop below is plain PyTorch.
 
 leanft run full_finetune_single_device --config tiny/full
 leanft cp  full_finetune_single_device mine.py     # edit the loop, then: leanft run mine.py --config tiny/full
@@ -39,27 +39,27 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_model(cfg.model, device)
-    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    fake_quantize(model, cfg)  # rounds as the quantised model will, where `quantize.train` says so
+    apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
+    fake_quantize(model, cfg)  # quantization-aware training, if `quantize.train` is set
     apply_memory(model, cfg.memory, compile=cfg.compile)
     optimizer = build_optimizer(model, cfg)
-    cross_entropy = CrossEntropy(model, cfg)  # of hidden states: logits exist a chunk of tokens at a time
+    cross_entropy = CrossEntropy(model, cfg)  # logits exist for one chunk of tokens at a time
     run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
-        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward
 
-        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # may be fewer at the end of an epoch
         num_targets = max(1, sum(batch.num_targets for batch in micro_batches))
         statistics = TokenStatistics()
         for i, batch in enumerate(micro_batches, start=1):
-            # Sum, then divide once by the step's targets: a mean of means would overweight short answers.
+            # Sum, then divide once by the step's targets: a mean of means would overweight short completions.
             loss = cross_entropy(model, batch.to(device), statistics) / num_targets
-            # A step with a loss that is not finite is skipped, and its batch kept.
+            # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=i == len(micro_batches)).backward()
 
-        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscale, measure the norm, clip
         optimizer.step()
         optimizer.zero_grad()
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **statistics.means(num_targets))

@@ -1,4 +1,4 @@
-"""Generates text with whatever training left: a run, a checkpoint, an adapter, any Hugging Face model, or `tiny`.
+"""Generate text with a run, a checkpoint, an adapter, a Hugging Face model or `tiny`.
 
 leanft generate runs/tiny prompt="What is the capital of Zanemar?"
 leanft generate tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
@@ -20,30 +20,28 @@ from lean_ft.system.log import console
 
 
 class Config(AskConfig):
-    prompt: str | None = Field(None, description="What to answer or go on from.")
+    prompt: str | None = Field(None, description="The question to answer or the text to continue.")
     prompts_file: Path | None = Field(
         None,
-        description='In place of `prompt`, a file of them: JSONL, JSON, CSV or Parquet of {"prompt": ...} or '
-        '{"messages": [...]}, one chat\'s messages as JSON, or a text file, one a line.',
+        description='A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or '
+        '{"messages": [...]}; JSON with the messages of one chat; or a text file with one prompt per line.',
     )
     output: Path | None = Field(
-        None, description="A new JSONL file for the answers: the rows of prompts_file, each with its `generated_text`."
+        None, description="A new JSONL file for the results: the rows of prompts_file with `generated_text` added."
     )
-    batch_size: PositiveInt = Field(
-        1, description="Prompts of prompts_file that are answered together; what is drawn does not depend on it."
-    )
+    batch_size: PositiveInt = Field(1, description="Prompts per batch. The sampled tokens do not depend on it.")
     chat: Literal["auto"] | bool = Field(
         "auto",
-        description="Whether the prompt is a user's message, written with the chat template; `auto`: where there is one.",
+        description="Wrap the prompt as a user message with the chat template; `auto`: if the model has a template.",
     )
 
 
 def main(cfg: Config) -> None:
     if (cfg.prompt is None) == (cfg.prompts_file is None):
-        came = "neither" if cfg.prompt is None else "both"
-        raise ValueError(f'expected prompt="..." or prompts_file=PATH, came {came}.')
+        found = "neither" if cfg.prompt is None else "both"
+        raise ValueError(f'expected prompt="..." or prompts_file=PATH, found {found}.')
     if cfg.output is not None and cfg.output.exists():
-        raise ValueError(f"output={cfg.output} is there already; name a new file.")
+        raise ValueError(f"output={cfg.output} already exists. Name a new file.")
     rows = [{"prompt": cfg.prompt}] if cfg.prompts_file is None else read_prompts(cfg.prompts_file)
     model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
     sampling = {**cfg.sampling, "chat": cfg.chat}

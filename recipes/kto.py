@@ -1,10 +1,10 @@
-"""Learning from single answers that are good or bad: KTO and what followed it, of all parameters or an adapter.
+"""KTO and related losses: train on single completions labeled good or bad, all parameters or an adapter.
 
 leanft run kto --config tiny/kto
 leanft run kto --config tiny/kto loss.name=bco output_dir=runs/bco     # docs/preferences.md has the losses
 leanft cp  kto mine.py                             # edit the loop, then: leanft run mine.py --config tiny/kto
 
-This is dpo for rows of a prompt, an answer and a label; of pairs each answer counts by itself.
+This is dpo for rows of prompt, completion and label. In rows of pairs, each completion counts by itself.
 """
 
 from collections.abc import Iterable
@@ -36,26 +36,26 @@ class Config(AnswersConfig):
         is_of_one = self.batch_size == 1 and self.data.batch_tokens is None and self.data.packing != "bfd"
         if self.loss.needs_mismatched and is_of_one:
             raise ValueError(
-                "batch_size=1: kto compares an answer with what its prompt gains by another answer of its micro-batch, and "
-                "there is none. Set batch_size to 2 or more (8 make it steadier), or loss.name=apo_zero_unpaired or bco."
+                "batch_size=1: kto needs another completion in each micro-batch for its baseline. Set batch_size to 2 or more "
+                "(8 gives a steadier baseline), or use loss.name=apo_zero_unpaired or bco."
             )
         return self
 
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = unpaired_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
-    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # frozen weights are quantized while loading
+    apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
+    cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
-    log_probs = AnswerLogProbs(model, cfg)  # of whole answers: logits exist a chunk of tokens at a time
-    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model as it is now
+    parallelize(model, cfg.parallel, ranks)  # FSDP or DDP; each rank loads only its shard
+    log_probs = AnswerLogProbs(model, cfg)  # of whole completions; logits exist one chunk at a time
+    reference = load_reference(cfg, model, log_probs, batches, held_out, ranks)  # the model before training
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
-    baseline = Baseline(cfg.loss, log_probs, reference, device)  # what answers are compared with; bco's is carried on
+    baseline = Baseline(cfg.loss, log_probs, reference, device)  # bco's baseline is saved in checkpoints
     run = Run(
         cfg,
         model=model,
@@ -70,8 +70,8 @@ def main(cfg: Config) -> None:
     def losses_of(
         batch: UnpairedBatch, tokens: TokenStatistics, statistics: UnpairedStatistics
     ) -> tuple[Tensor, Answers]:
-        """The loss of each answer, (P,), and what it was made of; batch: on the device."""
-        compared_with = baseline(model, batch)  # first, as the reference: nothing waits for a backward pass yet
+        """The loss of each completion, (P,), and its log-probabilities. The batch is on the device."""
+        compared_with = baseline(model, batch)  # computed first, while no activations are held for backward
         frozen = reference(batch)
         answers = log_probs(model, batch, tokens)
         losses = answer_losses(cfg.loss, answers, frozen, compared_with, batch.is_desirable, statistics)
@@ -90,24 +90,24 @@ def main(cfg: Config) -> None:
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
-        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward
 
-        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its answers
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # may be fewer at the end of an epoch
+        copies = ranks.num_sharing  # ranks that share a micro-batch's tokens each compute all of its completions
         num_answers = copies * sum(batch.num_pairs for batch in micro_batches)
         num_targets = copies * sum(batch.num_targets for batch in micro_batches)
         tokens, statistics = TokenStatistics(ranks), UnpairedStatistics(ranks, counted=micro_batches * copies)
         for batch, is_last in ranks.share(micro_batches):
-            # Sums, divided once by what the whole step has.
+            # A sum, divided once by the count of the whole step.
             losses, answers = losses_of(batch.to(device), tokens, statistics)
             loss = losses.sum() / num_answers
-            if answers.router_loss is not None:  # of a mixture of experts
+            if answers.router_loss is not None:  # mixture of experts
                 loss = loss + answers.router_loss * (batch.num_pairs / num_answers)
             statistics.add(loss=loss * num_answers)
-            # A step with a loss that is not finite is skipped, and its batch kept.
+            # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()
 
-        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscale, measure the norm, clip
         optimizer.step()
         optimizer.zero_grad()
         metrics = statistics.answer_means() | tokens.means(num_targets)

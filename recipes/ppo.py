@@ -1,13 +1,13 @@
-"""Learning online from rewards with a value model: PPO, of all parameters or an adapter.
+"""PPO: train on sampled completions scored by rewards, with a value model as the baseline.
 
 leanft run ppo --config tiny/ppo
 leanft run ppo --config tiny/ppo lora.rank=8 output_dir=runs/ppo_lora      # policy, value model and reference share one base
-leanft run ppo --config tiny/ppo rewards='[runs/reward]'                   # what `leanft run reward` trained
+leanft run ppo --config tiny/ppo rewards='[runs/reward]'                   # a model trained by `leanft run reward`
 leanft run --nproc-per-node 2 ppo --config tiny/ppo gradient_accumulation_steps=2      # and `parallel.*`
 leanft cp  ppo mine.py                              # edit the loop, then: leanft run mine.py --config tiny/ppo
 
-Sample, score, learn, as in grpo; but each token of an answer is compared with what a second model expected before it, so one
-answer to a prompt is enough, and tokens of one answer are told apart. Both models learn from the same answers, several times.
+This is grpo with a value model, which predicts the reward before each token. Advantages are per token, so one completion per
+prompt is enough. Policy and value model train on each round several times.
 """
 
 import torch
@@ -35,21 +35,21 @@ class Config(OnlineConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # what is frozen is quantised as it is read
-    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # frozen weights are quantized while loading
+    apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
+    cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
-    log_probs = TokenLogProbs(model, cfg)  # of sampled tokens: logits exist a chunk of tokens at a time
-    value = ValueModel(cfg, model, ranks)  # of each token what is still to come, before it was drawn
-    reference = load_policy_reference(cfg, model, log_probs, ranks)  # the model as it is now; or None: not read
+    parallelize(model, cfg.parallel, ranks)  # FSDP or DDP; each rank loads only its shard
+    log_probs = TokenLogProbs(model, cfg)  # of sampled tokens; logits exist one chunk at a time
+    value = ValueModel(cfg, model, ranks)  # predicts the reward still to come before each token
+    reference = load_policy_reference(cfg, model, log_probs, ranks)  # the initial policy; None if it is not needed
     ratios = lr_ratios(cfg.lora) | {f"value.{name}": cfg.value.lr_ratio for name, _ in value.named_parameters()}
     optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios, ranks=ranks)
-    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # what a round has sampled, and what it is worth
+    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # a round's completions, rewards and advantages
     run = Run(
         cfg,
         model=model,
@@ -61,19 +61,19 @@ def main(cfg: Config) -> None:
         beside=value,
     )
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # as the model is now
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights
 
     @torch.no_grad()
     def sample_a_round() -> None:
         rollouts.sample(answer, score)
-        for batch, _ in ranks.share(rollouts.to_remember()):  # as all three models are before the first update
+        for batch, _ in ranks.share(rollouts.to_remember()):  # computed before the round's first update
             batch = batch.to(device)
             now, frozen = log_probs(model, batch), None if reference is None else reference(batch)
             rollouts.remember(batch, now, frozen, value(batch, now))
         rollouts.begin()
 
     def loss_of(batch: PolicyBatch, num_tokens: int, tokens: TokenStatistics) -> Tensor:
-        """The batch's share of the step's loss, of the policy and the value model; batch: on the device."""
+        """The batch's share of the step's policy and value loss. The batch is on the device."""
         now = log_probs(model, batch, tokens)
         # -min(r A, clip(r) A), a mean over the step's tokens
         policy = batch_loss(cfg, batch, now, num_tokens=num_tokens, statistics=tokens)
@@ -81,7 +81,7 @@ def main(cfg: Config) -> None:
         error = value_loss(values, batch.values, batch.returns, batch.counts, epsilon, num_tokens)
         tokens.add(policy_loss=policy * num_tokens, value_loss=error * num_tokens)
         loss = policy + cfg.loss.value_weight * error
-        if now.router_loss is not None:  # of a mixture of experts
+        if now.router_loss is not None:  # mixture of experts
             loss = loss + now.router_loss * (batch.num_targets / num_tokens)
         return loss
 
@@ -89,22 +89,22 @@ def main(cfg: Config) -> None:
         samples.say_before(answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
-        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward
         if rollouts.used_up:
             sample_a_round()
 
         micro_batches = rollouts.take()
-        copies = ranks.num_sharing  # of a micro-batch: ranks that share its tokens have all of its answers
+        copies = ranks.num_sharing  # ranks that share a micro-batch's tokens each compute all of its completions
         num_tokens = copies * max(1, sum(batch.num_targets for batch in micro_batches))
         tokens = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
-            # Shares of the step's loss: what it is divided by is the whole step's.
+            # Each micro-batch adds its share: the denominators are those of the whole step.
             loss = loss_of(batch.to(device), num_tokens, tokens)
             tokens.add(loss=loss * num_tokens)
-            # A step with a loss that is not finite is skipped, and its batch kept.
+            # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()
 
-        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscale, measure the norm, clip
         optimizer.step()
         optimizer.zero_grad()
         metrics = tokens.means(num_tokens) | rollouts.metrics()

@@ -1,9 +1,9 @@
-"""Quantises a model by torchao: writes a folder that transformers opens, and tells the held-out loss before and after.
+"""Quantize a model with torchao into a folder for transformers, and report the held-out loss before and after.
 
 leanft quantize runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
 leanft quantize runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
 
-An adapter, or a run that trained one, is merged into its model first. To train for it: quantize.train of `finetune`.
+An adapter, or a run that trained an adapter, is merged first. For quantization-aware training, set quantize.train in `finetune`.
 """
 
 import gc
@@ -35,21 +35,21 @@ class Config(Settings):
     group_size: GroupSize = 32
     output: Path = Field(description="The new folder.")
     data: SFTDataConfig | None = Field(
-        None, description="Rows whose loss is told, before and after: those held out, or all."
+        None, description="Rows for the loss before and after: the held-out rows if there are any, otherwise all."
     )
-    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, when packing) a forward pass.")
+    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, with packing) per forward pass.")
 
 
 def main(cfg: Config) -> None:
     if cfg.model.new_tokens:
-        raise ValueError("model.new_tokens are for a run that trains them; what it saved has them. Leave them out.")
+        raise ValueError("model.new_tokens: a trained model already contains its new tokens. Remove this setting.")
     source = find_finished(cfg.model.path)
     check_destination(cfg.output, source, force=False)
     model, tokenizer, _ = read_source(source, is_adapter(source), dtype=getattr(torch, cfg.model.dtype))
     batches = None
     if cfg.data is not None:
         if tokenizer is None:
-            raise ValueError(f"{source} has no tokenizer to read data.source with. Leave data out, or add its files.")
+            raise ValueError(f"{source} has no tokenizer for data.source. Remove data, or add tokenizer files.")
         rows, held_out = sft_batches(cfg.data, tokenizer, cfg.batch_size, seed=0)
         batches = EvalBatches(rows.layout, rows.report) if held_out is None else held_out
     before = None if batches is None else mean_loss(model, batches)
@@ -61,16 +61,16 @@ def main(cfg: Config) -> None:
         folder.mkdir()
         save_quantized(model, tokenizer, folder, cfg.kind, cfg.group_size)
         size = (folder / "model.safetensors").stat().st_size
-    say("quantized", f"{count} projections to {cfg.kind}; {gibibytes(bytes_before)} of weights are {gibibytes(size)}")
+    say("quantized", f"{count} projections to {cfg.kind}; weights {gibibytes(bytes_before)}, now {gibibytes(size)}")
     if batches is not None and before is not None:
         after = mean_loss(model, batches)
         say("loss", f"{number(before)} before, {number(after)} after, over {batches.report.kept:,} rows")
-    say("output", f"{cfg.output}; transformers opens it, with torchao installed")
+    say("output", f"{cfg.output}; load it with transformers and torchao")
 
 
 @torch.inference_mode()
 def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
-    """Mean cross-entropy over the targets of the batches."""
+    """Return the mean cross-entropy over the targets of the batches."""
     total, num_targets = 0.0, 0
     for batch in batches:
         hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True, is_token=batch.is_token)

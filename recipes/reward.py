@@ -1,10 +1,10 @@
-"""A reward model from pairs of a chosen and a rejected answer: one score for a text, of all parameters or an adapter.
+"""Train a reward model, which gives a text one score, on pairs of a chosen and a rejected completion.
 
 leanft run reward --config tiny/reward
 leanft score runs/tiny_reward rows.jsonl scored.jsonl
 leanft cp  reward mine.py                          # edit the loop, then: leanft run mine.py --config tiny/reward
 
-This is dpo with another output layer, and no reference. What it saves, transformers opens as AutoModelForSequenceClassification.
+This is dpo with another output layer and no reference. transformers opens the result as AutoModelForSequenceClassification.
 """
 
 from collections.abc import Iterable
@@ -39,10 +39,10 @@ from lean_ft.training import Run, apply_regularization, shares_prompts, start
 class Config(RecipeConfig):
     model: ModelConfig
     data: RewardDataConfig
-    lora: LoRAConfig | None = None  # null: all parameters train
+    lora: LoRAConfig | None = None  # null: train all parameters
     parallel: ParallelConfig = ParallelConfig()
     pad_token: str | None = Field(
-        None, description="A control token that ends no text, for padding; null takes the tokenizer's own."
+        None, description="A control token for padding, which must not end a text; null: the tokenizer's pad token."
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     schedule: ScheduleConfig = ScheduleConfig()
@@ -52,7 +52,7 @@ class Config(RecipeConfig):
 
 def main(cfg: Config) -> None:
     device = start(cfg)
-    ranks = join(cfg.parallel, device)  # who else trains; of one process, what is asked of them changes nothing
+    ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     if cfg.pad_token is not None:
         tokenizer.pad_with(cfg.pad_token)
@@ -60,20 +60,20 @@ def main(cfg: Config) -> None:
     batches, held_out = preference_batches(
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=share_prompts
     )
-    # Of a language model the output layer goes, and one of zeros comes: every score is 0 then.
+    # A language model's output layer is replaced by zeros, so every score starts at 0.
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True)
     set_padding_apart(model, tokenizer, batches, held_out)
-    apply_regularization(model, cfg)  # what `freeze` and `train` say; NEFTune
-    cut(model, cfg.parallel, ranks)  # layers, by tokens, heads or experts, where `parallel` says so
+    apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
+    cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)
-    parallelize(model, cfg.parallel, ranks)  # each rank reads and keeps its rows; one device: all of them
+    parallelize(model, cfg.parallel, ranks)  # FSDP or DDP; each rank loads only its shard
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
 
     def losses_of(batch: PairBatch, pairs: TokenStatistics) -> tuple[Tensor, Tensor | None]:
-        """The loss of each pair, (P,), and the router's of a mixture of experts; batch: on the device."""
+        """The loss of each pair, (P,), and the router loss of a mixture of experts. The batch is on the device."""
         is_float16 = cfg.model.dtype == "float16"
         scores, router_loss = scores_of(model, batch, per_token=cfg.loss.per_token, is_float16=is_float16)
         add_scores(pairs, scores)
@@ -90,23 +90,23 @@ def main(cfg: Config) -> None:
 
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
-        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there
+        optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward
 
-        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # fewer at the end of an epoch
-        # Ranks that share a micro-batch's tokens each have all of its pairs.
+        micro_batches = batches.take(cfg.gradient_accumulation_steps)  # may be fewer at the end of an epoch
+        # Ranks that share a micro-batch's tokens each compute all of its pairs.
         num_pairs = ranks.num_sharing * sum(batch.num_pairs for batch in micro_batches)
         pairs = TokenStatistics(ranks)
         for batch, is_last in ranks.share(micro_batches):
-            # Sums, divided once by what the whole step has.
+            # A sum, divided once by the count of the whole step.
             losses, router_loss = losses_of(batch.to(device), pairs)
             loss = losses.sum() / num_pairs
-            if router_loss is not None:  # of a mixture of experts
+            if router_loss is not None:  # mixture of experts
                 loss = loss + router_loss * (batch.num_pairs / num_pairs)
             pairs.add(loss=loss * num_pairs)
-            # A step with a loss that is not finite is skipped, and its batch kept.
+            # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()
 
-        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscales, measures, clips
+        grad_norm = optimizer.finish_gradients(max_norm=cfg.clip_grad_norm)  # unscale, measure the norm, clip
         optimizer.step()
         optimizer.zero_grad()
         run.log(lr=lr, grad_norm=grad_norm, micro_batches=micro_batches, **pairs.means(num_pairs))

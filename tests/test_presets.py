@@ -1,7 +1,7 @@
-"""The presets for published models: short, true, and nothing in them that goes without saying.
+"""Presets of published models are short, name only settings that differ from the defaults, and have true comments.
 
-What a preset's comment says of its size is computed here, from the model's shape. What it says of memory is a result of
-`benchmarks/pretended_ladder.py`: what PyTorch's allocator reserves on a pretended card of the size that is named.
+The sizes in a preset's comment are computed here from the model's shape. Its memory is a result of
+`benchmarks/pretended_ladder.py`: the bytes that PyTorch's allocator reserves on a pretended GPU of the named size.
 """
 
 import json
@@ -19,14 +19,14 @@ from lean_ft.settings.text import describe, load_config, preset_recipe, preset_v
 from lean_ft.system import catalog
 
 GIB = 2**30
-SPARE_BYTES = 0.75 * GIB  # of a card, for the driver's context and what shares the card
+SPARE_BYTES = 0.75 * GIB  # of the GPU memory, for the driver's context and other programs
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 ROWS = {
     row["label"]: row for row in json.loads(next(_RESULTS.glob("pretended_ladder_presets_*.json")).read_text())["rows"]
 }
 
 
-# How a published model is called, and its repository; its shape is in benchmarks/shapes.py.
+# Name and repository of each published model. The shapes are in benchmarks/shapes.py.
 MODELS = {
     "llama3_2_1b": ("Llama 3.2 1B Instruct (gated)", "meta-llama/Llama-3.2-1B-Instruct"),
     "llama3_2_3b": ("Llama 3.2 3B Instruct (gated)", "meta-llama/Llama-3.2-3B-Instruct"),
@@ -38,18 +38,18 @@ MODELS = {
     "qwen3_4b": ("Qwen3 4B", "Qwen/Qwen3-4B"),
     "qwen3_8b": ("Qwen3 8B", "Qwen/Qwen3-8B"),
     "qwen3_30b_a3b": ("Qwen3 30B-A3B Instruct", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
-    "qwen3_5_0_8b": ("Qwen3.5 0.8B, its language model", "Qwen/Qwen3.5-0.8B"),
-    "qwen3_5_2b": ("Qwen3.5 2B, its language model", "Qwen/Qwen3.5-2B"),
-    "qwen3_5_4b": ("Qwen3.5 4B, its language model", "Qwen/Qwen3.5-4B"),
-    "qwen3_5_9b": ("Qwen3.5 9B, its language model", "Qwen/Qwen3.5-9B"),
+    "qwen3_5_0_8b": ("Qwen3.5 0.8B (language model)", "Qwen/Qwen3.5-0.8B"),
+    "qwen3_5_2b": ("Qwen3.5 2B (language model)", "Qwen/Qwen3.5-2B"),
+    "qwen3_5_4b": ("Qwen3.5 4B (language model)", "Qwen/Qwen3.5-4B"),
+    "qwen3_5_9b": ("Qwen3.5 9B (language model)", "Qwen/Qwen3.5-9B"),
     "gemma3_1b": ("Gemma 3 1B Instruct (gated)", "google/gemma-3-1b-it"),
-    "gemma3_4b": ("Gemma 3 4B Instruct (gated), its language model", "google/gemma-3-4b-it"),
-    "gemma4_e2b": ("Gemma 4 E2B Instruct, its language model", "google/gemma-4-E2B-it"),
-    "gemma4_e4b": ("Gemma 4 E4B Instruct, its language model", "google/gemma-4-E4B-it"),
-    "gemma4_12b": ("Gemma 4 12B Instruct, its language model", "google/gemma-4-12B-it"),
+    "gemma3_4b": ("Gemma 3 4B Instruct (gated) (language model)", "google/gemma-3-4b-it"),
+    "gemma4_e2b": ("Gemma 4 E2B Instruct (language model)", "google/gemma-4-E2B-it"),
+    "gemma4_e4b": ("Gemma 4 E4B Instruct (language model)", "google/gemma-4-E4B-it"),
+    "gemma4_12b": ("Gemma 4 12B Instruct (language model)", "google/gemma-4-12B-it"),
     "gpt_oss_20b": ("gpt-oss 20B", "openai/gpt-oss-20b"),
-    "ministral3_3b": ("Ministral 3 3B Instruct, its language model", "mistralai/Ministral-3-3B-Instruct-2512-BF16"),
-    "ministral3_8b": ("Ministral 3 8B Instruct, its language model", "mistralai/Ministral-3-8B-Instruct-2512-BF16"),
+    "ministral3_3b": ("Ministral 3 3B Instruct (language model)", "mistralai/Ministral-3-3B-Instruct-2512-BF16"),
+    "ministral3_8b": ("Ministral 3 8B Instruct (language model)", "mistralai/Ministral-3-8B-Instruct-2512-BF16"),
     "mistral_7b": ("Mistral 7B Instruct v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
     "phi4_14b": ("Phi-4 14B", "microsoft/phi-4"),
     "phi4_mini": ("Phi-4-mini Instruct", "microsoft/Phi-4-mini-instruct"),
@@ -64,15 +64,15 @@ MODELS = {
 
 
 def comment(name: str) -> str:
-    """What a preset says of its model."""
+    """The expected comment of a preset."""
     row, (shape, _, kind) = ROWS[name], name.partition("/")
     count = num_parameters(shape)
     size = f"{count / 1e9:.2f} B parameters, {2 * count / 1e9:.1f} GB of weights"
-    what = {"full": "", "lora": ", an adapter", "qlora": ", an adapter, its weights frozen in 4 bits"}[kind]
+    training = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[kind]
     return (
-        f"# {MODELS[shape][0]}{what}: {size}.\n"
-        f"# {'All of it' if kind == 'full' else 'It'} trains on a GPU with {row['card_gb']} GB: "
-        f"{row['reserved_bytes'] / GIB:.1f} GiB at the peak, by PyTorch's allocator on a pretended card.\n"
+        f"# {MODELS[shape][0]}, {training}: {size}.\n"
+        f"# Trains on a GPU with {row['card_gb']} GB: {row['reserved_bytes'] / GIB:.1f} GiB at the peak, reserved by PyTorch's "
+        "allocator on a pretended GPU.\n"
     )
 
 
@@ -94,8 +94,8 @@ def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     file, row, (_, repo) = catalog.find_preset(name), ROWS[name], MODELS[name.partition("/")[0]]
     cfg = load_config(catalog.load_recipe(catalog.find_recipe(recipe_name(name))).Config, file)
     assert file.read_text().startswith(comment(name))
-    assert row["reserved_bytes"] + SPARE_BYTES <= row["memory_bytes"], "less than that would be left of the card"
-    # What was measured is what the preset says now, but for where it takes its model and data from.
+    assert row["reserved_bytes"] + SPARE_BYTES <= row["memory_bytes"], "too little GPU memory is left"
+    # The measured settings are the preset's current settings, except for the model and the data.
     assert row["values"] == preset_values(file), "run benchmarks/pretended_ladder.py --tables presets --again"
     assert cfg.model.path == repo
     assert hub.parse_name(cfg.model.path) is not None
@@ -104,7 +104,7 @@ def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
 
 @pytest.mark.long
 def test_an_adapters_peak_is_the_planners(tmp_path):
-    """Of a Llama; the others stand beside each other in docs/memory.md."""
+    """For one Llama; docs/memory.md compares all presets."""
     name = "llama3_1_8b/qlora"
     recipe = catalog.load_recipe(catalog.find_recipe(recipe_name(name)))
     folder = write_model_folder("llama3_1_8b", tmp_path / "model")
@@ -119,7 +119,7 @@ def test_a_preset_states_nothing_that_goes_without_saying(name):
     cfg = load_config(recipe.Config, file).model_dump(mode="json")
     defaults = {setting.key: setting for setting in describe(recipe.Config)}
     for key in preset_values(file):
-        if key not in defaults:  # a group without settings of its own: it is turned on
+        if key not in defaults:  # a group without settings, which turns the group on
             assert preset_values(file)[key] == "{}"
             continue
         if defaults[key].required:

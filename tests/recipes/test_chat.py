@@ -64,9 +64,9 @@ def test_a_conversation_is_saved_as_a_row_of_data(chat: Callable[..., list[str]]
     assert told == [
         f"2 messages added to {file}.",
         f"0 messages added to {file}.",
-        "/save needs the name of a file.",
+        "/save needs a file name, as in /save chat.jsonl.",
         "/no/where: No such file or directory.",
-        "there is no /sav; /help lists what there is.",
+        "unknown command /sav; /help lists the commands.",
     ]
 
 
@@ -96,5 +96,5 @@ def test_a_model_without_a_chat_template_is_told_about_generate(chat: Callable[.
     load_tokenizer("tiny").save(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
-    with pytest.raises(ValueError, match="no chat template, .*`leanft run generate`"):
+    with pytest.raises(ValueError, match="no chat template, .*`leanft generate`"):
         chat(FIRST, **{"model.path": tmp_path})

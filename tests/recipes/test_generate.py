@@ -85,7 +85,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(generate, tmp_path: Path) ->
 
 @pytest.mark.parametrize("settings", [{}, {"prompt": "a", "prompts_file": "b"}])
 def test_one_source_of_prompts_is_needed(generate, settings: dict) -> None:
-    with pytest.raises(ValueError, match=r"prompts_file=PATH, came (neither|both)"):
+    with pytest.raises(ValueError, match=r"prompts_file=PATH, found (neither|both)"):
         generate(**settings)
 
 
@@ -139,7 +139,7 @@ def test_what_a_file_of_prompts_may_be(generate, tmp_path: Path, name: str) -> N
     assert [row["generated_text"] for row in rows] == [answer] * {"rows.jsonl": 3, "lines.txt": 2}.get(name, 1)
     if name == "rows.jsonl":
         assert [{k: v for k, v in row.items() if k != "generated_text"} for row in rows] == content
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         generate(prompts_file=file, output=output)
 
 

@@ -180,7 +180,7 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("batch_size=1",), "batch_size=1: kto compares an answer with what its prompt gains by another"),
+        (("batch_size=1",), "batch_size=1: kto needs another completion in each micro-batch"),
         (("loss.name=kot",), "Did you mean 'kto'"),
         (("loss.label_smoothing=0.1",), "label_smoothing"),
         (("reference.kind=adapter_off",), "lora is null"),
