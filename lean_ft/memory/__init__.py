@@ -1,4 +1,4 @@
-"""Techniques that trade memory against time; each is one function that edits a model in place."""
+"""Memory techniques; each is one function that edits a model in place."""
 
 from torch import nn
 
@@ -29,19 +29,16 @@ __all__ = [
 
 
 def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> None:
-    """Applies the settings to the model, in the one order that works: float8, tile, checkpoint, compile, offload.
+    """Apply the settings in the only order that works: float8, tile, checkpoint, compile, offload.
 
-    The compiler then sees what is recomputed, and recomputes only what backward needs; the offload sees what the
-    compiled layers keep.
-
-    Raises:
-        ValueError: for settings that contradict each other, the model or its device.
+    The compiler then sees what is recomputed, and offloading sees what compiled layers keep. Raises ValueError for
+    settings that contradict each other, the model or its device.
     """
     kind = memory.activation_checkpointing
     if kind == "budget" and not compile:
         raise ValueError(
-            "memory.activation_checkpointing=budget is the compiler's choice of what to keep, but compile=false: there "
-            "is no compiler to choose. Set compile=true, or memory.activation_checkpointing=selective."
+            "memory.activation_checkpointing=budget needs the compiler, but compile=false. Set compile=true, or "
+            "memory.activation_checkpointing=selective."
         )
     if memory.float8_products:
         float8_products(model)
@@ -58,15 +55,14 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
 
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:
-    tied = model if isinstance(model, Decoder) and model.head is None else None
-    if tied is not None and not isinstance(tied.model.embed_tokens, nn.Embedding):
-        return  # of a frozen one, of which new rows train
+    host, fused = "memory.tied_gradient=host", "memory.tied_gradient=fused"
+    if not isinstance(model, Decoder) or model.head is not None:
+        if choice == "host":
+            raise ValueError(
+                f"{host} needs tied embeddings, but this model's output layer has its own weight. Set {fused}."
+            )
+        return
+    if choice == "separate" or not isinstance(model.model.embed_tokens, nn.Embedding):  # frozen, with trained new rows
+        return
     device = next(model.parameters()).device
-    if choice == "host" and tied is None:
-        raise ValueError(
-            "memory.tied_gradient=host is for an output layer that is the embedding, and this model has two weights: no "
-            "gradient waits from the one to the other. Set memory.tied_gradient=fused."
-        )
-    if tied is not None and choice != "separate":
-        host = "memory.tied_gradient=host"
-        fuse_tied_gradient(tied, open_link(device, host, "memory.tied_gradient=fused") if choice == "host" else None)
+    fuse_tied_gradient(model, open_link(device, host, fused) if choice == "host" else None)

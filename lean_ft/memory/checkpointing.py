@@ -1,10 +1,10 @@
 """Layerwise activation checkpointing: keep a layer's input, and recompute the rest of the layer in backward.
 
-A layer of hidden size D keeps about 30 D values a token for its backward pass; checkpointed it keeps D, and costs a
-second forward pass: a third more arithmetic if every layer is checkpointed, half of that for every second one. Between
-the two lies keeping what some operations returned: attention's result is one hidden state a token and saves the one
-operation whose cost grows with the square of the length; with the matrix products' results as well, all that is
-computed twice is norms, rotations and activations.
+A layer with hidden size D keeps about 30 D values per token for its backward pass. A checkpointed layer keeps D, and
+costs a second forward pass: a third more arithmetic if every layer is checkpointed. Selective checkpointing also keeps
+the results of some operations. Attention's result is one hidden state per token and saves the operation whose cost grows
+with the square of the length. If the results of matrix products are kept too, only norms, rotations and activations are
+recomputed.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); by operation: Korthikanti
 et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198).
@@ -18,9 +18,10 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lean_ft.memory.compiling import decoder_layers
 from lean_ft.torch_private import CHECKPOINT_LOGGER
 
-# What a name's operations are, by a part of their own names.
+# Substrings of the names of the operations whose results are kept.
 KEPT_OPERATIONS = {
     "nothing": (),
     "attention": ("attention", "attn"),
@@ -40,38 +41,30 @@ Kept = Literal["nothing", "attention", "products"]
 
 
 def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing") -> int:
-    """Checkpoints layers 0, `every`, 2 `every` ... of a decoder, and returns how many those are.
+    """Checkpoint layers 0, `every`, 2 `every` ... of a decoder, and return their number.
 
-    What the operations named by `keep` returned is kept too and not computed again: `attention`, or `products`, which
-    is attention and every matrix product. Random state is restored for the recomputation, so dropout drops the same
-    values twice.
-
-    Raises:
-        ValueError: when the model has no `layers`, or `every` is below 1.
+    `keep` names operations whose results are kept: `attention`, or `products` (attention and all matrix products). The
+    random state is restored for recomputation, so dropout drops the same values. Raises ValueError if the model has no
+    `layers` or `every` is below 1.
     """
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ValueError(
-            f"checkpoint_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}"
-        )
+    layers = decoder_layers(model, "checkpoint_layers")
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
-    # Compiling, torch warns that what happens in place may happen twice: here it happens to nothing that is kept.
-    logging.getLogger(CHECKPOINT_LOGGER).addFilter(_is_of_something_else)
+    # When compiling, torch warns that in-place operations may run twice. Here they never change anything that is kept.
+    logging.getLogger(CHECKPOINT_LOGGER).addFilter(_is_other_warning)
     chosen: Any = layers[::every]
     for layer in chosen:
-        # A bound method, and not a closure over the layer's own forward: the compiler then finds the same code in
-        # every layer, and compiles it once.
+        # A bound method, not a closure over the layer's forward: the compiler then finds the same code in every layer.
         layer.forward = MethodType(_FORWARDS[keep], layer)
         for part in layer.modules():
             if hasattr(part, "overwrites"):
-                # Where its weights train, their gradients come to lie between, and leave holes as wide as what is saved.
+                # Gradients of trained weights would be allocated in between and fragment the memory that this saves.
                 trains = any(p.requires_grad for name, p in part.named_parameters() if name.endswith("weight"))
                 part.overwrites = keep != "products" and not trains
     return len(chosen)
 
 
-def _is_of_something_else(record: logging.LogRecord) -> bool:
+def _is_other_warning(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

@@ -1,14 +1,13 @@
-"""Per-layer torch.compile: every layer is compiled by itself, and layers of one shape share one compilation.
+"""Per-layer torch.compile: layers are compiled separately, and layers of the same shape share one compilation.
 
-Compiling the whole model would be slower to start and would hand all gradients over at once at the end of backward;
-compiled layer by layer, gradients arrive a layer at a time, so an optimizer that steps in backward can free them.
+Compiling the whole model would start more slowly and deliver all gradients at once at the end of backward. Per layer,
+gradients arrive one layer at a time, so an optimizer that steps in backward can free them.
 
-A compiler that sees forward and backward together can choose what to keep between them. `activation_budget` gives it a
-share of what it would keep if nothing were computed twice, and it drops what is cheapest to have again: from 1, where
-only what costs next to nothing is recomputed, to 0, where a layer keeps its inputs alone, as full checkpointing does.
+The compiler sees forward and backward together and can choose which activations to keep. `activation_budget` is the
+share of activations it may keep; it recomputes the cheapest ones. At 1 it recomputes only what costs almost nothing; at
+0 a layer keeps only its inputs, as in full checkpointing.
 
-Source: torchtitan's per-block compilation; PyTorch's activation memory budget, which solves
-a knapsack of bytes against arithmetic.
+Source: torchtitan's per-block compilation; PyTorch's activation memory budget (a knapsack of bytes against arithmetic).
 """
 
 from collections.abc import Callable
@@ -23,32 +22,32 @@ from lean_ft.torch_private import functorch_config, lookup_backend
 
 
 def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:
-    """Compiles each layer of a decoder in place, and returns how many those are.
+    """Compile each layer of a decoder in place, and return their number.
 
-    activation_budget: the share, from 0 to 1, of a layer's activations that backward finds kept; None leaves the
-    compiler its own choice, which is 1.
-
-    Raises:
-        ValueError: when the model has no `layers`.
+    `activation_budget` is the share of a layer's activations to keep, 0 to 1; None is the compiler's default, 1. Raises
+    ValueError if the model has no `layers`.
     """
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ValueError(f"compile_layers expects a model with a ModuleList `layers`, but got {type(model).__name__}")
-    backend = {} if activation_budget is None else {"backend": _within(activation_budget)}
+    layers = decoder_layers(model, "compile_layers")
+    backend = {}
+    if activation_budget is not None:
+        if stage() is not None:  # the planner replaces the backend and reads the process-wide setting
+            functorch_config.activation_memory_budget = activation_budget
+        backend = {"backend": _inductor_within(activation_budget)}
     for layer in layers:
         layer.compile(fullgraph=True, **backend)
     return len(layers)
 
 
-def _within(budget: float) -> Callable[..., Any]:
-    """The default compiler, under a budget that holds for its own work alone: the setting is the whole process's."""
-    if stage() is not None:  # a planner's compiler takes the place of any, and goes by the process's setting
-        functorch_config.activation_memory_budget = budget
-    return _inductor_within(budget)
+def decoder_layers(model: nn.Module, technique: str) -> nn.ModuleList:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        raise ValueError(f"{technique} expects a model with a ModuleList `layers`, but got {type(model).__name__}")
+    return layers
 
 
 @cache
 def _inductor_within(budget: float) -> Callable[..., Any]:
+    """Inductor with the budget set only while it compiles, because the setting is process-wide."""
     inductor = lookup_backend("inductor")
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

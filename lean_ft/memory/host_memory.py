@@ -1,13 +1,12 @@
-"""Keep the resident size of a CPU run near what is alive, by telling glibc to give freed tensors back.
+"""Make glibc return freed tensors to the system, so that a CPU run's resident memory stays near its live memory.
 
-glibc serves a large request with its own memory mapping, returned to the kernel when freed, and a small one from
-a heap, which shrinks only at its top. The border between the two moves: each freed mapping raises it, up to 32 MiB,
-so after a few steps activations of several MiB live in the heap, and one small survivor above them keeps all the
-holes below resident. Setting the border by hand also fixes it in place.
+glibc serves large requests with memory mappings, which it returns to the kernel when freed, and small ones from a heap,
+which shrinks only at its top. The threshold between the two rises with each freed mapping, up to 32 MiB. After a few
+steps, activations of several MiB are in the heap, and one small live block above them keeps all freed memory below
+resident. Setting the threshold also stops it from rising.
 
-A mapping costs a page fault for every 4 KiB first touched, so the border trades time for memory: too low and every
-activation is faulted in anew. At 512 KiB steps of 0.7 and of 14 seconds took no longer than at 4 MiB, a compiled run of a small
-model settled 160 MB lower, and one that is not compiled grew by 2 % from its fifth step on and no longer by 5.
+A new mapping costs a page fault per 4 KiB, so a low threshold costs time. With 512 KiB, steps of 0.7 s and of 14 s took no
+longer than with 4 MiB, and a compiled run of a small model used 160 MB less.
 
 Source: mallopt(3), malloc_trim(3).
 """
@@ -16,8 +15,8 @@ import ctypes
 import ctypes.util
 import platform
 
-MMAP_THRESHOLD_BYTES = 2**19  # requests from this size on are mappings of their own
-TRIM_THRESHOLD_BYTES = 16 * 2**20  # free space at the heap's top beyond which it is cut off
+MMAP_THRESHOLD_BYTES = 2**19  # requests of at least this size are mappings
+TRIM_THRESHOLD_BYTES = 16 * 2**20  # free space at the heap's top that triggers trimming
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
@@ -30,9 +29,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def return_freed_memory() -> bool:
-    """Have glibc return freed blocks of `MMAP_THRESHOLD_BYTES` or more at once; True if it took both settings.
+    """Make glibc return freed blocks of `MMAP_THRESHOLD_BYTES` or more at once, in the whole process from now on.
 
-    For the whole process and for good. False, and nothing changed, where the C library is not glibc.
+    Returns False if the C library is not glibc or refuses a setting.
     """
     libc = _glibc()
     if libc is None:
@@ -44,6 +43,6 @@ def return_freed_memory() -> bool:
 
 
 def trim_heap() -> bool:
-    """Return the heap's free pages now, wherever they lie in it; True if any were."""
+    """Return all free pages of the heap to the system; True if there were any."""
     libc = _glibc()
     return libc is not None and bool(libc.malloc_trim(0))

@@ -1,15 +1,14 @@
-"""Keep what CPU tensors free for the tensors to come, and never more than was once in use.
+"""A caching allocator for CPU tensors whose resident memory never exceeds the peak of live tensors.
 
-A training step makes and frees gigabytes of activations. Given back to the system each time, they cost a step a good
-part of its time, for the kernel must find and clear their pages anew; kept by malloc, they cost memory, for what lives
-between them leaves holes that nothing fits into, the more of them the more the lengths of rows differ. The pool keeps whole ranges of pages, merges neighbours, and gives back
-as much as would take alive and free together beyond the most that was ever alive: its peak is the peak of what is alive,
-and from the second step on hardly a page is new.
+A training step allocates and frees gigabytes of activations. Returning them to the system each time is slow, because the
+kernel must find and clear pages again. Leaving them to malloc wastes memory, because live blocks in between leave holes
+that nothing fits into. The pool keeps whole ranges of pages, merges neighbors, and returns pages to the system whenever
+live and free memory together would exceed the highest live size so far. From the second step on, almost no page is new.
 
-The allocator is one file of C++, `host_pool.cpp`, built once, in four seconds, with the compiler that torch.compile
-needs too, and kept where torch keeps such (`TORCH_EXTENSIONS_DIR`).
+The allocator is one C++ file, `host_pool.cpp`. It is built once, in 4 s, with the compiler that torch.compile also needs,
+and cached in torch's extensions folder (`TORCH_EXTENSIONS_DIR`).
 
-Source: PyTorch's caching allocator for GPUs, whose place this takes on a CPU; the bound is our own.
+Source: PyTorch's caching allocator for GPUs; the bound is our own.
 """
 
 import ctypes
@@ -32,23 +31,21 @@ _SOURCE = Path(__file__).with_name("host_pool.cpp")
 
 
 def wants_host_pool(memory: MemoryConfig) -> bool:
-    """Whether a run on a CPU pools its memory: as `memory.host_pool` says, and where that is null, wherever it can."""
-    if memory.host_pool is None:
-        return platform.system() == "Linux"
-    return memory.host_pool
+    """Whether a CPU run uses the pool: `memory.host_pool`, or on Linux if that is null."""
+    return platform.system() == "Linux" if memory.host_pool is None else memory.host_pool
 
 
 @cache
 def pool_host_memory(smallest_bytes: int = SMALLEST_BYTES) -> None:
-    """From now on has CPU tensors of `smallest_bytes` or more come from the pool; for the whole process and for good.
+    """Allocate CPU tensors of `smallest_bytes` or more from the pool, in the whole process from now on.
 
-    Raises RuntimeError, telling why, where the pool cannot be built; nothing has changed then.
+    Raises RuntimeError with the reason if the pool cannot be built; nothing has changed then.
     """
     if platform.system() != "Linux":
-        raise RuntimeError(f"it is made of Linux's system calls, and this is {platform.system()}")
+        raise RuntimeError(f"the pool needs Linux, and this is {platform.system()}")
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if compiler is None:
-        raise RuntimeError("it is built with a C++ compiler, and there is no g++, c++ or clang++ here")
+        raise RuntimeError("the pool needs a C++ compiler, and there is no g++, c++ or clang++")
     key = hashlib.sha256(f"{torch.__version__} {compiler} ".encode() + _SOURCE.read_bytes()).hexdigest()[:16]
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{user_cache}/torch_extensions").expanduser() / "lean_ft"
@@ -59,11 +56,11 @@ def pool_host_memory(smallest_bytes: int = SMALLEST_BYTES) -> None:
             _build(compiler, built)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with write_whole(library) as part:  # others may be building it at the same time
+                with write_whole(library) as part:  # another process may build it at the same time
                     shutil.copyfile(built, part)
-            except OSError:  # no such place to keep it: it is built again the next time
+            except OSError:  # the cache is not writable: build again the next time
                 library = built
-        huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch's own variable for its own allocator
+        huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch's variable for its allocator
         install = ctypes.CDLL(str(library)).lean_ft_host_pool_install
         install(ctypes.c_size_t(smallest_bytes), ctypes.c_bool(huge_pages))
 
@@ -79,4 +76,4 @@ def _build(compiler: str, library: Path) -> None:
         raise RuntimeError(f"the C++ compiler {compiler} does not start ({error.strerror})") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-        raise RuntimeError(f"the C++ compiler {compiler} could not build it ({lines[0].strip()})")
+        raise RuntimeError(f"the C++ compiler {compiler} could not build the pool ({lines[0].strip()})")

@@ -1,15 +1,14 @@
-"""Activation offload: what layers keep for backward waits in pinned host memory.
+"""Activation offload: keep the activations that layers save for backward in pinned host memory.
 
-Every tensor that autograd saves during the model's forward pass is sent to the host while the computation goes on, and
-is fetched back shortly before backward comes to it, last saved first. Fetching ahead is what makes it cheap: the copies
-run beside the backward pass of later layers, and only a link slower than the computation shows. With full activation
-checkpointing what is kept, and travels, is one hidden state a layer.
+Every tensor that autograd saves during the model's forward pass is copied to the host while the computation continues,
+and copied back shortly before backward needs it, last saved first. Copies overlap with the backward pass of later
+layers, so they cost time only if the link is slower than the computation. With full activation checkpointing, one
+hidden state per layer is offloaded.
 
-Left on the device: parameters and buffers, which are there anyway; tensors under 1 MiB, whose copies cost more than they
-free; and the output layer, whose loss makes its gradients in the forward pass and keeps no activations.
+Not offloaded: parameters and buffers; tensors under 1 MiB, which are not worth a copy; and the output layer, whose loss
+computes its gradients in the forward pass and keeps no activations.
 
-Source: PyTorch's saved-tensor hooks; torchtune's activation offloading, which has the side stream but fetches each
-tensor when it is asked for.
+Source: PyTorch's saved-tensor hooks; torchtune's activation offloading, which fetches each tensor only on demand.
 """
 
 from types import MethodType
@@ -24,14 +23,13 @@ from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 from lean_ft.torch_private import storage_key, version_of
 
 SMALLEST_BYTES = 2**20
-AHEAD_BYTES = IN_FLIGHT_BYTES  # fetched before backward asks for it
+AHEAD_BYTES = IN_FLIGHT_BYTES  # prefetched for backward
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Keeps in host memory what `model`'s forward pass saves for backward.
+    """Offload what `model`'s forward pass saves for backward.
 
-    Raises:
-        ValueError: when the model is not on a CUDA device, or has no `layers`.
+    Raises ValueError if the model is not on a CUDA device or has no `layers`.
     """
     device = next(model.parameters()).device
     if not isinstance(getattr(model, "layers", None), nn.ModuleList):
@@ -40,15 +38,14 @@ def offload_activations(model: nn.Module) -> None:
 
 
 def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
-    """The same over a given link."""
     offloaded = Offloaded(link, model)
-    forward = model.forward  # bound, and perhaps edited by another technique already
+    forward = model.forward  # bound; another technique may have edited it
 
     def offloading(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         offloaded.begin()
-        # Outside of what is compiled: the hooks then see what a compiled layer saves.
+        # Outside of compiled layers, so that the hooks see what these save.
         with saved_tensors_hooks(offloaded.pack, offloaded.unpack):
             return forward(*args, **kwargs)
 
@@ -57,7 +54,7 @@ def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
 
 
 class Offloaded:
-    """The tensors that are away, in the order in which they were saved."""
+    """Offloaded tensors, in the order in which they were saved."""
 
     def __init__(
         self,
@@ -67,22 +64,23 @@ class Offloaded:
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self._link = link
-        # Quantised weights are buffers.
+        # Quantized weights are buffers.
         self._of_model = {storage_key(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
-        self._order: list[ReferenceType[Sent]] = []  # autograd owns them: a graph that is dropped drops them
+        self._order: list[ReferenceType[Sent]] = []  # owned by autograd, which drops them with the graph
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
-        # Saved by several layers, as rotary angles are: kept on the device.
-        self._shared: list[ReferenceType[Sent]] = []
-        self._came: set[int] = set()  # places that backward has asked for
+        self._shared: list[
+            ReferenceType[Sent]
+        ] = []  # saved by several layers, as rotary angles are: stay on the device
+        self._came: set[int] = set()  # places that backward has reached
 
     @property
     def num_away(self) -> int:
-        """How many tensors autograd still holds that are away."""
+        """Number of offloaded tensors that autograd still holds."""
         return sum(sent() is not None for sent in self._order)
 
     def begin(self) -> None:
-        """A forward pass begins: forgets what earlier ones saved, if autograd has dropped all of it."""
+        """Start a forward pass; forget the tensors of earlier ones if autograd has dropped them all."""
         self._link.let_all_go()
         if self._order and self.num_away == 0:
             self._link.forget_arrivals()
@@ -92,7 +90,7 @@ class Offloaded:
             self._came.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | Sent:
-        # Without its history: an operation that saves its own result would keep its whole graph alive in a circle.
+        # Detached: an operation that saves its own result would otherwise keep its graph alive in a cycle.
         tensor = tensor.detach()
         if (
             tensor.nbytes < self._smallest_bytes
@@ -108,11 +106,11 @@ class Offloaded:
         return sent
 
     def _known(self, tensor: Tensor) -> Sent | None:
-        """What was sent already of the same tensor, which then stays on the device: layer after layer asks for it."""
+        """The earlier copy of the same tensor, which then stays on the device because several layers need it."""
         for references in (self._shared, self._order[-4:]):
             for reference in reversed(references):
                 sent = reference()
-                if sent is None or sent.source is None:  # gone from the device: its memory may be another's
+                if sent is None or sent.source is None:  # freed on the device; its memory may be reused
                     continue
                 if sent.version == version_of(tensor) and _same_memory(sent.source, tensor):
                     if references is not self._shared:
@@ -126,8 +124,8 @@ class Offloaded:
             return packed
         tensor = self._link.fetch(packed)
         if any(shared() is packed for shared in self._shared):
-            return tensor  # its place, that of the first layer, says nothing of where backward is
-        self._link.let_go_of(packed)  # backward has it now, and is the last to need it
+            return tensor  # its place is that of the first layer, not where backward is
+        self._link.let_go_of(packed)  # backward is its last use
         ahead_bytes, place = 0, self._places[id(packed)]
         self._came.add(place)
         while place > 0 and ahead_bytes < self._ahead_bytes:

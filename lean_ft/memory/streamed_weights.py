@@ -1,11 +1,11 @@
-"""Frozen weights in pinned host memory, from which each layer's travel to the GPU ahead of its forward pass.
+"""Frozen weights in pinned host memory, copied to the GPU layer by layer before each layer's forward pass.
 
-A model that only computes, a reference or a teacher, needs a layer's weights at one moment of a pass. So they live on the
-host, and while one layer computes, those of the next are on their way. On the device are two layers, the embedding and the
-output layer, however deep the model is. Each pass brings all layers once: a link of 25 GB/s moves a billion bfloat16 weights
-in 80 ms, so batches of many tokens hide it and small ones wait for it.
+A frozen model, such as a reference or a teacher, needs a layer's weights at one moment of a pass. While one layer
+computes, the weights of the next one are copied in. Two layers, the embedding and the output layer are on the device,
+however deep the model is. Each pass copies all layers once. A 25 GB/s link copies a billion bfloat16 weights in 80 ms,
+so large batches hide the copies and small batches wait for them.
 
-Source: our own; the idea is ZeRO-Inference's (Aminabadi et al. 2022, arXiv:2207.00032).
+Source: our own; the idea is from ZeRO-Inference (Aminabadi et al. 2022, arXiv:2207.00032).
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from lean_ft.system.host_link import HostLink, Sent
 
 
 def stream_weights(model: Decoder, link: HostLink) -> None:
-    """Keeps the layers of a frozen model on the host, and brings the rest of it to the link's device.
+    """Keep the layers of a frozen model on the host, and move the rest of it to the link's device.
 
-    model: loaded to the CPU, with all other techniques applied; it is not trained, saved or edited after this.
+    Load the model on the CPU and apply all other techniques first. Do not train, save or edit it afterwards.
     """
     layers, model.model.layers = model.model.layers, nn.ModuleList()
-    # Not `Module.to`, which swaps tensors where they are of shapes alone.
+    # Not `Module.to`, which replaces meta tensors.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(link.device)
     following = None
@@ -35,19 +35,18 @@ def stream_weights(model: Decoder, link: HostLink) -> None:
 
 
 class StreamedLayer(nn.Module):
-    """A layer whose weights are on the device while it computes, and shortly before."""
+    """A layer whose weights are on the device only while it computes and shortly before."""
 
     def __init__(self, layer: nn.Module, link: HostLink, following: "StreamedLayer | None") -> None:
         super().__init__()
         self.layer, self._link = layer, link
-        self._following = (following,)  # not a module of this one
+        self._following = (following,)  # in a tuple, so that it is not a submodule
         self._weights: list[tuple[nn.Parameter, Sent]] = []
         for param in layer.parameters():
             self._weights.append((param, Sent(link.host_copy(param.detach()))))
-            param.data = _nothing_like(param, link.device)
+            param.data = _empty_like(param, link.device)
 
     def prefetch(self) -> None:
-        """Has the weights on their way."""
         for _, sent in self._weights:
             self._link.prefetch(sent)
 
@@ -61,8 +60,8 @@ class StreamedLayer(nn.Module):
             return self.layer(*args, **kwargs)
         finally:
             for param, _ in self._weights:
-                param.data = _nothing_like(param, self._link.device)
+                param.data = _empty_like(param, self._link.device)
 
 
-def _nothing_like(param: Tensor, device: torch.device) -> Tensor:
+def _empty_like(param: Tensor, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=param.dtype, device=device)

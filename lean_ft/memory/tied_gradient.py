@@ -1,16 +1,16 @@
-"""One gradient for an output layer that is the embedding, and where it waits.
+"""One gradient tensor for tied embeddings, optionally kept in host memory during the layers' backward passes.
 
-A tied weight has two gradients: the output layer's, (V, D), there as soon as backward begins, and the embedding's, which
-has only as many rows as there are tokens, there when backward ends. Autograd makes the second a (V, D) tensor as well,
-zeros for all but those rows, and adds the two. Here the embedding hands its weight to the output layer, so that the
-output layer's gradient reaches the embedding's backward, which adds its rows to it: one tensor of (V, D) where there
-were two. A token's rows are summed in float32 first, so a frequent token rounds once and not once an occurrence.
+A tied weight has two gradients: the output layer's (V, D), available when backward begins, and the embedding's, which has
+one row per token and is available when backward ends. Autograd makes the second one a (V, D) tensor of mostly zeros and
+adds the two. Here the output layer gets its weight from the embedding's autograd node. Its gradient thus reaches the
+embedding's backward, which adds the rows in place: one (V, D) tensor instead of two. The rows of a token are summed in
+float32 first, so that a frequent token is rounded once.
 
-Between the two the gradient waits while all layers go backward: for Llama-3.2-3B 0.73 GiB. It cannot be used up
-earlier, as the update of most rules is not linear in the gradient. On a GPU it can wait in pinned host memory: it
-travels out during the last layer's backward and back at the end of the first one's.
+In between, the gradient waits while all layers run backward (0.73 GiB for Llama-3.2-3B). It cannot be used earlier,
+because most update rules are not linear in the gradient. On a GPU it can wait in pinned host memory: it is copied out
+during the last layer's backward and copied back at the end of the first layer's.
 
-Source: our own. Left out: waiting in host memory on a CPU, where that is the same memory.
+Source: our own.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, D hidden size, V vocabulary.
 """
@@ -28,16 +28,15 @@ from lean_ft.system.host_link import HostLink, Sent
 
 
 def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
-    """Makes the embedding's backward add to the output layer's gradient, which with a `link` waits in host memory.
+    """Make the embedding's backward add to the output layer's gradient, which waits in host memory if there is a `link`.
 
-    Raises:
-        ValueError: when the output layer is not the embedding, or the embedding does more than look rows up.
+    Raises ValueError if the embeddings are not tied, or the embedding has padding_idx, max_norm or scale_grad_by_freq.
     """
     embedding = model.model.embed_tokens
     if model.head is not None:
         raise ValueError(
-            "fuse_tied_gradient expects an output layer that is the embedding, but this model has two weights, whose "
-            "gradients never meet. Set memory.tied_gradient=separate."
+            "fuse_tied_gradient expects tied embeddings, but this model's output layer has its own weight. Set "
+            "memory.tied_gradient=separate."
         )
     if embedding.padding_idx is not None or embedding.max_norm is not None or embedding.scale_grad_by_freq:
         raise ValueError("fuse_tied_gradient expects an embedding without padding_idx, max_norm and scale_grad_by_freq")
@@ -45,7 +44,7 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     setattr(embedding, "forward", output.look_up)  # noqa: B010  (the instance's, which no stub knows)
     model.tied_output_weight = output.hand_out
     if link is not None:
-        # It comes back when the first layer's first part has its gradients: in its place lies no layer's workspace then.
+        # Copy it back once the first layer's first part has its gradients, when no layer's workspace takes memory.
         part: Any = model.layers[0].first_part
         output.awaited = {name for name, param in part.named_parameters() if param.requires_grad}
         for name, param in part.named_parameters():
@@ -54,17 +53,17 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
 
 
 class _OutputWeight:
-    """The embedding's weight as its last forward pass handed it out, and its gradient while it waits in host memory."""
+    """The output weight that the embedding's last forward pass made, and its gradient while that is in host memory."""
 
     def __init__(self, embedding: nn.Embedding, link: HostLink | None) -> None:
         self.embedding, self.link = embedding, link
-        self._weight: Tensor | None = None  # (V, D), with the embedding as the node that made it
+        self._weight: Tensor | None = None  # (V, D), an output of the embedding's autograd node
         self._waiting: list[Sent] = []
-        self.awaited: set[str] = set()  # parameters whose gradients come shortly before the embedding's,
-        self._seen: set[str] = set()  # and those of them that have come
+        self.awaited: set[str] = set()  # parameters whose gradients come shortly before the embedding's
+        self._seen: set[str] = set()  # those of them whose gradients have come
 
     def __deepcopy__(self, memo: Any) -> "_OutputWeight":
-        # What a copied model hands out, it makes in its own forward pass.
+        # A copied model makes its output weight in its own forward pass.
         return _OutputWeight(copy.deepcopy(self.embedding, memo), self.link)
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -81,12 +80,12 @@ class _OutputWeight:
             return self.embedding.weight
         if self.link is None or not torch.is_grad_enabled():
             return self._weight
-        # Made now and not in `look_up`: of what is ready, backward takes first what was made last, and that is before
-        # the layers only if it was made after them.
+        # Created here, not in `look_up`: backward runs the most recently created node first, so this one must be created
+        # after the layers to run before them.
         return _Park.apply(self._weight, self)  # type: ignore[return-value]
 
     def send(self, grad: Tensor) -> Tensor:
-        """Sends the gradient away; what it returns stands for it and takes no memory."""
+        """Copy the gradient to the host; return a placeholder that takes no memory."""
         assert self.link is not None
         self._waiting.append(self.link.send(grad))
         return grad.new_zeros(()).expand_as(grad)
@@ -98,7 +97,7 @@ class _OutputWeight:
                 self.link.prefetch(sent)
 
     def fetch(self) -> Tensor | None:
-        """The gradient that was sent away, and no longer waits; a sum where there were several."""
+        """Copy the gradient back, or the sum if there were several; None if there was none."""
         self._seen.clear()
         if not self._waiting:
             return None
@@ -111,7 +110,7 @@ class _OutputWeight:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of the weight, and the weight itself: what it receives in backward are the gradients of both."""
+    """Returns rows of the weight and the weight itself, so that backward receives the gradients of both."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, output: _OutputWeight) -> tuple[Tensor, Tensor]:
@@ -130,7 +129,7 @@ class _Embedding(torch.autograd.Function):
             return None, gradient, None
         if gradient is None:  # the loss did not use the output layer
             gradient = grad_rows.new_zeros(ctx.shape)
-        # Written over in place: a loss makes it for this node alone. One that is no tensor of its own is copied.
+        # In place: the loss made this gradient for this node alone. An expanded one is copied.
         gradient = gradient.contiguous()
         _add_rows(gradient, ids.flatten(), grad_rows.flatten(0, -2))
         return None, gradient, None
@@ -148,16 +147,16 @@ class _Park(torch.autograd.Function):
 
 
 def _add_rows(gradient: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds rows (N, D) to those of the gradient (V, D) that ids (N,) name; equal ids are summed in float32 first.
+    """Add rows (N, D) to the rows `ids` (N,) of the gradient (V, D); rows of equal ids are summed in float32 first.
 
-    Every size is known beforehand, so a GPU need not tell the host how many ids differ.
+    All sizes are known beforehand, so the host does not wait for a GPU.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     ids, order = ids.sort(stable=True)
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[1:] = ids[1:] != ids[:-1]
-    place = is_first.cumsum(0) - 1  # (N,) which of the different ids each one is
+    place = is_first.cumsum(0) - 1  # (N,) index among the distinct ids
     sums = torch.zeros(rows.shape, dtype=wide, device=rows.device).index_add_(0, place, rows[order].to(wide))
-    # Places beyond the last different id hold zeros, and add them to a row each: a GPU adds to one row one at a time.
+    # Entries beyond the last distinct id are zeros; each goes to another row, because a GPU serializes adds to one row.
     row_ids = torch.arange(len(ids), device=ids.device).remainder_(len(gradient)).scatter_(0, place, ids)
     gradient.index_add_(0, row_ids, sums.to(gradient.dtype))

@@ -1,13 +1,13 @@
-"""Tiled feed-forward layers: a layer's tokens go through in tiles, and only one tile's inner activations ever exist.
+"""Tiled feed-forward layers: tokens are processed in tiles, so that only one tile's inner activations exist at a time.
 
-The feed-forward layer is the widest place of a decoder, three or four times as wide as its input, and works on each
-token by itself. A tile is computed, its inner activations dropped, and computed again in backward, tile after tile. So
-what a layer holds while it works, forward or backward, shrinks by the number of tiles; for long sequences under
-activation checkpointing that is what is left of the activations' peak. It costs one more forward pass of the
-feed-forward layers, and none beside full checkpointing's where the compiler sees both.
+The feed-forward layer is the widest part of a decoder, 3 to 4 times as wide as its input, and computes each token
+separately. Each tile is computed, its inner activations are freed, and it is recomputed in backward. A layer's working
+memory thus shrinks by the number of tiles. For long sequences with activation checkpointing, this is most of the
+activations' peak. It costs one more forward pass of the feed-forward layers, or nothing if the layers are fully
+checkpointed and compiled.
 
-The weights' gradients are added up over the tiles within one backward pass, in the weights' own type: each parameter
-still gets one gradient a backward, and its hooks fire once. Every tile after the first rounds that sum once more.
+The weights' gradients are summed over the tiles within one backward pass, in the weights' dtype: each parameter gets one
+gradient per backward, and its hooks fire once. Every tile after the first rounds that sum once more.
 
 Source: Arctic Long Sequence Training (Bekman et al., 2025, arXiv:2506.13996). Left out: choosing the tiles by length.
 
@@ -23,14 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 def tile_mlp(model: nn.Module, num_tiles: int) -> int:
-    """Splits the tokens of every feed-forward layer (a layer's `mlp`, and the `mixture` beside it) into `num_tiles`, and returns
-    how many those layers are.
+    """Split the tokens of every feed-forward layer (`mlp` and `mixture`) into `num_tiles`; return the number of layers.
 
-    Raises:
-        ValueError: when no layer has an `mlp`, or `num_tiles` is below 2.
+    Raises ValueError if no layer has an `mlp`, or `num_tiles` is below 2.
     """
     if num_tiles < 2:
-        raise ValueError(f"tile_mlp expects at least 2 tiles, but got {num_tiles}: one tile is the layer as it is")
+        raise ValueError(f"tile_mlp expects at least 2 tiles, but got {num_tiles}")
     layers = getattr(model, "layers", None)
     parts = [getattr(layer, name, None) for layer in layers or () for name in ("mlp", "mixture")]
     found: list[Any] = [part for part in parts if isinstance(part, nn.Module)]
@@ -40,7 +38,7 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
         mlp.num_tiles = num_tiles
         mlp.forward = MethodType(_tiled, mlp)
         for layer in mlp.modules():
-            if hasattr(layer, "stays_whole"):  # one quantised, whose weight all tiles need
+            if hasattr(layer, "stays_whole"):  # all tiles need a quantized layer's weight
                 layer.stays_whole = True
     return len(found)
 
@@ -50,7 +48,7 @@ def _tiled(mlp: nn.Module, x: Tensor, *others: Tensor) -> Any:  # (B, T, D) each
     forward = type(mlp).forward
     cut = (each.flatten(0, -2).tensor_split(num_tiles) for each in (x, *others))
     tiles = [checkpoint(forward, mlp, *tile, use_reentrant=False) for tile in zip(*cut, strict=True)]
-    if isinstance(tiles[0], tuple):  # a mixture of experts returns its router's logits beside its result
+    if isinstance(tiles[0], tuple):  # a mixture of experts also returns its router's logits
         results, *logits = (torch.cat(parts) for parts in zip(*tiles, strict=True))
         return results.view(x.shape), *logits
     return torch.cat(tiles).view(x.shape)

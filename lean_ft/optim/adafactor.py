@@ -1,13 +1,12 @@
-"""Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235) with a learning rate from outside.
+"""Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235) with a scheduled learning rate.
 
-The second moment of a matrix is kept as the means of its rows and of its columns: R + C float32 numbers
-rather than R * C. Vectors keep theirs whole. An update is divided by its own RMS where that exceeds 1. The
-decay of the moment at step t is 1 - t^-0.8. There is no first moment. The paper's relative step size and its
-scaling by the RMS of the weights are left out: the schedule sets the learning rate here, which is
-transformers' Adafactor with relative_step and scale_parameter off.
+The second moment of a matrix is stored as its row means and column means: R + C float32 numbers instead of R * C.
+Vectors keep a full second moment. An update is divided by its RMS if that exceeds 1. The moment's decay at step t is
+1 - t^-0.8. There is no first moment. The paper's relative step size and its scaling by the RMS of the weights are left
+out; this equals transformers' Adafactor with relative_step and scale_parameter off.
 
-Three passes over slices of whole rows, for the moment, the RMS and the update: no float32 copy of a matrix is
-made. Dimensions before the last two number separate matrices. M, R, C: matrices, rows and columns.
+The rule makes three passes over slices of whole rows (moment, RMS, update) and never copies a matrix to float32.
+Dimensions before the last two number separate matrices. M, R, C: matrices, rows and columns.
 """
 
 import math
@@ -47,9 +46,9 @@ class Adafactor(Rule):
         beta2 = 1.0 - step.number**DECAY_EXPONENT
         for state in states:
             shape = state.param.shape if state.param.ndim >= 2 else (1, state.param.numel())
-            shape = (math.prod(shape[:-2]), *shape[-2:])  # none of which need be here, of a parameter that is cut
+            shape = (math.prod(shape[:-2]), *shape[-2:])  # may be empty on a rank
             weight, grad = flat(state.param).view(shape), flat(state.grad).view(shape)  # (M, R, C)
-            # 1 / sqrt(v) is the product of a factor of the row (M, R, 1) and one of the column (M, 1, C).
+            # 1 / sqrt(v) is a row factor (M, R, 1) times a column factor (M, 1, C).
             row_factor, column_factor = self._advance(state, grad, beta2)
             matrices = list(zip(weight, grad, row_factor, column_factor, strict=True))
 
@@ -65,13 +64,13 @@ class Adafactor(Rule):
                 self._update([w, g, of_row], of_column, lr, decay, noise=noise)
 
     def _advance(self, state: ParameterState, grad: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
-        """Move the second moment on and return the factors of 1 / sqrt(v)."""
+        """Update the second moment; return the row and column factors of 1 / sqrt(v)."""
         matrices, rows, columns = grad.shape
         if "exp_avg_sq" in state.tensors:
             moment = state.tensors["exp_avg_sq"].view(1, 1, columns)
             moment.lerp_(grad.float().square().add_(MOMENT_EPS), 1.0 - beta2)
             return torch.ones_like(moment[..., :1]), moment.rsqrt()
-        # Rows of one matrix may lie on several ranks; of several matrices each is whole on one.
+        # A single matrix may have rows on several ranks; in a stack, each matrix is whole on one rank.
         is_cut = state.whole.ndim == 2
         num_rows = whole_shape(state.whole)[-2]
         row_moment = state.tensors["exp_avg_sq_row"].view(matrices, rows, 1)
@@ -87,7 +86,7 @@ class Adafactor(Rule):
         return (row_moment / mean).rsqrt_(), column_moment.rsqrt()
 
 
-# The functions of a slice of rows: gradient (R, C), a number a row (R, 1), and one a column (1, C) for all slices.
+# Functions of one slice: gradient (R, C), one number per row (R, 1), one number per column (1, C) shared by all slices.
 
 
 def _add_means(

@@ -1,17 +1,17 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), whatever its moments are kept in.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over moments in any storage format.
 
-Plainly they are kept in the weight's type, as torch.optim.AdamW does, and updated by torch's fused kernel: 4 bytes a
-parameter for bfloat16 weights, 8 for float32. The arithmetic is float32 inside the kernel. In bfloat16 a second moment
-rounded to nearest hardly decays (0.1 % a step is less than half a unit in its last place), so a burst of large gradients
-slows its weights for long; with `stochastic_rounding` the moments are rounded stochastically too and decay as they
-should, and codes of 8 or 4 bits have no such trouble, for their scales are float32.
+By default the moments have the weight's dtype, as in torch.optim.AdamW, and torch's fused kernel updates them: 4 bytes
+per parameter for bfloat16 weights, 8 for float32. The kernel computes in float32. A bfloat16 second moment rounded to
+nearest hardly decays (0.1% per step is less than half a unit in its last place), so a burst of large gradients slows
+its weights for a long time. `stochastic_rounding` rounds the moments stochastically too, so they decay correctly. Moments
+in 8 or 4 bits do not have this problem, because their scales are float32.
 
-What that kernel has not (coded moments, update clipping, stochastic rounding) goes slice by slice, in one update for
-all: a `Moment` is read as float32, and written back.
+Features that the kernel lacks (quantized moments, update clipping, stochastic rounding) share one update that works
+slice by slice: read each `Moment` as float32, compute, write it back.
 
-`update_clipping` is StableAdamW's (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013): a tensor whose squared
-gradients outgrow its second moment, RMS = sqrt(mean(g^2 / max(v_hat, eps^2))) > 1, takes the step with lr / RMS. The
-moment is the bias-corrected one, after this step's gradient.
+`update_clipping` is StableAdamW's (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013): if a tensor's squared
+gradients outgrow its second moment, RMS = sqrt(mean(g^2 / max(v_hat, eps^2))) > 1, its step uses lr / RMS. v_hat is
+bias-corrected and includes this step's gradient.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,9 @@ from lean_ft.torch_private import fused_adamw_
 
 
 class Moment:
-    """How one of the two moments is kept: here as numbers of `dtype`, or of the weight's where that is None.
+    """Storage of one moment: here plain numbers in `dtype` (None: the weight's dtype).
 
-    Others keep codes with a float32 scale a block: their `block` is the number of elements that share one, and `kept`
-    has the codes of some blocks and their scales.
+    Quantized subclasses store codes with one float32 scale per `block` elements; `kept` then holds codes and scales.
     """
 
     block = 1
@@ -38,20 +37,20 @@ class Moment:
         self.dtype = dtype
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
-        """A moment of zero: its tensors by their names in the state, of which the first is `name`."""
+        """The tensors of a zero moment, by their names in the optimizer state; the first is `name`."""
         return {name: torch.zeros_like(param, dtype=self.dtype, requires_grad=False)}
 
     def read(self, kept: list[Tensor], factor: float | Tensor) -> Tensor:
-        """The moment times the factor in float32, in memory of its own: (N,), or (N / block, block)."""
+        """The moment times `factor` in float32, a new tensor: (N,), or (N / block, block)."""
         return kept[0].to(torch.float32, copy=True).mul_(factor)
 
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
-        """Keep the moment, of the shape that `read` gives, and leave it as it is."""
+        """Store `moment`, which has the shape that `read` returns; `moment` itself is not changed."""
         store(kept[0], moment, noise)
 
 
 class AdamW(Rule):
-    """weight -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weight), m and v kept as `moments` say."""
+    """weight -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weight), with m and v stored as `moments`."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class AdamW(Rule):
         self.is_fused = moments is None and not (update_clipping or stochastic_rounding)
         self.first, self.second = moments or (Moment(), Moment())
         self.block = self.first.block
-        # Clipping weighs the whole parameter, and noise is drawn for it from its first element on.
+        # Clipping averages over the whole parameter, and the noise of a parameter starts at its first element.
         self.updated_together = None if update_clipping or stochastic_rounding else self.first.block
         self._update_slices = Sliced(self._update_slice, compile=compile, block=self.first.block)
         self._add_ratios = Sliced(self._add_ratios_of_slice, compile=compile, block=self.first.block)
@@ -85,7 +84,7 @@ class AdamW(Rule):
             for state in states:
                 self.update_in_slices(state, step)
             return
-        # One call for all the parameters of a kind: on a GPU that is a few launches rather than one a parameter.
+        # One call per group of parameters: on a GPU, a few kernel launches instead of one per parameter.
         groups: dict[tuple, list[ParameterState]] = {}
         for state in states:
             kind = (state.param.device, state.param.dtype, decay_of(state, self.weight_decay))
@@ -131,7 +130,7 @@ class AdamW(Rule):
         self,
         tensors: list[Tensor],
         noise: None,
-        ratios: Tensor,  # () what this slice's sum of g^2 / max(v_hat, eps^2) is added to
+        ratios: Tensor,  # (), the running sum of g^2 / max(v_hat, eps^2)
         beta2: float | Tensor,
         one_minus_beta2: float | Tensor,
         correction2: float | Tensor,
@@ -141,24 +140,21 @@ class AdamW(Rule):
         v = self.second.read(second, beta2)
         square = grad.view_as(v).float().square()
         v_hat = v.add_(square * one_minus_beta2).div_(correction2)
-        # By blocks first: of one sum over both dimensions inductor makes two kernels, and a buffer between them.
+        # Sum each block first: for one sum over both dimensions, Inductor makes two kernels and a buffer.
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum(-1).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
         lr, eps, decay, beta1, one_minus_beta1, correction1, beta2, one_minus_beta2, root_correction2 = scalars
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        # In place on intermediates: plain calls are bound by memory traffic. And all in one shape: of several, inductor
-        # makes several loops.
+        # In place on intermediates, since eager calls are bound by memory traffic; in one shape, since Inductor makes a
+        # loop per shape.
         m, v = self.first.read(first, beta1), self.second.read(second, beta2)
-        weight, gradient, noise = (
-            weight.view_as(m),
-            grad.view_as(m).float(),
-            None if noise is None else noise.view_as(m),
-        )
+        weight, gradient = weight.view_as(m), grad.view_as(m).float()
+        noise = None if noise is None else noise.view_as(m)
         m.add_(gradient * one_minus_beta1)
         v.add_(gradient.square().mul_(one_minus_beta2))
-        # The same bits round all three: each is right in the mean, and one draw costs a third of three.
+        # The same random bits round all three tensors: each is unbiased, at a third of the cost.
         self.first.write(first, m, noise)
         self.second.write(second, v, noise)
         direction = m.div_(correction1).div_(v.sqrt_().div_(root_correction2).add_(eps))

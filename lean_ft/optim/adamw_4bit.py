@@ -1,13 +1,12 @@
-"""Moments in 4 bits (Li et al. 2023, https://arxiv.org/abs/2309.01507).
+"""AdamW moments in 4 bits (Li et al. 2023, https://arxiv.org/abs/2309.01507).
 
-State, in torchao's format: for each moment one 4-bit code a parameter, two in a byte, the first in the upper half, and
-one float32 scale (the largest magnitude) a block of 128: 1.06 bytes a parameter. The first moment's codes stand for 16
-values spaced as the 8-bit rule spaces its 256, the second's for 1/16, 2/16 ... 1: without a zero, so that nothing is
-divided by eps alone.
+The state has torchao's format: per moment, one 4-bit code per parameter (two per byte, the first in the upper half)
+and one float32 scale (the largest magnitude) per block of 128, 1.06 bytes per parameter for both. The first moment's
+codes mean 16 values, spaced like the 256 values of the 8-bit code. The second moment's codes mean 1/16, 2/16 ... 1:
+without a zero, no update is divided by eps alone.
 
-The update runs over slices of whole blocks, so no float32 copy of a large tensor is made. torchao, whose optimizer
-updates a tensor at once, leaves tensors that are not whole blocks in the weight's type; here their last block is
-filled up.
+The update runs over slices of whole blocks and never copies a large tensor to float32. torchao keeps tensors with an
+incomplete last block in the weight's dtype; here that block is padded.
 """
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from lean_ft.optim.adamw import Moment
 
 BLOCK = 128  # elements that share a scale
-# What the first moment's codes stand for: the dynamic map of 3 exponent bits, as the 8-bit rule's is of 7.
+# Values of the first moment's codes: the dynamic map with 3 exponent bits (the 8-bit code has 7).
 SIGNED_VALUES = (
     *(-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0.0),
     *(0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0),
@@ -24,12 +23,12 @@ SIGNED_VALUES = (
 
 
 class Moment4bit(Moment):
-    """A moment as 4-bit codes; the first is signed, the second is not."""
+    """A moment as 4-bit codes, `signed` for the first moment."""
 
     block = BLOCK
 
     def __init__(self, *, signed: bool) -> None:
-        self._values = torch.tensor(SIGNED_VALUES) if signed else None  # None: sixteenths
+        self._values = torch.tensor(SIGNED_VALUES) if signed else None  # None: multiples of 1/16
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
         if self._values is not None and not param.is_meta:
@@ -52,7 +51,7 @@ class Moment4bit(Moment):
         new_scales = moment.abs().amax(1)
         scaled = moment / new_scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         if self._values is not None:
-            # The nearest code: how many midpoints between neighbouring values lie below.
+            # The nearest code is the number of midpoints below.
             codes = torch.bucketize(scaled, (self._values[1:] + self._values[:-1]) / 2, out_int32=True)
         else:
             codes = (scaled * 16).round().clamp(1, 16) - 1

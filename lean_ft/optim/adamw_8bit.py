@@ -1,17 +1,17 @@
 """AdamW with both moments in 8 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
 
-State, in bitsandbytes' format: for each moment one uint8 code a parameter, and one float32 scale (the largest
-magnitude) a block of 256: 2.03 bytes a parameter.
+The state has bitsandbytes' format: per moment, one uint8 code per parameter and one float32 scale (the largest
+magnitude) per block of 256, 2.03 bytes per parameter for both.
 
-On CUDA, bitsandbytes' kernel does the update; its own `step()` is not used, for it waits for the device at each
-parameter. Paged state lies in CUDA's managed memory: the driver moves it to the host where the GPU has no room.
-Elsewhere, and for what that kernel has not (update clipping, stochastic rounding), the update runs over slices of whole
-blocks, so no float32 copy of a large tensor is ever made.
+On CUDA, bitsandbytes' kernel does the update. Its `step()` is not used, because it waits for the device at each
+parameter. Paged state is in CUDA managed memory, which the driver moves to the host if the GPU is full. On other
+devices, and for features that the kernel lacks (update clipping, stochastic rounding), the update runs over slices of
+whole blocks and never copies a large tensor to float32.
 
-Two differences from bitsandbytes in that update. A second moment is never rounded to zero: one 6e6 times smaller than its
-block's largest would be, and the first moment beside it, still there, would then be divided by eps alone, an update a
-hundred times too large. And every code is the nearest, where bitsandbytes on a CPU looks codes up with a resolution of
-3e-5 of the block's largest. The kernel on CUDA does round second moments to zero.
+The sliced update differs from bitsandbytes in two ways. It never rounds a second moment to zero: one that is 6e6 times
+smaller than its block's largest would become zero, and the first moment, which is still there, would be divided by eps
+alone, an update 100 times too large. And it always picks the nearest code; bitsandbytes on a CPU looks codes up with a
+resolution of 3e-5 of the block's largest. The CUDA kernel does round second moments to zero.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.system.shapes_only import device_type, stage
 
-BLOCK = 256  # elements that share a scale; no attribute, of which dynamo would make a variable
+BLOCK = 256  # elements that share a scale; a constant, because Dynamo would turn an attribute into a variable
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 
 class Moment8bit(Moment):
-    """A moment as 8-bit codes; the first is signed, the second is not. `paged` keeps the codes in managed memory."""
+    """A moment as 8-bit codes. `paged` puts the codes in CUDA managed memory."""
 
     block = BLOCK
 
@@ -54,7 +54,7 @@ class Moment8bit(Moment):
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         codes, scales = kept
         new_scales = moment.abs().amax(1)
-        # Finite where a block is all zeros.
+        # The clamp keeps a block of zeros finite.
         scaled = moment * (1.0 / new_scales.clamp(min=torch.finfo(torch.float32).tiny))[:, None]
         if not self.code.signed:
             scaled.clamp_(min=self.code.smallest_magnitude())
@@ -63,7 +63,7 @@ class Moment8bit(Moment):
 
 
 class AdamW8bit(AdamW):
-    """AdamW over 8-bit moments; bitsandbytes' kernel makes the plain update on a GPU."""
+    """AdamW over 8-bit moments, updated by bitsandbytes' kernel on a GPU where possible."""
 
     def __init__(self, *, paged: bool, **settings: Any) -> None:
         self._codes = DynamicCode(signed=True), DynamicCode(signed=False)
@@ -79,16 +79,16 @@ class AdamW8bit(AdamW):
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
         if stage() is not None:
-            return  # one kernel, without any workspace
+            return  # the kernel needs no workspace
         import bitsandbytes.functional as bnb
 
         codes, scales, codes_sq, scales_sq = state.tensors.values()
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        device = state.param.device  # paged codes are the host's to torch
+        device = state.param.device  # torch reports paged codes as host memory
         signed, unsigned = (code.tables(device)[0] for code in self._codes)
-        # The library launches on the default stream; gradients of a model that is cut come on another.
+        # bitsandbytes launches on the default stream; gradients of a sharded model are on another one.
         here, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         if here != theirs:
             theirs.wait_stream(here)

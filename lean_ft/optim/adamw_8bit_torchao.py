@@ -1,11 +1,11 @@
-"""Moments in 8 bits as torchao keeps them: for GPUs that bitsandbytes has no build for.
+"""AdamW moments in torchao's 8-bit format, for GPUs without a bitsandbytes build.
 
-State, in torchao's format: for each moment one uint8 code a parameter, and one float32 scale (the largest magnitude) a
-block of 256: 2.03 bytes a parameter, as with `adamw_8bit`, whose code values these are too.
+Per moment, one uint8 code per parameter and one float32 scale (the largest magnitude) per block of 256, 2.03 bytes per
+parameter for both. The code values are those of `adamw_8bit`.
 
-The codes are read and written by torchao's functions. Its optimizer updates a tensor at once, and only compiled; here
-the update runs over slices of whole blocks, so that it needs no float32 copy of a large tensor, compiled or not.
-torchao rounds a second moment to zero where it is 6e6 times smaller than its block's largest; `adamw_8bit` does not.
+torchao's functions read and write the codes. torchao's own optimizer updates whole tensors and needs torch.compile;
+here the update runs over slices of whole blocks and never copies a large tensor to float32, compiled or not.
+torchao rounds a second moment to zero if it is 6e6 times smaller than its block's largest; `adamw_8bit` does not.
 """
 
 import torch
@@ -18,12 +18,12 @@ BLOCK = 256  # elements that share a scale
 
 
 class Moment8bitTorchao(Moment):
-    """A moment as torchao's 8-bit codes, of a tensor of whole blocks; the first is signed, the second is not."""
+    """A moment as torchao's 8-bit codes; the tensor's size must be a multiple of 256."""
 
     block = BLOCK
 
     def __init__(self, *, signed: bool) -> None:
-        self._values = code_values(signed)  # (256,) what the codes stand for
+        self._values = code_values(signed)  # (256,)
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
         if not param.is_meta:

@@ -1,15 +1,15 @@
 """APOLLO-Mini (Zhu et al. 2024, https://arxiv.org/abs/2412.05270): AdamW's step size for a matrix from one projection.
 
-The gradient of a matrix is projected to one random vector along its shorter side; AdamW runs on that vector alone, and
-the ratio of what comes out to what went in scales the whole gradient, by one number a matrix. State: two float32
-vectors as long as the longer side, and one number; nothing is kept of the projection, which is drawn anew from a seed
-and changes every 200 steps. The scaled gradient may outgrow the last step's by 1 % at most.
+A matrix's gradient is multiplied by one random vector along its shorter side. AdamW runs on the resulting vector, and
+the ratio of the norms after and before AdamW scales the whole gradient. The state is two float32 vectors as long as the
+longer side, and one number. The random vector is drawn again from a seed, which changes every 200 steps. The norm of the
+scaled gradient may grow by at most 1% per step.
 
-The numbers are those of the authors' own code (apollo-torch 1.0.3): the ratio, and the limit on its growth, are of
-moments without bias correction, which comes with the step's size. One difference: there a gradient of zero lets the next
-one grow from next to nothing, here it limits nothing.
+The numbers equal the authors' code (apollo-torch 1.0.3): the ratio and the growth limit use moments without bias
+correction, which is applied to the step size instead. One difference: after a gradient of zero, their code lets the next
+one grow only from nearly zero; here it is not limited.
 
-Embeddings, the output layer and vectors have AdamW's two moments, as in the paper; in a small model they are most of the
+Embeddings, the output layer and vectors use AdamW's two moments, as in the paper. In a small model they are most of the
 state. S, L: the shorter and the longer side.
 """
 
@@ -22,8 +22,8 @@ from lean_ft.optim.gradients import gradient_norm
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, slice_length, slices
 
-SCALE = 128**0.5  # makes up for the size of a projection to one dimension
-STEPS_A_PROJECTION = 200
+SCALE = 128**0.5  # compensates for the norm that a projection to one dimension loses
+STEPS_PER_PROJECTION = 200
 NORM_EPS = 1e-8
 LARGEST_GROWTH = 1.01  # of the scaled gradient's norm from one step to the next
 
@@ -31,7 +31,7 @@ LARGEST_GROWTH = 1.01  # of the scaled gradient's norm from one step to the next
 class ApolloMini(Rule):
     """weight -= lr * (sqrt(128) * |adamw(p @ grad)| / |p @ grad| * grad + weight_decay * weight).
 
-    For the matrices inside layers; experts' matrices are one.
+    For the matrices inside layers; a stack of experts' matrices counts as one matrix.
     """
 
     needs_whole_matrices = True
@@ -66,7 +66,7 @@ class ApolloMini(Rule):
             self._move([flat(state.param), flat(state.grad)], step.lr, ratio, self.weight_decay, noise=noise)
 
     def _ratio(self, state: ParameterState, step: StepInfo) -> Tensor:
-        """What the gradient is multiplied by, (); moves the state on."""
+        """Update the state; return the factor () for the gradient."""
         grad = state.grad.view(-1, state.param.shape[-1])
         projected = project(grad, seed=projection_seed(state.index, step.number))  # (L,)
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
@@ -83,12 +83,12 @@ class ApolloMini(Rule):
 
 
 def projection_seed(index: int, step_number: int) -> int:
-    """What draws a parameter's vector in a step. It stays below 2**32: a generator on a CPU drops the bits above."""
-    return (index + (step_number - 1) // STEPS_A_PROJECTION * 2**16) % 2**32
+    """Seed of a parameter's random vector, below 2**32 because a CPU generator drops the higher bits."""
+    return (index + (step_number - 1) // STEPS_PER_PROJECTION * 2**16) % 2**32
 
 
 def project(grad: Tensor, seed: int) -> Tensor:
-    """The products (L,), float32, of a matrix (S, L) or (L, S) with a vector (S,) of normal numbers drawn by the seed."""
+    """Product (L,), float32, of a matrix (S, L) or (L, S) with a random normal vector (S,)."""
     rows, columns = grad.shape
     generator = torch.Generator(grad.device).manual_seed(seed)
     vector = torch.randn(min(rows, columns), generator=generator, device=grad.device)

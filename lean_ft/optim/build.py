@@ -1,4 +1,4 @@
-"""From settings to an optimizer, refusing what cannot be honoured."""
+"""Build an optimizer from settings; unsupported combinations raise an error."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,16 +25,13 @@ from lean_ft.system.shapes_only import counted_as, device_type, stage
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
-CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # those with AdamW's second moment for every tensor
-# Smaller tensors, and all vectors (norms, biases), keep whole moments: little to save, and much to lose. Over 64 ranks each
-# has some ten numbers of a vector, and those of one scale would be cut apart.
+CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # every tensor has AdamW's second moment
+# Smaller tensors and all vectors (norms, biases) keep float32 moments: quantizing them saves little. Over many ranks,
+# a vector's shards would also be smaller than a block that shares a scale.
 MIN_CODED_ELEMENTS = 4096
-PAGED_WITHOUT_CUDA = (
-    "optimizer.name=paged_adamw_8bit: paged state is CUDA's managed memory; on this device the state is ordinary "
-    "memory, as with adamw_8bit."
-)
+PAGED_WITHOUT_CUDA = "optimizer.name=paged_adamw_8bit: paging needs CUDA; on this device the state is in ordinary memory, as with adamw_8bit."
 MATRIX_RULES = ("muon", "apollo_mini")
-ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # those that betas and eps are for
+ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
 
 
 @counted_as("optimizer state")
@@ -45,10 +42,10 @@ def build_optimizer(
     lr_ratios: Mapping[str, float] = MappingProxyType({}),
     ranks: Ranks = ALONE,
 ) -> Optimizer:
-    """The optimizer that a recipe's settings ask for, over the parameters of `model` that require gradients.
+    """Build the optimizer of a recipe's settings over the parameters of `model` that require gradients.
 
-    `lr_ratios` multiplies learning rates, by the ends of parameters' names; `ranks` are those that the model is cut over.
-    Raises ValueError for settings that contradict each other, the model, or how it is cut.
+    `lr_ratios` multiplies the learning rates of parameters whose names end in its keys. Raises ValueError for settings
+    that contradict each other, the model, or its sharding over `ranks`.
     """
     cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
     _refuse_contradictions(cfg, clip_grad_norm=recipe_cfg.clip_grad_norm, loss_scaling=loss_scaling)
@@ -57,16 +54,16 @@ def build_optimizer(
         for name, param in trainable:
             if param.dtype != torch.bfloat16:
                 raise ValueError(
-                    f"optimizer.stochastic_rounding=true rounds bfloat16 weights, but {name} is {param.dtype}, which "
-                    "loses no update that matters. Set optimizer.stochastic_rounding=false or model.dtype=bfloat16."
+                    f"optimizer.stochastic_rounding=true is for bfloat16 weights, but {name} is {param.dtype}. Set "
+                    "optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
     devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg)
     if cfg.state == "paged" and devices and devices != {"cuda"}:
         raise ValueError(
-            "optimizer.state=paged keeps state in CUDA's managed memory, which the driver moves between the GPU and the "
-            f"host, but the model is on {min(devices - {'cuda'})}. Set optimizer.state=device."
+            "optimizer.state=paged keeps state in CUDA managed memory, but the model is on "
+            f"{min(devices - {'cuda'})}. Set optimizer.state=device."
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
@@ -90,26 +87,26 @@ def _refuse_what_cannot_be_cut(
     rule: Rule | Callable[[nn.Parameter], Rule],
     ranks: Ranks,
 ) -> None:
-    """Raises ValueError where a rank's rows of a parameter are not enough for its rule."""
+    """Raise ValueError if a rule cannot update the rows that a rank has."""
     if ranks.size > 1 and cfg.state == "streamed":
         raise ValueError(
-            f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device: the "
-            "state is cut over them."
+            f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device, which "
+            "shards the state over them."
         )
     for name, param in trainable if ranks.num_shards > 1 else []:
         own = rule if isinstance(rule, Rule) else rule(param)
         if own.needs_whole_matrices:
             raise ValueError(
-                f"optimizer.name={cfg.name} works on whole matrices, and parallel.shard={ranks.num_shards} gives each "
-                f"process some rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
+                f"optimizer.name={cfg.name} works on whole matrices, but parallel.shard={ranks.num_shards} shards them by "
+                f"rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
             )
         columns = part_of(param).run
         if columns is not None and (cfg.name == "adafactor" or columns % own.block):
-            reason = (
-                "means of whole rows" if cfg.name == "adafactor" else f"one scale for {own.block} neighbouring numbers"
+            kept = (
+                "means of whole rows" if cfg.name == "adafactor" else f"one scale per {own.block} neighboring elements"
             )
             raise ValueError(
-                f"optimizer.name={cfg.name} keeps {reason}, and parallel.tensor cuts {name} of shape "
+                f"optimizer.name={cfg.name} keeps {kept}, but parallel.tensor splits {name} of shape "
                 f"{list(whole_shape(param))} every {columns} columns. Set parallel.tensor=1, or optimizer.name=adamw."
             )
         parts, num_rows = whole_shape(param)[0] // param.shape[0], param.shape[0]
@@ -117,16 +114,16 @@ def _refuse_what_cannot_be_cut(
         ends = [rows] * (rows < num_rows) + [num_rows] * (parts > 1)
         if within := [end for end in ends if end * math.prod(param.shape[1:]) % own.block]:
             raise ValueError(
-                f"optimizer.name={cfg.name} keeps one scale for {own.block} neighbouring numbers, and over "
-                f"{parts * -(-num_rows // rows)} processes {name} of shape {list(whole_shape(param))} would be cut within "
-                f"them, every {within[0]} rows. Set another parallel.shard, or optimizer.name=adamw."
+                f"optimizer.name={cfg.name} keeps one scale per {own.block} neighboring elements, but over "
+                f"{parts * -(-num_rows // rows)} processes {name} of shape {list(whole_shape(param))} is split within such a "
+                f"block, every {within[0]} rows. Set another parallel.shard, or optimizer.name=adamw."
             )
 
 
 def _rules(
     cfg: OptimizerConfig, model: nn.Module, *, paged: bool, compile: bool
 ) -> Rule | Callable[[nn.Parameter], Rule]:
-    """The rule of all parameters; where it is for some alone, what tells each one's: the others get AdamW."""
+    """One rule for all parameters, or a function that gives AdamW to parameters the named rule is not for."""
     every: dict[str, Any] = {
         "weight_decay": cfg.weight_decay,
         "stochastic_rounding": cfg.stochastic_rounding,
@@ -166,79 +163,73 @@ def _rules(
 
 
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
-    """Whether a layer multiplies by the parameter, of which dimensions before the last two number separate matrices.
+    """Whether a parameter is a layer's matrix or stack of matrices.
 
-    Embeddings and the output layer do not count: their rows are tokens, and get gradients of very different sizes. Nor do
-    stacks of biases.
+    Embeddings and the output layer do not count: their rows are tokens, whose gradients differ greatly in size. Stacks of
+    biases do not count either.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = {param for module in embeddings for param in module.parameters()}
     others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
-    outputs = (getattr(module, "output_weight", None) for module in model.modules())  # of two models, where two train
+    outputs = (getattr(module, "output_weight", None) for module in model.modules())  # two models may train together
     others |= {output for output in outputs if isinstance(output, nn.Parameter)}
     return lambda param: param.ndim >= 2 and param not in others
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
-    """On a GPU, bitsandbytes' kernel makes the plain update, and it alone reaches paged state."""
+    """On a GPU, bitsandbytes' kernel makes the plain update, and only it can use paged state."""
     lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
     if lacking and (cfg.name == "paged_adamw_8bit" or cfg.state == "paged"):
         raise ValueError(
-            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, which alone reaches paged state. Set "
+            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, and only that kernel can use paged state. Set "
             f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
     if not lacking and (reason := why_unusable(on_gpu=stage() is None)) is not None:
         raise ValueError(
-            f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Install it for this CUDA version "
-            "(`pip install bitsandbytes`), or set optimizer.name=adamw_8bit_torchao."
+            f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or set "
+            "optimizer.name=adamw_8bit_torchao."
         )
 
 
 def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, loss_scaling: bool) -> None:
     can_clip = cfg.name in CLIPPING_RULES
     if cfg.in_backward and clip_grad_norm is not None:
-        instead = " and optimizer.update_clipping=true, which limits each tensor's update by itself" if can_clip else ""
+        instead = " and optimizer.update_clipping=true, which limits each tensor's update" if can_clip else ""
         raise ValueError(
-            f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but "
-            "optimizer.in_backward=true updates each parameter and frees its gradient during backward. "
-            f"Set clip_grad_norm=null{instead}, or set optimizer.in_backward=false."
+            f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but optimizer.in_backward=true updates "
+            f"during backward. Set clip_grad_norm=null{instead}, or set optimizer.in_backward=false."
         )
     if cfg.in_backward and loss_scaling:
         raise ValueError(
-            "model.dtype=float16 scales the loss, and whether the scaled gradients overflowed is known only "
-            "when all are there, but optimizer.in_backward=true updates before that. "
-            "Set model.dtype=bfloat16, or set optimizer.in_backward=false."
+            "model.dtype=float16 needs every gradient before any update, to detect overflow, but optimizer.in_backward=true "
+            "updates during backward. Set model.dtype=bfloat16, or set optimizer.in_backward=false."
         )
     if cfg.update_clipping and not can_clip:
-        has_its_own = ", which limits its updates by itself," if cfg.name == "adafactor" else ""
-        keeps = "no such moment that it could reach" if cfg.name in ADAMW_RULES else "no such moment"
+        limits = " (adafactor already limits its updates)" if cfg.name == "adafactor" else ""
         raise ValueError(
-            "optimizer.update_clipping=true compares gradients with AdamW's second moment, but "
-            f"optimizer.name={cfg.name}{has_its_own} keeps {keeps}. "
-            f"Set optimizer.update_clipping=false, or set {_names(CLIPPING_RULES)}."
+            f"optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={cfg.name} does not keep for "
+            f"every tensor{limits}. Set optimizer.update_clipping=false, or set {_names(CLIPPING_RULES)}."
         )
     if cfg.momentum is not None and cfg.name not in ("sgd", "muon"):
         instead = " AdamW's momentum is the first of optimizer.betas." if cfg.name in ADAMW_RULES else ""
         raise ValueError(
-            f"optimizer.momentum={cfg.momentum:g} is a setting of optimizer.name=sgd|muon, and {cfg.name} would "
-            f"ignore it. Remove it.{instead}"
+            f"optimizer.momentum={cfg.momentum:g} is for optimizer.name=sgd|muon; {cfg.name} would ignore it. Remove it.{instead}"
         )
     for setting in ("betas", "eps"):
         value = getattr(cfg, setting)
         if cfg.name not in ADAMW_RULES and value != OptimizerConfig.model_fields[setting].default:
             raise ValueError(
-                f"optimizer.{setting}={value} is a setting of AdamW, and {cfg.name} would ignore it. "
-                f"Remove it, or set {_names(ADAMW_RULES)}."
+                f"optimizer.{setting}={value} is for AdamW; {cfg.name} would ignore it. Remove it, or set {_names(ADAMW_RULES)}."
             )
     if cfg.state == "paged" and cfg.name not in BITSANDBYTES_RULES:
         raise ValueError(
-            f"optimizer.state=paged is memory that bitsandbytes' kernel alone reaches, but optimizer.name={cfg.name} is "
-            "updated otherwise. Set optimizer.state=streamed, or optimizer.name=adamw_8bit."
+            "optimizer.state=paged works only with bitsandbytes' kernel, which does not update "
+            f"optimizer.name={cfg.name}. Set optimizer.state=streamed, or optimizer.name=adamw_8bit."
         )
     if cfg.state == "streamed" and cfg.name == "paged_adamw_8bit":
         raise ValueError(
-            "optimizer.name=paged_adamw_8bit keeps its state in CUDA's managed memory, but optimizer.state=streamed "
-            "keeps it in pinned host memory: it can be in one place. Set optimizer.name=adamw_8bit for streamed state."
+            "optimizer.name=paged_adamw_8bit keeps state in CUDA managed memory, but optimizer.state=streamed keeps it in "
+            "pinned host memory. Set optimizer.name=adamw_8bit for streamed state."
         )
 
 

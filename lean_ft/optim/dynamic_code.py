@@ -1,25 +1,22 @@
-"""The 8-bit dynamic code: numbers in [-1, 1] or [0, 1] as one of 256 values, fine near 1 and reaching down
-to 1e-7.
+"""The 8-bit dynamic code: 256 values for numbers in [-1, 1] or [0, 1], dense near 1 and reaching down to 1e-7.
 
-It is bitsandbytes' `dynamic` code (Dettmers 2016, https://arxiv.org/abs/1511.04561; Dettmers et al. 2022,
-https://arxiv.org/abs/2110.02861), to the bit, so its optimizer kernels read states written here and the
-other way around. Decade i = 0..6 is the interval from 10^(i-7) to 10^(i-6), cut into P equal bins whose
-centres are the values: P = 2^i for signed numbers, of which each has a mirror image, and P = 2^(i+1) for
-unsigned ones. With 0 and 1 that makes 256. Number the magnitudes in ascending order, k = 0 for zero (k = 1
-in the unsigned code), and decade i has k = P .. 2P - 1:
+This is bitsandbytes' `dynamic` code, bit for bit (Dettmers 2016, https://arxiv.org/abs/1511.04561; Dettmers et al.
+2022, https://arxiv.org/abs/2110.02861), so its kernels read states written here and vice versa. Decade i = 0..6 is the
+interval from 10^(i-7) to 10^(i-6), divided into P equal bins whose centers are the values: P = 2^i in the signed code,
+where each value also has its negative, and P = 2^(i+1) in the unsigned code. With 0 and 1 that makes 256 values.
+Number the magnitudes in ascending order with k = 0 for zero (k = 1 in the unsigned code); decade i has k = P .. 2P - 1:
 
     magnitude(k) = 10^(i-6) * (0.9 * (k + 0.5) / P - 0.8)
 
-A number becomes the value nearest to it. Searching 255 midpoints takes 33 ns a number in torch, so there
-are two quicker ways, which agree: tables, for plain calls (1 to 2 ns), and arithmetic, which inductor makes
-vector instructions of.
+A number becomes the nearest value. Searching 255 midpoints takes 33 ns per number in torch. Two faster methods give the
+same codes: tables in eager mode (1 to 2 ns), and arithmetic that Inductor vectorizes.
 """
 
 import torch
 from torch import Tensor
 
 NUM_DECADES = 7
-# float32 bits that a table's index drops: its bins are 1/256 of a binade, narrower than midpoints are apart.
+# Low float32 bits that a table index drops. A table bin is 1/256 of a binade, narrower than the gap between midpoints.
 _BIN_SHIFT = 15
 
 
@@ -41,7 +38,7 @@ def _decade_values(decade: int, signed: bool) -> Tensor:
 
 
 class DynamicCode:
-    """float32 <-> uint8, elementwise, for numbers within the code's range; inside torch.compile by arithmetic."""
+    """float32 <-> uint8, elementwise, for numbers within the code's range."""
 
     def __init__(self, *, signed: bool) -> None:
         self.signed = signed
@@ -57,11 +54,10 @@ class DynamicCode:
         return self.decode_by_arithmetic(codes) if compiling else self.decode_by_tables(codes)
 
     def smallest_magnitude(self) -> float:
-        """The least of the values above 0."""
         return _lowest(0, self.signed)
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The values (256,), the midpoint after each, and the code of the lower end of each bin of `encode_by_tables`."""
+        """The values (256,), the midpoint above each, and for each table bin the code of its lower end."""
         if device not in self._tables:
             values = code_values(self.signed)
             midpoints = (values[1:] + values[:-1]) / 2
@@ -73,10 +69,10 @@ class DynamicCode:
         return self._tables[device]
 
     def encode_by_tables(self, numbers: Tensor) -> Tensor:
-        """The upper 17 bits of a float32 pick a bin so narrow that it holds one midpoint at most.
+        """The upper 17 bits of a float32 select a table bin, which holds at most one midpoint.
 
-        The table has the code of the bin's lower end, and comparing with the midpoint after that code settles the rest.
-        NaN gets some code; its block's scale stays NaN.
+        The table gives the code of the bin's lower end; the number gets the next code if it is above the midpoint.
+        NaN gets an arbitrary code; its block's scale is NaN.
         """
         _, next_midpoints, lower_codes = self.tables(numbers.device)
         index = numbers.reshape(-1).view(torch.int32).bitwise_right_shift(_BIN_SHIFT)
@@ -89,8 +85,8 @@ class DynamicCode:
         values, _, _ = self.tables(codes.device)
         return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
-    # By comparisons and one linear map a decade. All constants are computed where they are used: dynamo makes constants
-    # of them, but arguments of floats that it finds in attributes.
+    # Comparisons and one linear map per decade. Constants are computed where they are used, because Dynamo turns float
+    # attributes into graph inputs.
 
     def encode_by_arithmetic(self, numbers: Tensor) -> Tensor:
         signed = self.signed
@@ -99,11 +95,11 @@ class DynamicCode:
         starts = [magnitude > _lower_threshold(decade, signed) for decade in range(NUM_DECADES)]
         p = _choose(starts, [float(_num_bins(decade, signed)) for decade in range(NUM_DECADES)])
         bins_per_unit = _choose(starts, [1.0 / _bin_width(decade, signed) for decade in range(NUM_DECADES)])
-        # The last bin of a decade reaches up to the midpoint with the first value of the next.
+        # The last bin of a decade extends to the midpoint with the next decade's first value.
         k = torch.minimum(torch.floor(magnitude * bins_per_unit + p * (8 / 9)), 2 * p - 1)
         k = torch.where(starts[0], k, zero_k)
         k = torch.where(magnitude > (1.0 + _highest(NUM_DECADES - 1, signed)) / 2, one_k, k)
-        if signed:  # -1 has no code of its own
+        if signed:  # -1 has no code
             k = self.zero_code + torch.where(numbers < 0, -k.clamp(max=one_k - 1), k)
         return (k - zero_k).to(torch.uint8)
 
@@ -133,13 +129,13 @@ def _highest(decade: int, signed: bool) -> float:
 
 
 def _lower_threshold(decade: int, signed: bool) -> float:
-    """The midpoint of the decade's first value and the value before it."""
+    """Midpoint between the decade's first value and the value before it."""
     before = _highest(decade - 1, signed) if decade else 0.0
     return (before + _lowest(decade, signed)) / 2
 
 
 def _choose(starts: list[Tensor], constants: list[float]) -> Tensor:
-    """The constant of the highest decade that is reached; the first where none is."""
+    """The constant of the highest decade that was reached, or the first constant."""
     chosen = torch.where(starts[1], constants[1], constants[0])
     for reached, constant in zip(starts[2:], constants[2:], strict=True):
         chosen = torch.where(reached, constant, chosen)

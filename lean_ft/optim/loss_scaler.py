@@ -1,9 +1,8 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740).
 
-float16 gradients under 6e-8 vanish, so the loss is multiplied before backward and the gradients divided
-after it. A step whose gradients overflow is skipped and halves the scale; 2000 good steps in a row double
-it. The constants are those of torch.amp.GradScaler, which itself is not used, for it wants a
-torch.optim.Optimizer to look into.
+float16 gradients below 6e-8 vanish, so the loss is multiplied before backward and the gradients are divided after it. A
+step whose gradients overflow is skipped and halves the scale; 2000 good steps in a row double it. The constants are
+those of torch.amp.GradScaler, which works only with a torch.optim.Optimizer.
 """
 
 import math
@@ -15,8 +14,7 @@ GROWTH_INTERVAL = 2000  # steps without an overflow
 
 
 class LossScaler:
-    """Scales the loss where `enabled`, and does nothing otherwise, so that a loop need not tell the two
-    apart."""
+    """Scales the loss if `enabled`; otherwise a no-op."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -24,7 +22,6 @@ class LossScaler:
         self._good_steps = 0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
         return loss * self.value if self.enabled else loss
 
     def update(self, *, overflowed: bool) -> None:
@@ -41,7 +38,7 @@ class LossScaler:
                 self._good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-able."""
+        """Plain numbers, for JSON."""
         return {"scale": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,12 +1,12 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum whose singular values are made equal.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum with its singular values equalized.
 
-State: one momentum tensor in the weight's type for a matrix; AdamW's two for embeddings, the output layer and vectors.
-An update is as large as AdamW's usually are, 0.2 * sqrt(max(R, C)) times a matrix of singular values near 1, so that one
-learning rate serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982). The numbers are torch.optim.Muon's with
-`adjust_lr_fn="match_rms_adamw"`, but that sums are float32.
+The state is one momentum tensor in the weight's dtype per matrix; embeddings, the output layer and vectors use AdamW.
+An update is 0.2 * sqrt(max(R, C)) times a matrix with singular values near 1, about as large as AdamW's updates, so one
+learning rate serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982). The numbers equal torch.optim.Muon with
+`adjust_lr_fn="match_rms_adamw"`, except that sums are float32.
 
-The singular values are brought together by five steps of an odd polynomial, all of them matrix products in bfloat16;
-they work on the whole matrix, with about four times its memory. R, C: rows and columns.
+Five steps of an odd polynomial equalize the singular values. They are bfloat16 matrix products on the whole matrix and
+need about four times its memory. R, C: rows and columns.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, store
 
-POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at zero, near 1 from there on
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # coefficients of x, x^3 and x^5: steep at zero, then near 1
 NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
@@ -53,7 +53,7 @@ class Muon(Rule):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrix (..., R, C) with every singular value near 1, in bfloat16; between 0.5 and 1.5 for all but tiny ones."""
+    """The matrix (..., R, C) in bfloat16 with singular values between 0.5 and 1.5, except those that were tiny."""
     a, b, c = POLYNOMIAL
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
@@ -66,7 +66,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _advance(tensors: list[Tensor], noise: Tensor | None, beta: float | Tensor) -> None:
-    """Nesterov's: the momentum after this gradient, and the direction that looks one step further along it."""
+    """Update the momentum and write Nesterov's look-ahead direction."""
     grad, momentum, direction = tensors
     gradient = grad.float()
     total = momentum.float() * beta + gradient * (1 - beta)

@@ -1,11 +1,10 @@
-"""One optimizer for every rule, stepping after backward or inside it.
+"""One optimizer for every update rule, stepping after backward or inside it.
 
-A plain step needs all gradients alive at once. Stepping in backward updates a parameter as soon as its
-gradient is complete and frees the gradient at once, so the gradients never cost more than a layer or so (Lv
-et al. 2023, https://arxiv.org/abs/2306.09782). The same rule serves both, with the same arguments, so both
-give bitwise the same weights.
+A plain step needs all gradients at once. Stepping in backward updates a parameter as soon as its gradient is complete
+and frees the gradient immediately, so only about one layer's gradients are alive (Lv et al. 2023,
+https://arxiv.org/abs/2306.09782). Both call the same rule with the same arguments and give bitwise the same weights.
 
-The loop is the same for both:
+Both use the same loop:
 
     optimizer.set_lr(lr)                                    # before backward: the hooks read it
     for i, batch in enumerate(micro_batches):
@@ -14,11 +13,10 @@ The loop is the same for both:
     optimizer.step()
     optimizer.zero_grad()
 
-No weight becomes NaN or infinite by a gradient that is. Where a loss or the global norm is not finite, the whole step
-is skipped: weights and state stay as they are. In backward the loss is looked at before the first update, so that step
-is skipped too; but a gradient that goes bad behind a finite loss is met when others have been used already. It then
-counts as zero: that parameter moves by its momentum and decay alone, the others as usual, and the norm that is returned
-is not finite, which tells of it.
+A gradient that is not finite never reaches the weights. If a loss or the global norm is not finite, the step is skipped:
+weights and state do not change. In backward, the loss is checked before the first update, so that step is skipped too.
+But if a finite loss gives a gradient that is not finite, other parameters may already have been updated. That gradient
+then counts as zero: its parameter moves by momentum and decay alone, and the returned norm is not finite.
 """
 
 import math
@@ -41,15 +39,15 @@ from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of
 
 
 class Optimizer:
-    """Updates named parameters by a rule; `in_backward` does so from hooks during backward.
+    """Updates named parameters by a rule; with `in_backward`, from hooks during backward.
 
-    `rule` is one for all parameters, or tells each parameter's. Parameters that need no gradient are left out, and a tied
-    parameter is one parameter. Learning rates are set by `set_lr` before each step; `lr_ratios` says by what a
-    parameter's is multiplied, by the end of its name. `loss_scaling` is for float16; `scaler` is then at work, and idle
-    otherwise. With `streamed` the state lives on the host. `notes` says what was adjusted for the device.
+    `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
+    a tied parameter counts once. `lr_ratios` multiplies a parameter's learning rate, by the end of its name.
+    `loss_scaling` enables `scaler` for float16. With `streamed`, the state is in host memory. `notes` lists adjustments
+    for the device.
 
-    Of parameters that are cut over `ranks` each rank updates its own rows and keeps their state, and all of them skip
-    the same steps. Every rank calls everything as often, in the same order.
+    With several `ranks`, each rank updates its own rows and keeps their state, and all ranks skip the same steps. Every
+    rank must make the same calls in the same order.
     """
 
     def __init__(
@@ -74,9 +72,9 @@ class Optimizer:
         self.in_backward = in_backward
         self.scaler = LossScaler(enabled=loss_scaling)
         self.lr = 0.0
-        self.step_count = 0  # updates made, the same for all parameters
-        self.skipped_steps = 0  # steps not made because a loss or gradients were not finite
-        self.is_whole = True  # False from a step's first update to its end: weights and state are then of no step
+        self.step_count = 0
+        self.skipped_steps = 0  # because a loss or gradients were not finite
+        self.is_whole = True  # False from a step's first update to its end, when weights and state belong to no step
         self.streamed = streamed
         self.notes = tuple(notes)
         self.ranks = ranks
@@ -89,11 +87,11 @@ class Optimizer:
             self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors, ranks))
         self._device = self._states[0].param.device
         self.rules = list(dict.fromkeys(state.rule for state in self._states))
-        self._updates_now = False  # whether hooks update in the coming backward
-        self._losses: list[Tensor] = []  # of the step's micro-batches so far
-        self._skips = False  # whether the step under way is skipped
+        self._updates_now = False  # whether hooks update in the next backward
+        self._losses: list[Tensor] = []  # of the current step's micro-batches
+        self._skips = False  # whether the current step is skipped
         self._noise_seed: int | None = None
-        self._norms: dict[int, Tensor] = {}  # in backward: each updated parameter's gradient norm
+        self._norms: dict[int, Tensor] = {}  # in backward: gradient norms of the updated parameters
         if (watcher := stage()) is not None:
             watcher.watch_optimizer(
                 ((state.name, state.whole) for state in self._states), self.state_bytes, streamed=streamed is not None
@@ -103,15 +101,15 @@ class Optimizer:
                 state.whole.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state))
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the coming step; call it before backward, for that is when hooks read it."""
+        """Set the learning rate of the next step. Call it before backward, when hooks read it."""
         self.lr = lr
 
     def scale(self, loss: Tensor, *, last: bool) -> Tensor:
-        """The loss to call backward on next; float16's is multiplied, all others come back as they are.
+        """Return the loss to call backward on: multiplied for float16, else unchanged.
 
-        `last` says that this backward completes the step's gradients: in backward it updates, and until then gradients
-        add up. A step with a loss that is not finite is skipped; the host learns of it before the last backward where
-        that updates, elsewhere in `finish_gradients`.
+        `last` marks the backward that completes the step's gradients; stepping in backward, this one updates. A step with
+        a loss that is not finite is skipped. The host waits for the losses here if the backward updates, otherwise in
+        `finish_gradients`.
         """
         self._losses.append(loss.detach())
         self._updates_now = last and self.in_backward
@@ -125,8 +123,8 @@ class Optimizer:
     def finish_gradients(self, max_norm: float | None = None) -> Tensor:
         """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
 
-        The norm is a float32 scalar on the device, for which the host waits, to skip the step if it is not finite.
-        In backward, the hooks have noted the norm and the gradients are gone; it is NaN where they were not used.
+        The norm is a float32 scalar on the device. The host waits for it, to skip the step if it is not finite. Stepping in
+        backward, the norm comes from the hooks; it is NaN if the step is skipped.
         """
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
@@ -147,7 +145,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters that have a gradient; in backward they are updated already and the step is closed."""
+        """Update the parameters that have a gradient and end the step; in backward, they are updated already."""
         if self.in_backward:
             self._update_leftovers()
         elif not self._skips:
@@ -167,13 +165,11 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory that the rule's state takes."""
         return sum(tensor.nbytes for state in self._states for tensor in state.tensors.values())
 
     @contextmanager
     def state_away(self, link: HostLink) -> Iterator[None]:
-        """Inside, the state is in pinned host memory, and its memory free: between steps, when there are no gradients either,
-        for something that takes much."""
+        """Context manager between steps that moves optimizer state to pinned host memory, to free device memory."""
         moved = [
             (state.tensors, name)
             for state in self._states
@@ -194,7 +190,7 @@ class Optimizer:
         return {name: part.values for name, part in self.state_parts().items()}
 
     def state_parts(self) -> dict[str, Part]:
-        """The same, each with its place in what one rank alone would have: so it is saved and read, by all ranks."""
+        """`state_dict` with each tensor's place in the unsharded tensor, for saving and loading on all ranks."""
         if self.streamed is not None:
             self.streamed.settle()
         else:
@@ -207,9 +203,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state_dict, or of its tensors the parts that are here, as `state_parts` tells them.
+        """Load a state_dict, or this rank's parts of its tensors (see `state_parts`).
 
-        Raises ValueError where it is another model's or another rule's.
+        Raises ValueError if it was saved by another model or rule.
         """
         saved: dict[str, dict[str, str]] = defaultdict(dict)  # parameter -> state -> its name in the mapping
         for name in tensors:
@@ -221,21 +217,20 @@ class Optimizer:
         if unknown or missing:
             problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
             raise ValueError(
-                f"The saved optimizer state does not belong to this model: {problem}. "
-                "Resume with the model and the settings that saved it."
+                f"The saved optimizer state does not belong to this model: {problem}. Resume with that run's model and settings."
             )
         if self.streamed is not None:
             self.streamed.forget()
         else:
             self._await_device()
-        for state in self._states:  # one parameter's tensors at a time: the mapping may read them from a disk
+        for state in self._states:  # one parameter at a time, because the mapping may read from disk
             names = saved.get(state.name, {})
             state.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
         self.skipped_steps = int(tensors["skipped_steps"])
 
     def _await_device(self) -> None:
-        """Returns when the host may read and write paged state, which is its memory too."""
+        """Wait until the host may access paged state."""
         if any(state.param.is_cuda for state in self._states):
             torch.cuda.synchronize()
 
@@ -249,8 +244,8 @@ class Optimizer:
             state.whole.grad = None
             return
         assert state.index not in self._norms, (
-            f"{state.name} got a gradient twice in one step, and the first, which was incomplete, has updated it: "
-            "reentrant checkpointing or a second backward does this"
+            f"{state.name} got a gradient twice in one step, and the incomplete first one has updated it: "
+            "caused by reentrant checkpointing or a second backward"
         )
         self._norms[state.index] = norm = self._norm_of_all_rows(gradient_norm(state.grad))
         assert state.whole.grad is not None
@@ -259,20 +254,17 @@ class Optimizer:
         state.whole.grad = None
 
     def _update_leftovers(self) -> None:
-        """Update what only earlier micro-batches gave a gradient, such as a part the last one did not use."""
+        """Update parameters that the last micro-batch did not use but earlier ones did."""
         leftovers = [state for state in self._states if state.whole.grad is not None]
-        assert self._updates_now or not leftovers, (
-            "a step's last backward is called on optimizer.scale(loss, last=True)"
-        )
+        assert self._updates_now or not leftovers, "call a step's last backward on optimizer.scale(loss, last=True)"
         for state in leftovers:
             self._update_and_free(state)
 
     def _norm_of_all_rows(self, norm: Tensor) -> Tensor:
-        """The norm of something from the norm of the rows that are here."""
+        """The norm over all shards from the norm of this rank's rows."""
         return norm if self.ranks.num_shards == 1 else self.ranks.sum_shards(norm.double().square()).sqrt().float()
 
     def _any_rank(self, flag: bool) -> bool:
-        """Whether it is so on this rank or any other."""
         return bool(self.ranks.highest(flag)[0])
 
     def _update(self, states: Sequence[ParameterState]) -> None:
@@ -282,10 +274,10 @@ class Optimizer:
             self._hand_to_rules(states)
 
     def _hand_to_rules(self, states: Sequence[ParameterState]) -> None:
-        """Have the rules update parameters, those of one rule and learning rate together."""
+        """Update parameters, those with the same rule and learning rate in one call."""
         self.is_whole = False
         if self._noise_seed is None and any(rule.draws_noise for rule in self.rules):
-            # Drawn from torch's own generator, whose state checkpoints save, so a resumed run rounds the same way.
+            # From torch's global generator, whose state is in checkpoints, so that a resumed run rounds the same way.
             drawn = int(torch.randint(2**31, ()))
             self._noise_seed = self.ranks.highest(drawn if self.ranks.rank == 0 else 0)[0]
         groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
@@ -303,7 +295,7 @@ class Optimizer:
 
 
 def _state_parts(state: ParameterState) -> dict[str, Part]:
-    """Which parts of the state of a whole parameter its rows here have."""
+    """Where this rank's state tensors are in the state of the unsharded parameter."""
     of_param = part_of(state.whole)
     if of_param.values.shape == of_param.shape:
         return {key: Part(t, tuple(t.shape), 0, of_param.is_kept_by_others) for key, t in state.tensors.items()}
@@ -312,13 +304,13 @@ def _state_parts(state: ParameterState) -> dict[str, Part]:
     rows_before = of_param.first // math.prod(of_param.shape[1:])
 
     def shapes(num_rows: int) -> dict[str, torch.Size]:
-        """Of the state of so many rows."""
+        """Shapes of the state of a parameter with `num_rows` rows."""
         tensors = state.rule.init_state(torch.empty(num_rows, *of_param.shape[1:], device="meta"))
         return {key: tensor.shape for key, tensor in tensors.items()}
 
     parts, whole, before = {}, shapes(of_param.shape[0]), shapes(rows_before)
     for key, tensor in state.tensors.items():
-        if tensor.shape == whole[key]:  # of all rows together, and the same on every rank
+        if tensor.shape == whole[key]:  # shared by all rows, and equal on every rank
             parts[key] = Part(tensor, tuple(whole[key]), 0, of_param.is_kept_by_others or state.ranks.shard > 0)
         else:
             parts[key] = Part(tensor, tuple(whole[key]), before[key].numel(), of_param.is_kept_by_others)
@@ -326,13 +318,13 @@ def _state_parts(state: ParameterState) -> dict[str, Part]:
 
 
 def _by_columns(state: ParameterState, of_param: Part) -> dict[str, Part]:
-    """The same where the parameter is a matrix that is cut by columns, and its state is of neighbouring elements."""
+    """`_state_parts` of a matrix that is cut by columns; state entries belong to neighboring elements."""
     assert of_param.run is not None
     whole = state.rule.init_state(torch.empty(of_param.shape, device="meta"))
     parts = {}
     for key, tensor in state.tensors.items():
         block, rest = divmod(math.prod(of_param.shape), whole[key].numel())
-        assert not rest and of_param.run % block == 0, "refused before: columns are cut within a block"
+        assert not rest and of_param.run % block == 0, "build_optimizer refuses columns cut within a block"
         shape, places = tuple(whole[key].shape), (of_param.first, of_param.run, of_param.stride)
         first, run, stride = (place // block for place in places)
         parts[key] = Part(tensor, shape, first, of_param.is_kept_by_others, run, stride)

@@ -1,9 +1,7 @@
-"""What an update rule is: the state it keeps for one parameter, and how it moves parameters by their
-gradients.
+"""The interface of an update rule: its state per parameter, and the update.
 
-A rule never asks when it is called. `Optimizer` calls it once a step with every parameter, or from a
-backward hook with one parameter at a time, and the weights come out bitwise the same: all that a rule may
-depend on is in its arguments.
+`Optimizer` calls a rule once per step with all parameters, or from a backward hook with one parameter at a time. A rule
+depends on nothing but its arguments, so both give bitwise the same weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,79 +15,75 @@ from lean_ft.system.shards import ALONE, Ranks, local
 
 @dataclass(eq=False)
 class ParameterState:
-    """One parameter, the rule that moves it, and the tensors that the rule keeps for it."""
+    """One parameter, its rule, and the rule's tensors for it."""
 
     name: str
-    whole: torch.nn.Parameter  # as the model has it, also where it is cut over ranks
-    index: int  # its place in the model
+    whole: torch.nn.Parameter  # the model's parameter, sharded or not
+    index: int  # its position in the model
     rule: "Rule"
-    lr_ratio: float = 1.0  # what the learning rate is multiplied by
+    lr_ratio: float = 1.0  # multiplies the learning rate
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = ALONE
 
     @property
     def param(self) -> Tensor:
-        """The rows of the parameter that are here: all of them, unless it is cut over ranks."""
+        """This rank's rows of the parameter."""
         return local(self.whole)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of these rows, contiguous as the parameter is."""
+        """The gradient of this rank's rows, contiguous."""
         assert self.whole.grad is not None, f"{self.name} has no gradient"
         return local(self.whole.grad).contiguous()
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all rows of what `value` is for those that are here, in place."""
+        """Sum `value`, computed from this rank's rows, over all shards, in place."""
         return self.ranks.sum_shards(value)
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What is common to the parameters that are updated together; `number` counts optimizer steps from 1."""
+    """Values shared by all parameters of an update; `number` counts optimizer steps from 1."""
 
     lr: float
     number: int
-    # Stochastic rounding draws from it, so the order of updates does not matter; None: to nearest.
-    noise_seed: int | None
+    noise_seed: int | None  # of stochastic rounding, whatever the order of updates; None: round to nearest
 
 
 class Rule:
-    """Base of the update rules: subclasses give `init_state` and `update`."""
+    """Base class of update rules; subclasses define `init_state` and `update`."""
 
-    draws_noise = False  # whether a step takes a seed from torch's generator
-    block = 1  # neighbouring elements of a parameter that share something in its state
+    draws_noise = False  # whether a step draws a seed from torch's generator
+    block = 1  # neighboring elements that share an entry of the state, such as a scale
     needs_whole_matrices = False
-    # How many neighbouring elements an update depends on together, so that rows of a parameter may be updated one after
-    # the other; None: the whole parameter.
+    # Number of neighboring elements that must be updated together; None: the whole parameter.
     updated_together: int | None = None
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Zeroed state for one parameter: name -> tensor."""
+        """Zero state for one parameter: name -> tensor."""
         raise NotImplementedError
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        """Move every listed parameter by its gradient, in place, and its state with it."""
+        """Update the parameters and their states in place."""
         raise NotImplementedError
 
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
-        """Copy saved tensors into the state in place, so memory after a resume is memory before it."""
+        """Copy saved tensors into the state in place, so that resuming takes no additional memory."""
         if tensors.keys() != state.tensors.keys():
             raise ValueError(
-                f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has "
-                f"{sorted(tensors)}. It was saved by another optimizer: set optimizer.name and its settings as in that "
-                "run, or start without its optimizer state."
+                f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has {sorted(tensors)}: "
+                "it was saved by another optimizer. Set optimizer.name and its settings as in that run."
             )
         for key, own in state.tensors.items():
             saved = tensors[key]
             if saved.shape != own.shape or saved.dtype != own.dtype:
                 raise ValueError(
                     f"Expected {own.dtype} of shape {tuple(own.shape)} for {state.name}.{key}, but the saved state has "
-                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with the model, dtype and optimizer settings "
-                    "of the run that saved it."
+                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with that run's model, dtype and optimizer."
                 )
             own.copy_(saved)
 
 
 def decay_of(state: ParameterState, weight_decay: float) -> float:
-    """Weight decay for this parameter: matrices decay, vectors (norms, biases) never do, nor do stacks of biases."""
+    """The parameter's weight decay: 0 for vectors (norms, biases) and stacks of biases."""
     return weight_decay if state.param.ndim >= 2 and not state.name.endswith("bias") else 0.0

@@ -1,6 +1,6 @@
-"""Stochastic gradient descent, with momentum if asked for and decoupled weight decay.
+"""Stochastic gradient descent with optional momentum and decoupled weight decay.
 
-State: none, or with momentum one tensor in the weight's type. `buffer = momentum * buffer + grad`, as in
+State: none, or with momentum one tensor in the weight's dtype: `buffer = momentum * buffer + grad`, as in
 torch.optim.SGD.
 """
 
@@ -41,7 +41,7 @@ def _update(
     tensors: list[Tensor], noise: Tensor | None, lr: float | Tensor, momentum: float | Tensor, decay: float | Tensor
 ) -> None:
     weight, grad, *buffers = tensors
-    # In place on intermediates: plain calls are bound by memory traffic. Gradients of float32 are copied for that.
+    # In place on intermediates, since eager calls are bound by memory traffic; hence the copy of a float32 gradient.
     direction, value = grad.to(torch.float32, copy=True), weight.to(torch.float32, copy=True)
     for buffer in buffers:
         direction.add_(buffer.float().mul(momentum))

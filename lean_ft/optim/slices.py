@@ -1,14 +1,12 @@
-"""Work on a large tensor slice by slice, in float32, without ever holding a float32 copy of it.
+"""Compute on a large tensor slice by slice in float32, without a float32 copy of the whole tensor.
 
-A slice is small enough that its float32 intermediates stay in a core's cache, so slicing costs no speed on
-a CPU, and the workspace of a step is a few slices whatever the largest tensor is. A compiled function works
-through a slice block by block and keeps little of it, so what counts there is that each call costs 0.1 ms. On a
-GPU, slices are larger, since each is a kernel launch or several; the larger ones of a compiled function, whose
-intermediates are the bits that round stochastically and, for 4-bit codes, up to 8 bytes an element.
+On a CPU, a slice's float32 intermediates fit in a core's cache, so slicing costs no speed, and the workspace of a step
+is a few slices. A compiled function keeps few intermediates but costs 0.1 ms per call, so its slices are larger. On a
+GPU, slices are larger still, because each one is a kernel launch or several. There, a compiled function's intermediates
+are the random bits of stochastic rounding and, for 4-bit codes, up to 8 bytes per element.
 
-Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): bfloat16 is the upper half of
-float32, so adding 16 random bits below it and cutting the lower half off rounds up with the probability
-that makes the mean exact.
+Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): bfloat16 is the upper half of float32, so
+adding 16 random bits to the lower half and truncating rounds up with the probability that makes the mean exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +19,25 @@ from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.system.shapes_only import device_type, repeated
 from lean_ft.torch_private import dynamo
 
-CPU_SLICE = 1 << 17  # elements; 512 KiB of float32, of which a core's second-level cache holds a few
+CPU_SLICE = 1 << 17  # elements: 512 KiB of float32, a fraction of a core's L2 cache
 CPU_COMPILED_SLICE = 1 << 20
 GPU_SLICE = 1 << 22
 GPU_COMPILED_SLICE = 1 << 24
 
 
 class Sliced:
-    """A function of tensors, called on one slice of them after another: `function(slices, noise, *others)`.
+    """Calls `function(slices, noise, *others)` on one slice of the tensors after another.
 
-    Slices are of the first dimension, and of whole `block`s of it. A tensor with fewer entries than the first one has one
-    for several, such as a scale for a block. A last block that is not full is filled up with zeros, in copies.
+    The first dimension is sliced, in whole `block`s. A tensor with fewer entries than the first one has one entry for
+    several elements, such as a scale per block. An incomplete last block is padded with zeros, in copies.
 
-    With `compile`, the function is compiled once for slices of every length, and the scalars among `others` reach it as
-    0-d tensors, so that a new learning rate or step number compiles nothing anew.
+    With `compile`, the function is compiled once for slices of all lengths. The scalars among `others` are passed as 0-d
+    tensors, so that a new learning rate or step number does not recompile it.
     """
 
     def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
         self._function, self._block = function, block
-        # For all sizes; a graph break is an error. Where Dynamo is turned off, the function itself comes back.
+        # With Dynamo disabled, torch.compile returns the function itself.
         compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else function
         self._compiled = None if compiled is function else compiled
 
@@ -48,7 +46,7 @@ class Sliced:
     ) -> None:
         first, block = tensors[0], self._block
         filled_up = -(-len(first) // block) * block
-        # How many entries of the first one an entry of each is for.
+        # Elements of the first tensor per entry of each tensor.
         spans = [filled_up // max(1, len(tensor)) for tensor in tensors]
         row = max(1, first.numel() // max(1, len(first)))
         rows = max(1, slice_length(first.device, self._compiled is not None) // row)
@@ -56,7 +54,7 @@ class Sliced:
 
         def call(parts: list[Tensor]) -> None:
             bits = None if noise is None else noise.draw(parts[0].numel()).view(parts[0].shape)
-            # A size of one would be compiled for separately.
+            # Dynamo would compile separately for a size of 1.
             if self._compiled is None or min(map(len, parts)) == 1:
                 self._function(parts, bits, *others)
             else:
@@ -74,11 +72,11 @@ class Sliced:
                 end.copy_(part[: len(end)])
 
     def _shaped(self, part: Tensor, span: int) -> Tensor:
-        """The part as the compiled function gets it, for which the number of rows alone is unknown.
+        """The part in the shape for the compiled function, where only the number of rows varies.
 
-        On a GPU the rows are blocks: all that is computed then has one shape, of which inductor makes one kernel that holds
-        nothing in between. Of flat parts, whose blocks the function makes itself, it makes several, and float32 copies of
-        the slice. On a CPU that one loop would not be vectorised, and the copies stay in the cache.
+        On a GPU, rows are blocks: everything then has one shape, and Inductor makes one kernel without intermediates. For
+        flat parts it makes several kernels and float32 copies of the slice. On a CPU, Inductor would not vectorize the
+        single loop, and the copies stay in the cache.
         """
         part = part.data
         if device_type(part.device) != "cpu" and span < self._block:
@@ -88,33 +86,33 @@ class Sliced:
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:
-    """A number as a float32 scalar on the CPU, which kernels on any device take without a copy.
+    """A number as a 0-d float32 tensor on the CPU, which kernels on any device accept without a copy.
 
-    A tensor comes back as one of its own on the same memory: of a view, dynamo would compile for the size of the whole.
+    A tensor is returned as a new tensor on the same memory: for a view, Dynamo would compile for the base's size.
     """
     return value.data if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
 def slice_length(device: torch.device, compiled: bool) -> int:
-    """Elements worked on at a time; a multiple of every block size in use."""
+    """Elements per slice, a multiple of every block size."""
     if device_type(device) == "cpu":
         return CPU_COMPILED_SLICE if compiled else CPU_SLICE
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
 
 
 def slices(num_elements: int, length: int) -> Iterator[slice]:
-    """Cut `num_elements` into slices of `length`, the last one shorter."""
+    """Slices of `length` that cover `num_elements`; the last one may be shorter."""
     for start in repeated(range(0, num_elements, length)):
         yield slice(start, min(start + length, num_elements))
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The tensor as a vector that shares its memory and is no part of any graph."""
+    """The tensor as a detached vector that shares its memory."""
     return tensor.detach().view(-1)
 
 
 class RoundingNoise:
-    """16 random bits an element for one parameter's update, the same whenever in the step it is drawn."""
+    """16 random bits per element for one parameter's update; they do not depend on the order of updates."""
 
     def __init__(self, device: torch.device, seed: int, index: int) -> None:
         self._device = device
@@ -124,30 +122,30 @@ class RoundingNoise:
     def for_update(cls, state: ParameterState, step: StepInfo) -> "RoundingNoise | None":
         if step.noise_seed is None:
             return None
-        # Each part of a parameter that is cut has noise of its own, and its copies the same.
+        # Each shard has different noise; replicas of a shard have the same noise.
         return cls(state.param.device, step.noise_seed + 2**16 * state.ranks.shard, state.index)
 
     def draw(self, num_elements: int) -> Tensor:
         """int16 (num_elements,), all bits random."""
-        # One 64-bit draw holds four elements' bits: the generator, not the arithmetic, is what costs time here.
+        # One 64-bit draw serves four elements, because the generator takes most of the time.
         words = torch.empty((num_elements + 3) // 4, dtype=torch.int64, device=self._device)
         return words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[:num_elements].data
 
 
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:
-    """Write float32 `value` into `target`, to nearest, or a bfloat16 one stochastically where `noise` is given."""
+    """Write float32 `value` into `target`, rounded to nearest, or stochastically if `noise` is given and it is bfloat16."""
     if noise is None or target.dtype != torch.bfloat16:
         target.copy_(value)
         return
     bits = (value.view(torch.int32) + (noise.to(torch.int32) & 0xFFFF)) & -0x10000
-    # Adding to the bits of a NaN could turn it into a number, and a run that diverged must be seen to.
+    # Adding to the bits of a NaN could make it a finite number and hide a diverged run.
     target.copy_(torch.where(value.isfinite(), bits.view(torch.float32), value))
 
 
 def move(
     tensors: list[Tensor], noise: Tensor | None, lr: float | Tensor, scale: float | Tensor, decay: float | Tensor
 ) -> None:
-    """weight -= lr * (scale * direction + decay * weight) of a slice, in float32, rounded once."""
+    """weight -= lr * (scale * direction + decay * weight) on a slice, in float32, rounded once."""
     weight, direction = tensors
     value = weight.to(torch.float32, copy=True)
     store(weight, value - lr * (direction.float() * scale + value * decay), noise)

@@ -1,16 +1,13 @@
-"""Optimizer state in pinned host memory, which travels to the GPU ahead of the update that needs it, and back.
+"""Optimizer state in pinned host memory, copied to the GPU before the update that needs it, and back.
 
-State is read and written once a step, each parameter's at one moment. So it lives on the host; while one parameter is
-updated, the states of the next ones are on their way, in the order of the last step (backward's, where the update is
-made there), and those of the last ones on their way back. A large parameter, an embedding say, whose elements a rule
-updates independently of one another is updated in parts, which follow one another as parameters do. What is on the
-device is a few hundred MiB, whatever the model. With 8-bit AdamW 2 bytes a parameter travel each way; a link of 25 GB/s
-moves 3 billion of them in half a second, beside a backward pass that takes longer.
+Each parameter's state is read and written once per step. While one parameter is updated, the states of the next ones
+are copied in, in the order of the previous step, and those of the previous ones are copied out. If a rule updates
+elements independently, a large parameter such as an embedding is updated in parts. A few hundred MiB of state are on
+the device, whatever the model's size. With 8-bit AdamW, 2 bytes per parameter are copied each way; a 25 GB/s link moves
+3 billion of them in 0.5 s, during a backward pass that takes longer. Small states (norms, biases) stay on the device.
 
-Small states stay on the device: norms and biases are not worth a copy.
-
-Source: our own; the idea of states on the host is ZeRO-Offload's (Ren et al. 2021, arXiv:2101.06840), which updates
-there, and is bound by the host's arithmetic.
+Source: our own. ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) also keeps state on the host, but updates there, where
+arithmetic is slower.
 """
 
 import math
@@ -24,13 +21,13 @@ from lean_ft.optim.rule import ParameterState
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
 
 SMALLEST_BYTES = 2**16
-PART_BYTES = IN_FLIGHT_BYTES // 4  # of state that is updated at a time, where a parameter's may be cut
+PART_BYTES = IN_FLIGHT_BYTES // 4  # state per update of a large parameter
 
-_Place = tuple[int, int]  # a parameter's index, and which of its parts
+_Place = tuple[int, int]  # index of a parameter, number of its part
 
 
 class StreamedState:
-    """The large state tensors of an optimizer, on the host."""
+    """The large state tensors of an optimizer, in host memory."""
 
     def __init__(
         self,
@@ -42,22 +39,21 @@ class StreamedState:
     ) -> None:
         self._link = link
         self._smallest_bytes, self._ahead_bytes, self._part_bytes = smallest_bytes, ahead_bytes, part_bytes
-        self._sent: dict[_Place, dict[str, Sent]] = {}  # the state that lives on the host
-        self._following: dict[_Place, _Place] = {}  # whose update came after whose, in the last step
-        self._last: _Place | None = None  # updated in this step
+        self._sent: dict[_Place, dict[str, Sent]] = {}  # state on the host
+        self._following: dict[_Place, _Place] = {}  # each update's next one in the previous step
+        self._last: _Place | None = None  # latest update of this step
         self._step_number = 0
 
     def init_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A parameter's tensors, the large ones on the host."""
         return {
             name: self._link.host_copy(tensor) if tensor.nbytes >= self._smallest_bytes else tensor
             for name, tensor in tensors.items()
         }
 
     def on_device(self, state: ParameterState, step_number: int) -> Iterator[ParameterState]:
-        """The state as an update takes it, a part of the parameter after another; after its update each goes home."""
+        """Yield the state on the device, one part of the parameter at a time; copy each part back after its update."""
         if step_number != self._step_number:
-            # No update of the next step follows one of this: its state would be on the device all through forward.
+            # Do not prefetch across steps: the state would stay on the device during the forward pass.
             self._step_number, self._last = step_number, None
         names = [name for name, tensor in state.tensors.items() if tensor.nbytes >= self._smallest_bytes]
         for number, part in enumerate(self._parts(state, names)):
@@ -66,19 +62,19 @@ class StreamedState:
             tensors = {**part.tensors, **{name: self._link.fetch(sent) for name, sent in away.items()}}
             self._prefetch_after(place)
             yield replace(part, tensors=tensors)
-            # A copy out that still reads memory when the next update writes to it brings a mixture home, but the copy
-            # after that update comes later on the same stream, and nobody reads the host's state in between.
+            # If the next update writes while this copy still reads, the host gets a mixture. The copy after that update
+            # is later on the same stream and overwrites it, and nothing reads the host's state in between.
             for name in away:
                 away[name] = self._link.send(tensors[name], part.tensors[name])
 
     def _parts(self, state: ParameterState, names: list[str]) -> list[ParameterState]:
-        """The parameter whole, or where the state of these names is large and the rule allows it rows of it; all views."""
+        """Views of the parameter's rows with their state; one part if the state is small or the rule needs all of it."""
         param, together = state.param, state.rule.updated_together
         state_bytes = sum(state.tensors[name].nbytes for name in names)
         if together is None or state_bytes < 2 * self._part_bytes or param.ndim == 0:
             return [state]
         row = param.numel() // len(param)
-        # Rows that are whole blocks of what is updated together.
+        # Each part must have whole groups of elements that are updated together.
         step = together // math.gcd(row, together)
         rows = -(-len(param) * self._part_bytes // state_bytes)
         rows = -(-rows // step) * step
@@ -91,7 +87,7 @@ class StreamedState:
             tensors = {}
             for name, tensor in state.tensors.items():
                 entries = of_rows
-                if tensor.shape != param.shape:  # entries for several elements each, in their order
+                if tensor.shape != param.shape:  # one entry for several elements
                     span = filled_up // len(tensor)
                     entries = slice(start * row // span, min(len(tensor), (start + rows) * row // span))
                 tensors[name] = tensor[entries]
@@ -99,17 +95,17 @@ class StreamedState:
         return parts
 
     def settle(self) -> None:
-        """Returns when the host may read all state."""
+        """Wait until the host may read all state."""
         self._link.synchronize()
 
     def forget(self) -> None:
-        """Returns when the host may write all state, in place: no copy of it comes after, and none made ahead is used."""
+        """Wait until the host may overwrite all state, and drop prefetched copies."""
         self._link.synchronize()
         self._link.forget_arrivals()
         self._sent.clear()
 
     def _prefetch_after(self, place: _Place) -> None:
-        """Starts the copies of the next updates' states, as they followed one another in the last step."""
+        """Start copying the states of the next updates, in the previous step's order."""
         if self._last is not None:
             self._following[self._last] = place
         self._last = place
@@ -122,9 +118,5 @@ class StreamedState:
 
 
 def stream_state(device: torch.device) -> StreamedState:
-    """A place for state in pinned host memory.
-
-    Raises:
-        ValueError: where there is no other memory to keep state in.
-    """
+    """State in pinned host memory. Raises ValueError if the device has no memory of its own."""
     return StreamedState(open_link(device, "optimizer.state=streamed", "optimizer.state=device"))

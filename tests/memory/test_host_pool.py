@@ -1,6 +1,6 @@
-"""The pool of a CPU's freed memory: whose bytes are whose, what it holds, and that a run's numbers stay as they are.
+"""The pool never gives memory to two tensors, stays within its bound, and changes no number of a run.
 
-Each test has a process of its own, since the pool is a process's for good.
+Each test has its own process, because the pool cannot be uninstalled.
 """
 
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 MEBIBYTE = 2**20
 
-# How a training step uses memory: much is made and kept, then given up in another order, with small things in between.
+# Memory use of a training step: many tensors are allocated, then freed in another order, with small objects in between.
 STEPS = """
 import random, resource, sys
 import torch
@@ -63,8 +63,8 @@ for step in range(4):
 print(highest, most_alive, faults() - started)
 """
 
-# First each tensor is larger than any that was freed, and what is kept between them keeps the free ranges apart. Then four threads
-# make and free tensors at once.
+# First each tensor is larger than all freed ones, and live tensors separate the free ranges. Then four threads allocate and
+# free tensors at the same time.
 GROWING = """
 import threading
 import torch
@@ -87,7 +87,7 @@ wrong = []
 
 def work(number):
     generator, kept = torch.Generator().manual_seed(number), []
-    for turn in range(400):
+    for turn in range(100):
         size = int(torch.randint(2**19, 2**23, (1,), generator=generator))
         kept.append((torch.full((size,), number * 50 + turn % 50, dtype=torch.uint8), number * 50 + turn % 50))
         if len(kept) > 6:
@@ -121,7 +121,7 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
     assert faults < unpooled_faults / 5
 
 
-def test_memory_that_nothing_fits_into_goes_back_before_there_is_more_and_threads_never_get_each_others() -> None:
+def test_unusable_memory_is_returned_before_more_is_taken_and_threads_do_not_share() -> None:
     peak, most_alive = map(int, python(GROWING).split())
     assert peak < most_alive + 16 * MEBIBYTE
 

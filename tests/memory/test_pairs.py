@@ -1,9 +1,9 @@
-"""Any two settings compose, or are refused with the reason.
+"""Any two settings work together, or are refused with the reason.
 
-Two steps of the recipe's loop under both settings are held to two plain ones: all logits at once, torch's cross-entropy,
-torch's clipping, every layer as it is, and the update rule after backward. Only the rule itself is the same code, which
-its own tests hold to references. What needs a GPU is here twice: refused on this device, and over a link whose copies
-are as late as they can be.
+Two steps of the recipe's loop with both settings are compared with two plain steps: all logits at once, torch's
+cross-entropy, torch's clipping, unmodified layers, and the update rule after backward. Only the rule is the same code;
+it has its own tests. Settings that need a GPU are tested twice: refused on this device, and over a link with the latest
+possible copies.
 """
 
 import copy
@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 
 from lean_ft import memory, optim
 from lean_ft.losses import linear_cross_entropy, loss_chunk_tokens
-from lean_ft.memory import apply_memory, compiling
+from lean_ft.memory import apply_memory
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.peft import apply_lora
@@ -27,7 +26,7 @@ from lean_ft.settings import LoRAConfig, LossConfig, MemoryConfig
 from tests.late_link import LateLink
 from tests.optim.tiny_training import build
 
-# What leaves every number as it is.
+# Settings that change no number.
 SILENT: dict[str, dict[str, Any]] = {
     "full": {"memory.activation_checkpointing": "full"},
     "every_n": {"memory.activation_checkpointing": "every_n"},
@@ -43,7 +42,7 @@ SILENT: dict[str, dict[str, Any]] = {
     "streamed": {"optimizer.state": "streamed"},
     "micro-batches": {"micro_batches": 2},
 }
-# What the plain steps have too.
+# Settings that the plain steps use too.
 NUMERIC: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"optimizer.name": "adamw_8bit"},
     "adamw_8bit_torchao": {"optimizer.name": "adamw_8bit_torchao"},
@@ -61,33 +60,26 @@ NUMERIC: dict[str, dict[str, Any]] = {
     "dora": {"lora.rank": 8, "lora.dora": True},
 }
 SETTINGS = {**SILENT, **NUMERIC}
-COMPILED = [
-    ("selective products",),
-    ("tiles",),
-    ("offload",),
-    ("in backward",),
-    ("selective products", "lora"),
-    ("offload", "dora"),
-]
+COMPILED = [("selective products", "lora"), ("tiles", "in backward"), ("offload", "dora")]
 REFUSED = {
     frozenset(("in backward", "clipping")): "needs every gradient before any update",
-    frozenset(("update clipping", "adamw_8bit_torchao")): "no such moment that it could reach",
-    frozenset(("update clipping", "adafactor")): "limits its updates by itself",
-    frozenset(("update clipping", "muon")): "no such moment that it could reach",
-    frozenset(("update clipping", "apollo_mini")): "no such moment that it could reach",
-    frozenset(("update clipping", "sgd")): "keeps no such moment",
-    frozenset(("rounding", "lora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
-    frozenset(("rounding", "dora")): "rounds bfloat16 weights, but .*lora_A is torch.float32",
+    frozenset(("update clipping", "adamw_8bit_torchao")): "needs AdamW.s second moment",
+    frozenset(("update clipping", "adafactor")): "adafactor already limits its updates",
+    frozenset(("update clipping", "muon")): "needs AdamW.s second moment",
+    frozenset(("update clipping", "apollo_mini")): "needs AdamW.s second moment",
+    frozenset(("update clipping", "sgd")): "needs AdamW.s second moment",
+    frozenset(("rounding", "lora")): "is for bfloat16 weights, but .*lora_A is torch.float32",
+    frozenset(("rounding", "dora")): "is for bfloat16 weights, but .*lora_A is torch.float32",
 }
-# How far two orders of the same sums may come apart: bfloat16 weights step by as much as the update moves them, and a
-# millionth of a gradient turns Muon's direction, five products in bfloat16, by up to 1.3 % a step.
+# Tolerances for sums in another order: a bfloat16 rounding step is as large as an update, and a change of a gradient by
+# 1e-6 turns Muon's direction, five bfloat16 products, by up to 1.3% per step.
 ROUNDING = {"rounding": 0.4, "muon": 0.05}
 LR, STEPS = 3e-3, 2
 
 
 @cache
 def model_of(dtype: torch.dtype) -> Decoder:
-    """A tied decoder, small but for an embedding and feed-forward layers that 8-bit states take."""
+    """A small tied decoder whose embedding and feed-forward layers are large enough for 8-bit state."""
     sizes = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     fields = {"model_type": "llama", "vocab_size": 160, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, **sizes}
     model = Decoder(decoder_config({**fields, "tie_word_embeddings": True, "max_position_embeddings": 64}))
@@ -112,11 +104,11 @@ def group(settings: dict[str, Any], name: str) -> dict[str, Any]:
 def started(settings: dict[str, Any]) -> Decoder:
     dtype = torch.bfloat16 if settings.get("optimizer.stochastic_rounding") else torch.float32
     model = copy.deepcopy(model_of(dtype))
-    torch.manual_seed(3)  # of stochastic rounding, and of an adapter's start
+    torch.manual_seed(3)  # for stochastic rounding and the adapter
     if adapter := group(settings, "lora"):
         apply_lora(model, LoRAConfig.model_validate(adapter))
         for name, param in model.named_parameters():
-            if name.endswith("lora_B"):  # at zero, the other factor would not move at first
+            if name.endswith("lora_B"):  # if it were zero, A would get no gradient
                 nn.init.normal_(param, std=0.2)
     return model
 
@@ -129,7 +121,6 @@ def optimizer_of(model: Decoder, settings: dict[str, Any]) -> optim.Optimizer:
 
 
 def recipe_steps(settings: dict[str, Any], compile: bool = False) -> Decoder:
-    """The recipe's loop."""
     model, (ids, labels) = started(settings), batch()
     memory_cfg = MemoryConfig.model_validate(group(settings, "memory"))
     loss_cfg = LossConfig.model_validate(group(settings, "loss"))
@@ -177,17 +168,15 @@ def plain_result(names: tuple[str, ...]) -> Decoder:
 
 def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
     numeric = tuple(name for name in names if name in NUMERIC)
-    plain, start = (
-        plain_result(numeric),
-        started({key: value for name in numeric for key, value in NUMERIC[name].items()}),
-    )
+    plain = plain_result(numeric)
+    start = started({key: value for name in numeric for key, value in NUMERIC[name].items()})
     for (name, param), expected, before in zip(
         model.named_parameters(), plain.parameters(), start.parameters(), strict=True
     ):
         if not param.requires_grad:
             assert torch.equal(param, before), name
             continue
-        # Sums of magnitudes: a gradient within rounding of zero turns AdamW's first step of that one element around.
+        # Sums of magnitudes: for a gradient near zero, rounding may flip AdamW's first step of that element.
         moved = (expected.double() - before.double()).abs().sum()
         assert moved > 0, name
         assert (param.double() - expected.double()).abs().sum() <= bound * moved, name
@@ -195,7 +184,7 @@ def check(names: tuple[str, ...], model: Decoder, bound: float) -> None:
 
 @pytest.fixture
 def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU's link to host memory does, on this device, with the largest delays; small tensors travel too."""
+    """Replaces a GPU's link to host memory by one with the largest delays, also for small tensors."""
 
     def offload(model: nn.Module) -> None:
         memory.offload.offload_to(model, LateLink())._smallest_bytes = 512
@@ -228,26 +217,14 @@ def test_two_settings_compose_or_are_refused(pair: tuple[str, str], late_links: 
 
 
 @pytest.mark.parametrize("names", COMPILED, ids=" + ".join)
-def test_compiled_layers_compose(names: tuple[str, ...], late_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced and split into forward and backward as by the default compiler, which only the generated code is left of."""
-    _compile_without_code(monkeypatch)
+def test_compiled_layers_compose(names: tuple[str, ...], late_links: None, without_codegen: None) -> None:
     settings = {key: value for name in names for key, value in SETTINGS[name].items()}
     check(names, recipe_steps(settings, compile=True), 0.02)
 
 
-@pytest.mark.parametrize("name", ["offload"])
-def test_the_compilers_budget_composes(name: str, late_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _compile_without_code(monkeypatch)
-    settings = {**SETTINGS[name], "memory.activation_checkpointing": "budget", "memory.activation_budget": 0.3}
-    check((name,), recipe_steps(settings, compile=True), 0.02)
-
-
-def _compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    compiling._inductor_within.cache_clear()
-    backend, real = lookup_backend("aot_eager_decomp_partition"), torch.compile
-    monkeypatch.setattr(compiling, "lookup_backend", lambda _: backend)
-    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: real(f, **{"backend": backend, **kwargs}))
+def test_the_compilers_budget_composes_with_offload(late_links: None, without_codegen: None) -> None:
+    settings = {"memory.activation_checkpointing": "budget", "memory.activation_budget": 0.3}
+    check(("offload",), recipe_steps({**SETTINGS["offload"], **settings}, compile=True), 0.02)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +233,17 @@ def _compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"memory.activation_offload": True}, "in the host's memory already"),
         ({"memory.tied_gradient": "host"}, "in the host's memory already"),
         ({"memory.float8_products": True}, "which has none"),
-        ({"memory.activation_checkpointing": "budget"}, "there is no compiler to choose"),
-        ({"optimizer.name": "adamw_8bit", "optimizer.state": "paged"}, "CUDA's managed memory"),
+        ({"memory.activation_checkpointing": "budget"}, "budget needs the compiler"),
+        ({"optimizer.name": "adamw_8bit", "optimizer.state": "paged"}, "CUDA managed memory"),
         ({"optimizer.state": "streamed"}, "in the host's memory already"),
-        ({"optimizer.state": "paged"}, "bitsandbytes' kernel alone reaches"),
-        ({"optimizer.name": "paged_adamw_8bit", "optimizer.state": "streamed"}, "it can be in one place"),
+        ({"optimizer.state": "paged"}, "works only with bitsandbytes. kernel"),
+        (
+            {"optimizer.name": "paged_adamw_8bit", "optimizer.state": "streamed"},
+            "pinned host memory. Set optimizer.name=adamw_8bit",
+        ),
     ],
     ids=str,
 )
-def test_what_this_device_or_another_setting_rules_out_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_this_device_does_not_support_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         recipe_steps(settings)

@@ -1,4 +1,4 @@
-"""The gradient of a tied weight: one tensor, one hook, the plain computation's numbers, wherever it waits."""
+"""The gradient of tied embeddings is one tensor, fires one hook, and has the plain computation's numbers."""
 
 import copy
 from collections import Counter
@@ -50,8 +50,8 @@ def test_the_gradient_is_the_tensor_that_the_loss_made() -> None:
     assert made == [model.model.embed_tokens.weight.grad.data_ptr()]
 
 
-def test_rows_of_equal_ids_are_added_once_and_zeros_to_rows_of_their_own() -> None:
-    """A GPU adds to one row one at a time: a thousand zeros for the same row would be a thousand in turn."""
+def test_rows_of_equal_ids_are_added_once_and_zeros_to_different_rows() -> None:
+    """A GPU serializes adds to one row, so zeros must not all go to the same row."""
     gradient, ids = torch.zeros(50, 4), torch.tensor([7] * 30 + [49, 0, 49])
     with Indices() as added:
         _add_rows(gradient, ids, torch.ones(len(ids), 4))
@@ -127,14 +127,14 @@ def test_without_gradients_and_after_a_copy_the_weight_is_the_parameter() -> Non
     assert model.output_weight is model.model.embed_tokens.weight
 
 
-def test_what_has_no_tied_weight_or_no_gpu_is_refused() -> None:
+def test_untied_embeddings_and_host_memory_on_a_cpu_are_refused() -> None:
     model = tiny()
     with pytest.raises(ValueError, match=r"is on cpu: .* Set memory.tied_gradient=fused"):
         apply_memory(model, MemoryConfig(tied_gradient="host"), compile=False)
     model.lm_head = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="two weights"):
+    with pytest.raises(ValueError, match="has its own weight"):
         fuse_tied_gradient(model)
-    with pytest.raises(ValueError, match="two weights"):
+    with pytest.raises(ValueError, match="has its own weight"):
         apply_memory(model, MemoryConfig(tied_gradient="host"), compile=False)
 
 

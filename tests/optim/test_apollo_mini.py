@@ -31,7 +31,7 @@ def authors(weight: Tensor, grads: list[Tensor], vectors: list[Tensor], lr: floa
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
 def test_a_matrix_moves_as_in_its_authors_code(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apollo_mini, "STEPS_A_PROJECTION", 2)
+    monkeypatch.setattr(apollo_mini, "STEPS_PER_PROJECTION", 2)
     monkeypatch.setattr(apollo_mini, "slice_length", lambda *_, **__: 100)  # several slices
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(shape))

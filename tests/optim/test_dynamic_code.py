@@ -25,7 +25,7 @@ def decode(way: str, signed: bool, codes: Tensor) -> Tensor:
 def numbers(signed: bool) -> Tensor:
     """All magnitudes down to far below the code's smallest, its own values, and the ends."""
     torch.manual_seed(0)
-    magnitudes = torch.cat([torch.rand(30_000), 10 ** (-9 * torch.rand(60_000)), torch.tensor([0.0, 1.0, 1e-30])])
+    magnitudes = torch.cat([torch.rand(4000), 10 ** (-9 * torch.rand(8000)), torch.tensor([0.0, 1.0, 1e-30])])
     values = code_values(signed)
     return torch.cat([magnitudes, -magnitudes, values]) if signed else torch.cat([magnitudes, values])
 
@@ -42,7 +42,7 @@ def test_encode_takes_the_nearest_value(signed: bool, way: str) -> None:
     x = numbers(signed)
     distances = (x.double()[:, None] - code_values(signed).double()).abs()
     chosen = distances.gather(1, encode(way, signed, x).long()[:, None])[:, 0]
-    # Arithmetic rounds in float32, so where two values are equally near to a few parts in 1e7, either will do.
+    # Arithmetic rounds in float32: if two values are equally near within a few parts in 1e7, either is right.
     assert (chosen <= distances.amin(1) + 1e-6 * x.abs().double()).all()
 
 
@@ -52,13 +52,6 @@ def test_decode_gives_the_values_and_encode_gives_them_back(signed: bool, way: s
     codes = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(decode(way, signed, codes), code_values(signed), rtol=1e-6, atol=0.0)
     assert torch.equal(encode(way, signed, code_values(signed)), codes)
-
-
-@SIGNED
-def test_tables_and_arithmetic_agree(signed: bool) -> None:
-    x = numbers(signed)
-    differing = encode("tables", signed, x) != encode("arithmetic", signed, x)
-    assert differing.float().mean() < 1e-4
 
 
 def test_shapes_are_kept_and_numbers_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""State in host memory: the same bits as on the device, ahead of its update, and no more of it after a resume."""
+"""Streamed state gives the same bits as state on the device, is prefetched, and takes no more memory after a resume."""
 
 from typing import Any
 from unittest import mock
@@ -24,21 +24,21 @@ def streamed(
     link: HostLink | None = None,
     part_bytes: int = 2**20,
 ):
-    """The optimizer of these settings over a link whose copies are as late as they can be, or over `link`."""
+    """The optimizer with streamed state over `link`, or over a link with the latest possible copies."""
     link = LateLink(in_flight_bytes) if link is None else link
     away = StreamedState(link, smallest_bytes=LARGE, ahead_bytes=ahead_bytes, part_bytes=part_bytes)
     with mock.patch.object(optim.build, "stream_state", return_value=away):
         return build(model, {**settings, "state": "streamed"}), link
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("in_flight_bytes", [0, 2**30], ids=["gone at once", "still leaving"])
-@pytest.mark.parametrize("part_bytes", [2**20, 3000], ids=["whole", "in parts"])
-def test_weights_are_bitwise_those_of_state_on_the_device(
+@pytest.mark.parametrize(
+    ("in_backward", "in_flight_bytes", "part_bytes"), [(False, 0, 3000), (True, 2**30, 3000), (True, 0, 2**20)]
+)
+def test_weights_equal_those_of_state_on_the_device_bitwise(
     settings: dict[str, Any], in_backward: bool, in_flight_bytes: int, part_bytes: int
 ) -> None:
     if settings["name"] == "paged_adamw_8bit":
-        pytest.skip("its state cannot be in two places")
+        pytest.skip("paged state cannot be streamed")
     settings = {**settings, "in_backward": in_backward}
     plain, away = TinyModel(), TinyModel()
     torch.manual_seed(5)
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_holds_no_more(name: 
     optimizer, _ = streamed(first, settings)
     train(first, optimizer, batches[:2], LRS[:2])
     saved = {key: value.clone() for key, value in optimizer.state_dict().items()}
-    train(first, optimizer, batches[2:], LRS[2:])  # the run that was asked for its state goes on as if it had not been
+    train(first, optimizer, batches[2:], LRS[2:])  # reading the state changes nothing
     assert same_weights(first, whole)
 
     before = TinyModel()
@@ -96,13 +96,13 @@ def test_from_the_second_step_state_is_fetched_before_its_update_asks_for_it() -
     train(model, optimizer, make_batches(1), LRS[:1])
     large = [value.nbytes for value in optimizer.state_dict().values() if value.nbytes >= LARGE]
     assert sum(size for what, size in link.log if what == "copy") == 2 * sum(large)  # in and out, once each
-    # The first update of the step, of the norm, begins the copies of all that comes after it.
+    # The step's first update, of the norm, starts the copies of all later ones.
     assert [what for what, _ in link.log[: len(large)]] == ["copy"] * len(large)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit"])
 def test_of_a_large_parameter_no_more_than_a_few_parts_are_on_the_device(name: str) -> None:
-    """Once a step has shown the order, each part is fetched ahead and leaves while the next ones are updated."""
+    """After one step has recorded the order, each part is prefetched, and copied back while the next ones are updated."""
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     model = torch.nn.Embedding(2**12, 64).bfloat16()
     link = LateLink(in_flight_bytes=2**15)
@@ -125,7 +125,7 @@ def test_of_a_large_parameter_no_more_than_a_few_parts_are_on_the_device(name: s
     assert max(on_device) <= 2**17 < sum(value.nbytes for value in kept)
     copied = sum(size for what, size in link.log if what == "copy")
     assert copied == 2 * sum(value.nbytes for value in kept)  # in and out, once each
-    assert min(on_device[1:-1]) > 2**14  # beside the part that is updated, on their way
+    assert min(on_device[1:-1]) > 2**14  # more than the part being updated: others are being copied
 
 
 def bytes_in_flight(link: LateLink) -> int:
@@ -134,7 +134,7 @@ def bytes_in_flight(link: LateLink) -> int:
 
 
 def test_a_cpu_is_refused() -> None:
-    for state, words in {"streamed": "in the host's memory already", "paged": "CUDA's managed memory"}.items():
+    for state, words in {"streamed": "in the host's memory already", "paged": "CUDA managed memory"}.items():
         with pytest.raises(ValueError, match=f"optimizer.state={state} .*{words}.* optimizer.state=device"):
             build(TinyModel(), {"name": "adamw_8bit", "state": state})
 

@@ -263,7 +263,7 @@ def refusal(message: str, case: Case) -> str:
 
 REFUSED = [
     (
-        "adamw_8bit keeps one scale for 256 neighbouring numbers, and parallel.tensor cuts",
+        "adamw_8bit keeps one scale per 256 neighboring elements, but parallel.tensor splits",
         Case(TENSOR, {"name": "adamw_8bit"}),
     ),
     ("layers of this model keep a state over each row", Case(TENSOR, model={"layer": STATE})),

@@ -185,7 +185,7 @@ def test_what_cannot_be_cut_is_refused_by_name(on_two):
     muon, apollo, blocks, streamed = found[0]
     assert "optimizer.name=muon works on whole matrices" in muon
     assert "optimizer.name=apollo_mini works on whole matrices" in apollo
-    assert "embed_tokens.weight of shape [514, 64] would be cut within them, every 257 rows" in blocks
+    assert "embed_tokens.weight of shape [514, 64] is split within such a block, every 257 rows" in blocks
     assert "optimizer.state=streamed is for one process" in streamed
 
 
