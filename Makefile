@@ -1,17 +1,17 @@
-# make demo    install into .venv, then fine-tune the embedded model
-# make test    the tests
-# make test-avx2   the numeric tests, as on a CPU that has AVX2 and nothing newer
-# make test-long   those that take minutes each
-# make test-pretended-gpu   those that need a GPU, on a pretended one (downloads 2.6 GB, takes 5 GB of disk)
-# make docs    the documents as a site, in site/
-# make lint    ruff, pyright and import-linter, as in CI
-# make clean   remove what these made
+# make demo                 install into .venv, then fine-tune the embedded model
+# make test                 run the tests
+# make test-avx2            run the numeric tests without CPU instructions newer than AVX2
+# make test-long            run the tests that take minutes each
+# make test-pretended-gpu   run the GPU tests on a pretended GPU (downloads 2.6 GB, needs 5 GB of disk)
+# make docs                 build the documentation site in site/
+# make lint                 run ruff, pyright and import-linter, as CI does
+# make clean                remove everything that these commands made
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Tests run in several processes: one thread each, and not so many that small machines swap.
+# Tests run in several processes with one thread each. The limit keeps machines with little memory from swapping.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 
 NUMERIC := $(addprefix tests/,losses models optim memory peft generation recipes/test_dpo.py recipes/test_quantize.py)
@@ -34,7 +34,7 @@ test-long: $(VENV)/installed-dev
 test-pretended-gpu:
 	PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tests/pretended_gpu/check.sh
 
-# Strictly: a link that leads nowhere, or a page that is not in mkdocs.yml, fails.
+# --strict: a broken link, or a page that mkdocs.yml does not list, is an error.
 docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
@@ -45,7 +45,7 @@ clean:
 	rm -rf $(VENV) .venv-pretended-gpu tests/pretended_gpu/build dist build site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find lean_ft recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Torch goes first and pinned: a plain `pip install torch` takes the newest, with gigabytes of CUDA.
+# Install torch first and pinned: a plain `pip install torch` takes the newest release, with gigabytes of CUDA libraries.
 $(VENV)/torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lean_ft needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check.sh: the tests on the pretended GPU, in an environment of their own (PRETENDED_GPU_ENV names it; one that has what it
-# takes is left as it is). Where that cannot be had it says why and succeeds; a test that fails makes it fail.
+# Run the tests on the pretended GPU in a separate environment. PRETENDED_GPU_ENV names it; an environment that has all packages is used
+# unchanged. If the environment cannot be created, print the reason and succeed. Fail if a test fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=tests/pretended_gpu
@@ -22,18 +22,18 @@ if ! "$python" -c 'import torch, bitsandbytes, torchao, transformers, peft, pyte
     torch=$(sed -n 's/^torch==//p' constraints.txt)
     echo "pretended GPU: installing torch $torch for CUDA into $environment: about 2.6 GB to download, 5 GB of disk"
     pip() { "$python" -m pip --disable-pip-version-check install --quiet --no-cache-dir "$@"; }
-    # `===`: an index may have a build for CPUs alone as well, which `==` would prefer.
+    # `===`: with `==`, pip would prefer a CPU-only build if the index has one.
     "${PYTHON:-python3}" -m venv "$environment" && pip "torch===$torch" && pip -c constraints.txt -e '.[dev]' ||
         skip "the packages could not be installed (above is why)"
 fi
 cuda=$("$python" -c 'import torch; print(torch.version.cuda)')
-[ "${cuda%%.*}" = 13 ] || skip "it stands in for CUDA 13, and the torch in $environment is for CUDA $cuda"
+[ "${cuda%%.*}" = 13 ] || skip "it replaces CUDA 13, and the torch in $environment is built for CUDA $cuda"
 
 $here/build.sh "$python"
 export PYTHONPATH=$PWD
 echo "pretended GPU: the tests marked gpu, on an H100"
 PRETENDED_GPU=H100 $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} tests
 for card in A100 T4; do
-    echo "pretended GPU: what older cards do otherwise, on a $card"
+    echo "pretended GPU: what older cards do differently, on a $card"
     PRETENDED_GPU=$card $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} $here
 done
