@@ -1,4 +1,4 @@
-"""Tests in this folder run on the pretended GPU alone (`make test-pretended-gpu`), and each on the cards that it names."""
+"""Tests in this folder run only on the pretended GPU (`make test-pretended-gpu`), each on the cards that it names."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by `-m gpu`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is here as for a GPU, and leaves out what is for other cards than the one that is pretended."""
+    """Mark the tests of this folder as GPU tests, and deselect those for other cards."""
     card, kept, others = os.environ.get("PRETENDED_GPU"), [], []
     for item in items:
         if Path(__file__).parent not in item.path.parents:

@@ -1,4 +1,4 @@
-"""What the pretended GPU counted: launches, waits of the host, copies, and bytes by the driver's own count."""
+"""Counters of the pretended GPU: launches, host waits, copies, and bytes as the driver counts them."""
 
 import ctypes
 import tempfile
@@ -19,7 +19,7 @@ NAMES = (
 
 
 def counters() -> dict[str, int]:
-    """All counts since the process began or `reset_counters`; `pinned_bytes` and `used_bytes` are what is held now."""
+    """Return all counts since the process began or `reset_counters`; `pinned_bytes` and `used_bytes` are current values."""
     found = (ctypes.c_ulonglong * len(NAMES))()
     _library().pretended_counters(found)
     return dict(zip(NAMES, found, strict=True))
@@ -30,12 +30,12 @@ def reset_counters() -> None:
 
 
 def limit_pinned_bytes(limit: int | None) -> None:
-    """The host has no more to pin than so many bytes; None: as much as there is."""
+    """Limit the host memory that can be pinned, in bytes; None: no limit."""
     _library().pretended_limit_pinned(ctypes.c_size_t(2**64 - 1 if limit is None else limit))
 
 
 def launches() -> dict[str, int]:
-    """Launches since `reset_counters` by the (mangled) name of the kernel; needs PRETENDED_GPU_NAMES=1."""
+    """Return launches since `reset_counters` by mangled kernel name. Needs PRETENDED_GPU_NAMES=1."""
     with tempfile.NamedTemporaryFile() as file:
         _library().pretended_write_launches(file.name.encode())
         lines = Path(file.name).read_text().splitlines()
@@ -43,4 +43,4 @@ def launches() -> dict[str, int]:
 
 
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")  # the one that run.sh preloads
+    return ctypes.CDLL("libcuda.so.1")  # preloaded by run.sh

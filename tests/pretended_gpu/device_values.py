@@ -1,9 +1,8 @@
-"""Right values on the pretended GPU: what its empty kernels would have computed, the CPU computes over the same memory.
+"""Correct values on the pretended GPU: the CPU computes the results of its empty kernels in the same memory.
 
-Each of PyTorch's CUDA operations (and bitsandbytes') first runs its own host code, for its checks, its allocations and
-its launches, and then the CPU's operation of that name over the same memory, which on that GPU is the host's. Where the
-CPU has none, a reference below stands in. What this cannot have right: the order of a GPU's sums (these are the CPU's),
-atomics, random numbers (seeded by the GPU's generator, drawn by the CPU's), and kernels that Triton makes.
+Each CUDA operation of PyTorch and bitsandbytes first runs its own host code (checks, allocations, launches). Then the CPU operation
+of the same name runs on the same memory, which is host memory on this GPU. Operations that the CPU lacks have a reference below. Not
+reproduced: the order of sums on a GPU, atomics, random numbers (seeded from the GPU's generator, drawn by the CPU's), Triton kernels.
 """
 
 import ctypes
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 
-# Results whose shape depends on values, which an empty kernel does not write, or that host code computes step by step
-# from such values: their host code is left out.
+# Operations whose result shape depends on values, or whose host code reads values. Their host code does not run, because an empty
+# kernel has not written the values.
 _VALUES_ALONE = {
     "_linalg_eigh",
     "_linalg_svd",
@@ -42,7 +41,7 @@ _VALUES_ALONE = {
     "unique_dim",
     "unique_dim_consecutive",
 }
-# Host code alone, or memory that is copied and not computed.
+# Operations that only run host code or copy memory.
 _HOST_ALONE = {
     "_cuda_getCurrentRawStream",
     "_cudnn_init_dropout_state",
@@ -100,21 +99,21 @@ _BITSANDBYTES = (
 
 _libraries: list[torch.library.Library] = []
 _kernel_copy: Any = None
-_races: ctypes.CDLL | None = None  # the library, while it watches for races
-_twins: dict[int, torch.Generator] | None = None  # by seed: a generator of the CPU in place of one of the GPU
-_left_empty = False  # whether kernels compute nothing, as without this module
-_inside = threading.local()  # whether this thread runs the host code of an operation, whose own operations stay empty
+_races: ctypes.CDLL | None = None  # the library, while it looks for races
+_twins: dict[int, torch.Generator] | None = None  # seed -> CPU generator that replaces a GPU generator
+_left_empty = False  # True: kernels compute nothing, as without this module
+_inside = threading.local()  # set while a thread runs host code of an operation; nested operations then stay empty
 
 
 def install() -> None:
-    """Takes over PyTorch's and bitsandbytes' CUDA operations in this process, for good."""
+    """Replace the CUDA operations of PyTorch and bitsandbytes in this process. Cannot be undone."""
     global _kernel_copy
     if _libraries:
         return
-    torch.backends.cuda.enable_cudnn_sdp(False)  # of cuDNN nothing is stood in for
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced
     torch.cuda.init()
 
-    from lean_ft.models import grouped_kernels  # here, as it brings Triton
+    from lean_ft.models import grouped_kernels  # imports Triton
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -126,7 +125,7 @@ def install() -> None:
         try:
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             host_code = torch.library.get_kernel(full_name, "CUDA")
-        except (AttributeError, RuntimeError):  # named without a Python binding, or without a kernel
+        except (AttributeError, RuntimeError):  # no Python binding, or no kernel
             continue
         aten.impl(name, _with_values(op, host_code), "CUDA", with_keyset=True, allow_override=True)
     _kernel_copy = torch.library.get_kernel("aten::copy_", "CUDA")
@@ -136,7 +135,7 @@ def install() -> None:
         ctypes.CDLL("libcuda.so.1").pretended_sleep(ctypes.c_double(cycles / 1.98e6))  # an H100's cycles in 1 ms
 
     torch.cuda._sleep = sleep
-    for name in ("multiply", "multiply_outer"):  # which are Triton's
+    for name in ("multiply", "multiply_outer"):  # Triton kernels
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
 
     import bitsandbytes  # noqa: F401
@@ -151,7 +150,7 @@ def install() -> None:
 
 @contextmanager
 def empty_kernels() -> Iterator[None]:
-    """For what is allocated and launched at a real size: kernels compute nothing, as if this module were not there."""
+    """Kernels compute nothing, as without this module. For tests of allocations and launches at real sizes."""
     global _left_empty
     _left_empty = True
     try:
@@ -162,7 +161,7 @@ def empty_kernels() -> Iterator[None]:
 
 @contextmanager
 def drawn_as_on_a_cpu() -> Iterator[None]:
-    """What is random on the GPU is what the CPU would draw in its place, so that the same seed gives the same run."""
+    """The GPU draws the CPU's random numbers, so that the same seed gives the same run on both."""
     global _twins
     _twins = {}
     try:
@@ -179,7 +178,7 @@ def _grouped_product(host_code: Callable[..., Tensor], left: Tensor, right: Tens
 
 
 def watch_accesses(wanted: bool) -> None:
-    """Whether the library is told what memory each kernel reads and writes, for its search of races."""
+    """Report the memory that each kernel reads and writes to the library, which looks for races."""
     global _races
     _races = ctypes.CDLL("libcuda.so.1") if wanted else None
 
@@ -199,7 +198,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
-    """The operation as host code and then values."""
+    """Return the operation that runs host code, then computes the values."""
     name = op._schema.name.partition("::")[2]
     reference = _REFERENCES.get(op._schema.name.partition("::")[2])
     values_alone, is_random = name in _VALUES_ALONE, name in _RANDOM
@@ -209,13 +208,13 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
         return wants and isinstance(value, (bool, int, float, complex))
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # Numbers reach a Python kernel as they are, where one in C++ gets them as tensors.
+        # A Python kernel receives plain numbers; a C++ kernel receives tensors instead.
         has_numbers = any(map(is_number, wants_tensor, args))
         host_args = [torch.tensor(x) if is_number(w, x) else x for w, x in zip(wants_tensor, args, strict=False)]
         with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
             if (_left_empty or getattr(_inside, "host_code", False)) and not values_alone:
                 return host_code.call_boxed(keyset, *host_args, **kwargs)
-            seed = _seed(args, kwargs) if is_random else None  # before the host code moves the generator on
+            seed = _seed(args, kwargs) if is_random else None  # before the host code advances the generator
             cpu_args, cpu_kwargs = _to_cpu(args), {key: _to_cpu(value) for key, value in kwargs.items()}
             result = None
             if not values_alone:
@@ -233,7 +232,7 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
             if values_alone:
                 return _to_gpu(wanted)
             if not isinstance(result, (Tensor, list, tuple)):
-                return wanted if wanted is not None else result  # `equal` answers by its value
+                return wanted if wanted is not None else result  # `equal` returns a bool
             _put(result, wanted, op)
             return result
 
@@ -241,7 +240,7 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
 
 
 def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """aten::copy_: by cudaMemcpyAsync where CUDA copies bytes, and else by a kernel, which is empty."""
+    """aten::copy_: cudaMemcpyAsync where CUDA copies bytes, otherwise a kernel, which is empty."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
         same = self.dtype == source.dtype and self.shape == source.shape and self.stride() == source.stride()
         is_bytes = same and not self.is_conj() and _is_dense(self)
@@ -250,7 +249,7 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             if self.is_cuda and source.is_cuda and not (_left_empty or getattr(_inside, "host_code", False)):
                 _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
                 on_cpu(self).copy_(on_cpu(source))
-        else:  # a GPU goes through a buffer of its own here, and waits for what is not pinned
+        else:  # CUDA uses a temporary buffer here and waits for memory that is not pinned
             on_host = source if self.is_cuda else self
             if not (non_blocking and on_host.is_pinned()):
                 torch.cuda.current_stream().synchronize()
@@ -280,7 +279,7 @@ def _to_gpu(value: Any) -> Any:
 
 
 def _put(result: Any, wanted: Any, op: Any) -> None:
-    """Writes the right values into what the empty kernel returned."""
+    """Write the correct values into the tensors that the empty kernel returned."""
     if isinstance(result, Tensor):
         if wanted is None or result.numel() == 0:
             return
@@ -288,7 +287,7 @@ def _put(result: Any, wanted: Any, op: Any) -> None:
         if target.data_ptr() == wanted.data_ptr():
             return
         if target.shape != wanted.shape:
-            # Indices of argsort and the like are left empty by a reference that has none to give.
+            # A reference may return no indices (argsort and similar).
             if wanted.numel() == 0:
                 return
             raise RuntimeError(f"{op}: the CPU gives {tuple(wanted.shape)}, CUDA's host code {tuple(target.shape)}")
@@ -299,9 +298,9 @@ def _put(result: Any, wanted: Any, op: Any) -> None:
 
 
 def _note_accesses(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Tells the library what an operation on the current stream reads and writes, where it watches for races.
+    """Report what an operation on the current stream reads and writes, while the library looks for races.
 
-    bitsandbytes' optimizers alone launch on the default stream, whatever the current one is.
+    bitsandbytes' optimizers always launch on the default stream.
     """
     if _races is None:
         return
@@ -337,12 +336,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _seed(args: Any, kwargs: Any) -> int | None:
-    """A seed by the state of the generator that the operation draws from; None for one of the CPU's."""
+    """Return a seed computed from the state of the operation's generator; None for a CPU generator."""
     own = _generator(args, kwargs)
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if own is None else own
     if generator.device.type != "cuda":
         return None
-    if _twins is not None and own is not None and generator.get_offset() == 0:  # one that nothing was drawn from
+    if _twins is not None and own is not None and generator.get_offset() == 0:  # not used yet
         _twins[own.initial_seed()] = torch.Generator().manual_seed(own.initial_seed())
     return int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
 
@@ -352,7 +351,7 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
 
 
 def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
-    twin = None  # of the default generator: the CPU's own
+    twin = None  # the CPU's default generator replaces the GPU's default generator
     if _twins is not None and (generator := _generator(args, kwargs)) is not None:
         twin = _twins[generator.initial_seed()]
     if seed is not None:
@@ -368,11 +367,11 @@ def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dic
         torch.set_rng_state(state)
 
 
-# What CPUs lack. Attention is over one sequence: queries (T, H, D), keys and values (S, K, D), everything in float32. ----
+# Operations that the CPU lacks. Attention over one sequence: queries (T, H, D), keys and values (S, K, D), in float32. -----
 
 
 def _visible(num_queries: int, num_keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """(T, S): what each query sees, where the last query is beside the last key."""
+    """Return the mask (T, S) of visible keys. The last query is aligned with the last key."""
     query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
     key = torch.arange(num_keys)[None]
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -386,18 +385,18 @@ def _visible(num_queries: int, num_keys: int, causal: bool, left: int | None, ri
 
 
 def _weights(query: Tensor, key: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The softmax (H, T, S) and its logarithm's denominator (H, T); query (H, T, D), key (H, S, D)."""
+    """Return the softmax (H, T, S) and its log-sum-exp (H, T); query (H, T, D), key (H, S, D)."""
     scores = (query @ key.mT * scale).masked_fill(~seen, -math.inf)
     return scores.softmax(-1), scores.logsumexp(-1)
 
 
 def _by_head(num_heads: int, *tensors: Tensor) -> list[Tensor]:
-    """(T, heads, D) as float32 (H, T, D), a key head repeated for each query head of its group."""
+    """Return (T, heads, D) as float32 (H, T, D), with a key head repeated for each query head of its group."""
     return [x.float().transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0) for x in tensors]
 
 
 def _parts(query: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> list[tuple[Any, Any]]:
-    """What each sequence indexes, of queries and of keys: documents of (N, H, D), or rows of (B, T, H, D)."""
+    """Return the indices of each sequence's queries and keys: documents of (N, H, D), or rows of (B, T, H, D)."""
     if cum_seq_q is None or cum_seq_k is None:
         return [(row, row) for row in range(len(query))]
     bounds = (pairwise(bounds.tolist()) for bounds in (cum_seq_q, cum_seq_k))
@@ -626,7 +625,7 @@ def _scaled_mm(
 
 
 def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor, grad_input: Tensor | None = None) -> Tensor:
-    """A GPU keeps nothing in the buffer, by which a CPU goes."""
+    """The buffer is empty on a GPU; the CPU operation needs it."""
     return grad * torch.sigmoid(-x)
 
 

@@ -1,9 +1,8 @@
-"""The order of work on the pretended GPU's streams: as late as it may come, and checked for races.
+"""Test the order of work on the pretended GPU's streams: run side streams as late as possible, and look for races.
 
-A program is right if its waits allow no order in which it computes something else. `late_streams` tries one order that is
-as bad as it can be: what is queued on a side stream happens only when someone waits for it. `watched_for_races` tries
-none, and finds what lacks an order: two accesses to the same memory from different streams, a write among them, without a
-chain of waits from one to the other.
+A program is correct if every order that its waits allow gives the same results. `late_streams` runs the worst order: work queued on a
+side stream runs only when something waits for it. `watched_for_races` finds accesses without an order: two accesses to the same
+memory from different streams, at least one of them a write, without a chain of waits between them.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ from tests.pretended_gpu import device_values
 
 @contextmanager
 def late_streams() -> Iterator[None]:
-    """Side streams do what they are asked for as late as the waits for their events allow."""
+    """Run work on side streams as late as the waits for their events allow."""
     library = ctypes.CDLL("libcuda.so.1")
     library.pretended_be_late(1)
     try:
@@ -35,7 +34,7 @@ def late_streams() -> Iterator[None]:
 
 @contextmanager
 def watched_for_races() -> Iterator[list[str]]:
-    """Gives a list that afterwards says each race between streams, once."""
+    """Yield a list that holds a message for each race between streams afterwards."""
     library, found = ctypes.CDLL("libcuda.so.1"), []
     library.pretended_watch_races(1)
     device_values.watch_accesses(True)
@@ -50,12 +49,12 @@ def watched_for_races() -> Iterator[list[str]]:
 
 
 def host_uses(tensor: Tensor, *, writes: bool) -> None:
-    """Says that the host reads or writes memory that the GPU reaches too: a race, if it has not waited for the GPU."""
+    """Report that the host reads or writes memory that the GPU uses too. It is a race unless the host waited for the GPU."""
     start, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
     ctypes.CDLL("libcuda.so.1").pretended_host_access(start, num_bytes, int(writes))
 
 
-# What puts work in an order: all that a stream or the host can wait by, and the records that they wait for.
+# Everything that orders work: the functions by which a stream or the host waits, and the records that they wait for.
 _ORDERING = (
     (torch.cuda.Stream, "wait_stream"),
     (torch.cuda.Stream, "wait_event"),
@@ -70,11 +69,10 @@ _ORDERING = (
 
 @contextmanager
 def without(missing: str | None, folder: Path) -> Iterator[list[str]]:
-    """Gives the list of places in Python files of `folder` that order streams, and has the one called `missing` do nothing.
+    """Yield the places in Python files of `folder` that order streams, and disable the place named `missing`.
 
-    A place is called by what is called and the functions that led there, such as `HostLink.fetch > HostLink._wait:
-    wait_event`: a function that waits for several others is a place for each of them. A record that is left out gives an
-    event for which nobody waits.
+    A place is named by its callers and the function called, such as `HostLink.fetch > HostLink._wait: wait_event`. A disabled record
+    returns an event that nothing waits for.
     """
     places: list[str] = []
     inside = False
@@ -82,7 +80,7 @@ def without(missing: str | None, folder: Path) -> Iterator[list[str]]:
     def intercepted(name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if inside:  # wait_stream is made of record_event and wait_event
+            if inside:  # wait_stream calls record_event and wait_event
                 return original(*args, **kwargs)
             place = _place(name, folder)
             if place is not None:
@@ -105,7 +103,7 @@ def without(missing: str | None, folder: Path) -> Iterator[list[str]]:
 
 
 def _place(name: str, folder: Path) -> str | None:
-    """What calls `name` is two frames above this one; of its file's functions those count that follow one another."""
+    """Name the place that calls `name`, two frames above this one, by the consecutive functions of its file."""
     callers = inspect.stack(context=0)[2:]
     file = callers[0].filename
     if folder not in Path(file).parents:

@@ -1,7 +1,7 @@
-"""A pytest plugin: tests on the pretended GPU see right values, which the CPU computes over the same memory.
+"""Pytest plugin: tests on the pretended GPU see correct values, which the CPU computes in the same memory.
 
-Kernels that Triton makes stay empty, so torch.compile traces and partitions as ever and then runs operation by operation.
-PRETENDED_GPU_VALUES=0 leaves kernels empty and compilation to Inductor: for what is counted, and not computed.
+Triton kernels stay empty. torch.compile therefore traces and partitions as usual, then runs operation by operation. With
+PRETENDED_GPU_VALUES=0, kernels compute nothing and Inductor compiles: for tests that count launches or bytes.
 """
 
 import os
@@ -20,19 +20,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """What tests compile in one process counts against one limit of recompilations."""
+    """Reset the compiler: all tests of a process share one recompilation limit."""
     import torch
 
     torch._dynamo.reset()
 
 
 def compile_without_triton() -> None:
-    """Has torch.compile run what it traced by PyTorch's own operations, where Inductor was to make kernels of it."""
+    """Make torch.compile run the traced graph with PyTorch's operations instead of Inductor's kernels."""
     import torch
     from torch._dynamo.backends import registry
 
     compile = torch.compile
-    registry.lookup_backend("inductor")  # registers all there are, before one is replaced
+    registry.lookup_backend("inductor")  # registers all backends, before one is replaced
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend", "inductor") == "inductor":
@@ -42,5 +42,5 @@ def compile_without_triton() -> None:
         return compile(*args, **kwargs)
 
     torch.compile = traced
-    registry.lookup_backend("inductor")  # it registers itself, and may not find its name taken
+    registry.lookup_backend("inductor")  # it registers itself and fails if the name is taken
     registry._COMPILER_FNS["inductor"] = registry.lookup_backend("aot_eager_decomp_partition")

@@ -1,4 +1,4 @@
-"""Attention on cards of three generations: whatever computes it there, all scores at once are never held."""
+"""Attention on cards of 3 generations never holds all scores at once."""
 
 import pytest
 import torch

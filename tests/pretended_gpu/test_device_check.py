@@ -1,4 +1,4 @@
-"""`leanft env --check` on a GPU: its runs are processes of their own, which here compute values as the tests do."""
+"""`leanft env --check` on a GPU. Its runs are separate processes, which compute values here as the tests do."""
 
 import shlex
 import sys
@@ -16,7 +16,7 @@ TECHNIQUES = {
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Returns the results of some techniques by their names; without values the GPU's kernels compute nothing."""
+    """Return the results of some techniques by name. Without `values`, kernels compute nothing."""
 
     def results(techniques: tuple[str, ...], *, with_values: bool) -> dict[str, str]:
         monkeypatch.setattr(device_check, "_TECHNIQUES", {name: device_check._TECHNIQUES[name] for name in techniques})

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU alone: it is recognised, or refused before it can."""
+"""Failures that only happen on a GPU are recognized, or refused beforehand."""
 
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ from tests.optim.tiny_training import TinyModel, build, make_batches, same_weigh
 from tests.pretended_gpu.counters import limit_pinned_bytes
 
 
-def test_running_out_of_memory_is_recognised_of_the_device_and_of_pinned_memory() -> None:
+def test_out_of_memory_is_recognized_for_device_and_pinned_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError) as device:
         torch.empty(2**40, dtype=torch.uint8, device="cuda")
     limit_pinned_bytes(2**20)
@@ -39,7 +39,7 @@ def test_bitsandbytes_without_its_library_is_refused_before_its_first_kernel(mon
     model = TinyModel().cuda()
     with pytest.raises(ValueError, match=r"optimizer.name=adamw_8bit on a GPU needs bitsandbytes.*cuda130.so"):
         build(model, {"name": "adamw_8bit"})
-    build(model, {"name": "adamw_8bit", "update_clipping": True})  # made without that kernel
+    build(model, {"name": "adamw_8bit", "update_clipping": True})  # does not use that kernel
     with pytest.raises(ValueError, match=r"lora.quantize=nf4 needs bitsandbytes.*cuda130.so"):
         load_model("tiny", "cuda", after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
 
@@ -55,7 +55,7 @@ def test_compiling_with_dynamo_turned_off_is_not_compiling(monkeypatch: pytest.M
     assert same_weights(*models)
 
 
-def test_memory_that_cannot_be_pinned_is_told_with_the_settings_that_want_it() -> None:
+def test_memory_that_cannot_be_pinned_is_reported_with_the_settings_that_need_it() -> None:
     link = HostLink(torch.device("cuda", 0))
     limit_pinned_bytes(2**20)
     try:
@@ -63,11 +63,11 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_settings_that_want_it() -
             link.send(torch.ones(2**20, device="cuda"))
     finally:
         limit_pinned_bytes(None)
-        with suppress(torch.AcceleratorError):  # the runtime's last error is still to be told, with the next launch
+        with suppress(torch.AcceleratorError):  # the next launch reports the runtime's last error
             torch.ones(1, device="cuda")
 
 
-def test_each_process_of_several_has_a_gpu_to_itself_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_own_gpu_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert _device_of_rank(here) == here and torch.cuda.current_device() == 0
@@ -77,7 +77,7 @@ def test_each_process_of_several_has_a_gpu_to_itself_or_is_told(monkeypatch: pyt
 
 
 @pytest.mark.cards("T4", "A100")
-def test_what_an_older_card_has_no_arithmetic_for_is_refused() -> None:
+def test_dtypes_that_an_older_card_lacks_are_refused() -> None:
     device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"float8.*has none \(compute capability (7\.5|8\.0); 8.9 or newer has\)"):
         float8_products(load_model("tiny", "cuda", torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Every family's tiny checkpoint on pretended cards of three generations: what the CPU computes, in every type and layout."""
+"""Each family's tiny checkpoint on pretended cards of 3 generations equals the CPU, in each dtype and layout."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cards("T4", "A100", "H100")
 
 BATCH = (2, 48)
 CU_SEQLENS = [0, 7, 48, 70, 96, 96]  # documents over the two rows, the end repeated as batches do
-TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5}  # and by how much all gradients together may differ
+TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5}  # dtype: relative tolerance of all gradients together
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -26,7 +26,7 @@ def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str,
     model_type, settings = CASES[case]
     num_experts = settings.get("n_routed_experts" if model_type != "llama4_text" else "num_local_experts")
     if type_name != "float32" and num_experts is not None:
-        # Which experts a token meets can hang on a rounding, so here it meets all of them.
+        # Rounding can change the selected experts, so every token uses all experts here.
         settings = {**settings, "num_experts_per_tok": num_experts, "n_group": 1, "topk_group": 1}
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str,
     found, expected = (backward(tmp_path, device, type_name, packed=packed) for device in ("cuda", "cpu"))
     assert found.keys() == expected.keys()
     if type_name != "float32":
-        # The card rounds at other places than the CPU, and comes as near to what is exact as the CPU does.
+        # The card rounds at other places than the CPU, so compare both with the exact result.
         exact = backward(tmp_path, "cpu", type_name, packed=packed, exactly=True)
         tolerance = max(tolerance, 3 * distance(expected, exact))
         expected = exact
@@ -42,13 +42,12 @@ def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str,
 
 
 def backward(folder: Path, device: str, type_name: str, *, packed: bool, exactly: bool = False) -> dict[str, Tensor]:
-    """The loss of one batch and each parameter's gradient, on the CPU, as a recipe has them; `exactly` with the same
-    weights, but float32 arithmetic."""
+    """Return the loss of one batch and all gradients, on the CPU; `exactly`: same weights, float32 arithmetic."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if type_name == "bfloat16" else torch.float32  # float16's weights are float32
     model = load_model(folder, device="cpu", dtype=dtype, random_init=True)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # weights so large that a wrong formula shows, norms and biases included
+    with torch.no_grad():  # weights, norms and biases large enough to expose a wrong formula
         for param in model.parameters():
             param.add_(0.2 * torch.randn(param.shape, generator=generator).to(dtype))
     model.to(device, torch.float32 if exactly else dtype)
@@ -67,7 +66,7 @@ def backward(folder: Path, device: str, type_name: str, *, packed: bool, exactly
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of the loss or of all gradients together, relative to what is expected; the larger."""
+    """Return the larger relative error: of the loss, or of all gradients together."""
     loss = abs(float(found["loss"]) / float(expected["loss"]) - 1)
     names = [name for name in expected if name != "loss"]
     differences, norms = (

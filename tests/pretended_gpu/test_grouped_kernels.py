@@ -1,5 +1,4 @@
-"""The grouped products' own kernels: their values in Triton's interpreter, the arithmetic of the code that is generated for
-each card, and that it does not wait."""
+"""The Triton kernels of grouped products: values in Triton's interpreter, the arithmetic generated for each card, and no waits."""
 
 import os
 import re
@@ -12,8 +11,8 @@ import torch
 from lean_ft.models import grouped_kernels
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 
-# The interpreter multiplies the bits of bfloat16 as integers, and cuts where it should round; what it multiplies and what it
-# rounds are the kernels' doing. So both are done here, as PTX's mma and cvt.rn do them.
+# Triton's interpreter multiplies bfloat16 bits as integers and truncates instead of rounding. This code does both as PTX's mma and
+# cvt.rn do, so that the test sees the kernels' products and roundings.
 VALUES = """
 import itertools, numpy, torch
 import triton.language as tl
@@ -35,7 +34,7 @@ def cast(self, source, to, *_, original=InterpreterBuilder.cast_impl):
 
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast
 torch.manual_seed(0)
-bounds = [0, 0, 70, 70, 100, 229]  # groups of no rows, of less than a block, of several
+bounds = [0, 0, 70, 70, 100, 229]  # groups with no rows, less than a block, several blocks
 ends = torch.tensor(bounds[1:], dtype=torch.int32)
 parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
 for dtype, tolerance in ((torch.float32, 3e-7), (torch.float16, 4e-4), (torch.bfloat16, 3e-3)):
@@ -66,7 +65,7 @@ def test_the_kernels_values_in_tritons_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (64, 4), (4, 96)])
 def test_no_product_waits(dtype: torch.dtype, inputs: int, outputs: int) -> None:
-    """Whole matrices, and the thin ones of an adapter of rank 4, which PyTorch's own kernel does not take."""
+    """Full matrices, and the thin matrices of a rank-4 adapter, which PyTorch's kernel does not support."""
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this card does not compute in bfloat16")
     ends = torch.arange(64, 513, 64, dtype=torch.int32).cuda()
@@ -84,7 +83,7 @@ def test_no_product_waits(dtype: torch.dtype, inputs: int, outputs: int) -> None
 
 @pytest.mark.cards("H100")
 def test_on_blackwell_the_products_of_empty_groups_are_made_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel leaves them as they lay in memory."""
+    """PyTorch's kernel leaves the memory of empty groups uninitialized."""
     multiplied = torch.full((3, 16, 16), torch.nan, device="cuda", dtype=torch.bfloat16)
     multiplied[1] = 2.0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
@@ -94,8 +93,8 @@ def test_on_blackwell_the_products_of_empty_groups_are_made_zero(monkeypatch: py
     assert product.sum((1, 2)).tolist() == [0.0, 512.0, 0.0]
 
 
-# What the cards' tensor cores are asked for: products of these types, summed in float32. Before Ampere, and of float32
-# numbers everywhere, the products are plain ones.
+# Tensor core instructions per card: products of these dtypes, summed in float32. Float32 products, and all products before Ampere,
+# are plain multiplications.
 PRODUCTS = {
     (torch.bfloat16, 8): r"mma\.sync\S*\.f32\.bf16\.bf16\.f32",
     (torch.float16, 8): r"mma\.sync\S*\.f32\.f16\.f16\.f32",
@@ -129,6 +128,6 @@ def test_what_is_generated_multiplies_this_type_sums_float32_and_rounds_to_neare
             continue
         assert re.search(PRODUCTS[dtype, major], code) if major >= 8 else "f32" in code
         assert re.search(ROUNDED[dtype], code)
-        # All matrix products of one kind; no sum is rounded to the narrow type on its way.
+        # All matrix products are of one kind, and no sum is rounded to the narrow dtype in between.
         products = set(re.findall(r"w?g?mma\.(?:sync|mma_async)\S*", code))
         assert all(".f32." in product for product in products), products

@@ -1,4 +1,4 @@
-"""What host code alone decides: how many launches an update takes, and how much memory of the host is pinned."""
+"""Facts that host code decides: the launches of an update, and the amount of pinned host memory."""
 
 import os
 import subprocess
@@ -25,15 +25,15 @@ def counted(count: str, work: Any) -> int:
     return counters()[count] - before
 
 
-def test_a_gradient_takes_four_launches_beside_its_update() -> None:
-    """Its norm, two to tell whether that is finite, and one to set the gradient to zero where it is not."""
+def test_a_gradient_takes_four_launches_besides_its_update() -> None:
+    """One for its norm, two to check that the norm is finite, and one to zero the gradient if it is not."""
     model = nn.Linear(128, 128, bias=False).cuda().bfloat16()
     optimizer = build(model, {"name": "sgd", "in_backward": True})
     model.weight.grad = torch.full_like(model.weight, 0.5)
     optimizer.set_lr(1.0)
     before = model.weight.detach().clone()
     with mock.patch.object(Optimizer, "_update", lambda self, states: before.copy_(states[0].grad)):
-        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states[0])) <= 5  # the copy is one
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states[0])) <= 5  # includes the copy
     assert bool((before == 0.5).all())
 
 
@@ -54,13 +54,13 @@ def test_what_is_pinned_is_what_is_kept() -> None:
     ]
     kept_bytes = sum(tensor.nbytes for tensor in tensors)
     start = counters()["pinned_bytes"]
-    for _ in range(3):  # what the last round gave back serves the next
+    for _ in range(3):  # later rounds reuse the memory of earlier ones
         sent = [link.send(tensor) for tensor in tensors]
         link.synchronize()
         assert all(torch.equal(one.host, tensor.cpu()) for one, tensor in zip(sent, tensors, strict=True))
         assert counters()["pinned_bytes"] - start <= 1.001 * kept_bytes
         del sent
-    wider = torch.randn(2 * kept_bytes // 4, device="cuda")  # for which what is free makes room
+    wider = torch.randn(2 * kept_bytes // 4, device="cuda")  # free blocks are released to make room
     kept = link.host_copy(wider)
     assert torch.equal(kept, wider.cpu()) and counters()["pinned_bytes"] - start <= 1.001 * wider.nbytes
     assert kept.is_pinned()
@@ -83,8 +83,8 @@ os._exit(0)
 """
 
 
-def test_nothing_copies_the_logits_to_tune_what_writes_over_them(tmp_path: Any) -> None:
-    """Tuning copied them to the host and back for each run of a kernel: 884 GiB with memory.loss_chunk_tokens=0 at 3 B."""
+def test_kernels_that_overwrite_the_logits_are_not_tuned(tmp_path: Any) -> None:
+    """Tuning would copy the logits to the host and back for each run of a kernel: 884 GiB for a 3B model in one chunk."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", TUNED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the CUDA build's allocator gives a few steps, against what the planner said of them; Inductor compiles for the card."""
+"""The planner's peak against the CUDA build's allocator in a few steps; Inductor compiles for the card."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ADAPTER = ["lora_finetune_single_device", "memory.activation_checkpointing=full"
     "arguments", [LEAN, ADAPTER, [*ADAPTER, "compile=true"]], ids=["full", "lora", "compiled lora"]
 )
 def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[str]) -> None:
-    """Within 2 %, allocated and reserved; an update holds no more than the bits that round a slice, and launches are few."""
+    """Allocated and reserved memory within 2 %, no update larger than the random bits of one slice, and few launches."""
     own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
     own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
 
@@ -44,12 +44,12 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
 
     real, planned = answer(), answer("--plan")
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
-    # What the compiler takes to try its kernels hangs on which it has tried before, on this machine: for an adapter of so small
-    # a model two of the allocator's segments of 20 MiB more than planned, or less.
+    # Inductor's memory for tuning depends on which kernels it has tuned on this machine before. For an adapter of such a small model,
+    # it is up to 2 of the allocator's segments of 20 MiB more or less than planned.
     segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
     assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
-    if arguments is LEAN:  # of 32 layers; 28 at 3 B, of which updates round to nearest, are 4,269
+    if arguments is LEAN:  # 32 layers; the 3B model's 28 layers with rounding to nearest need 4,269
         assert real["launches"] < 6000
-    # Whole, the embedding's noise is three times that, and float32 copies of a slice are seven times.
+    # Without slices, the embedding's random bits take 3 times this bound; float32 copies of a slice take 7 times.
     assert real["update_bytes"] < 1.1 * 2 * GPU_COMPILED_SLICE

@@ -1,4 +1,4 @@
-"""Side streams on the pretended GPU: as late as their waits allow they change nothing, and every wait is needed."""
+"""Side streams on the pretended GPU: the latest order that waits allow changes no result, and every wait is needed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.memory.tiny_step import tiny
 from tests.pretended_gpu.order import host_uses, late_streams, watched_for_races, without
 
 LIBRARY = Path(lean_ft.__file__).parent
-SMALLEST_BYTES, AHEAD_BYTES, IN_FLIGHT_BYTES = 2**12, 2**16, 2**16  # what travels of a tiny model, and how far ahead
+SMALLEST_BYTES, AHEAD_BYTES, IN_FLIGHT_BYTES = 2**12, 2**16, 2**16  # small enough that a tiny model's tensors are moved
 RULE: dict[str, Any] = {
     "betas": (0.9, 0.99),
     "eps": 1e-8,
@@ -40,7 +40,7 @@ def new_link() -> HostLink:
 def train(
     *, offload: bool, park: bool, stream: bool, in_backward: bool, eight_bit: bool, paged: bool = False
 ) -> dict[str, Tensor]:
-    """Weights and states after three steps of the embedded model, with what waits in host memory doing so."""
+    """Return weights and states after 3 steps of the embedded model with the given techniques."""
     model = tiny(torch.bfloat16).cuda()
     checkpoint_layers(model)
     if offload:
@@ -53,7 +53,7 @@ def train(
     saved: dict[str, Tensor] = {}
     for step, micro_batches in enumerate(batches(3)):
         optimizer.set_lr(1e-3)
-        if step == 1:  # a graph that is dropped half way: what was fetched ahead for the rest, no one comes for
+        if step == 1:  # a graph that is dropped halfway: its prefetched tensors are never used
             last = next(model.layers[-1].parameters())
             torch.autograd.grad(model(micro_batches[0][0], return_hidden=True).square().mean(), last)
         for i, (ids, labels) in enumerate(micro_batches):
@@ -66,14 +66,14 @@ def train(
         optimizer.zero_grad()
         if step == 0:
             saved = read(optimizer.state_dict())
-        if step == 1:  # back to it, in the middle of what is on its way
+        if step == 1:  # load the saved state while copies are under way
             optimizer.load_state_dict(saved)
     found = {f"state of {name}": value for name, value in read(optimizer.state_dict()).items()}
     return found | {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
 def batches(num_steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Token ids and labels (2, 64) on the GPU, of two micro-batches a step."""
+    """Yield token ids and labels (2, 64) on the GPU, 2 micro-batches per step."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
         ids = [torch.randint(0, 40, (2, 64), generator=generator) for _ in range(2)]
@@ -81,7 +81,7 @@ def batches(num_steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def read(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy on the host."""
+    """Copy the state to the host."""
     for value in state.values():
         if not value.is_cuda:
             host_uses(value, writes=False)
@@ -99,7 +99,7 @@ def load_state(self: Rule, state: ParameterState, saved: dict[str, Tensor]) -> N
 
 
 def share_and_drop() -> dict[str, Tensor]:
-    """A tensor that two layers save stays on the device, and its memory becomes another's when both let go of it."""
+    """A tensor that two layers save stays on the device; its memory is reused after both free it."""
     model = torch.nn.Linear(1, 1)
     away = Offloaded(new_link(), model, smallest_bytes=0)
     shared = torch.randn(4096, device="cuda")
@@ -109,7 +109,7 @@ def share_and_drop() -> dict[str, Tensor]:
 
 
 def differing(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
-    """Of which tensors any element differs, or is NaN."""
+    """Return the names of tensors with an element that differs or is NaN."""
     assert found.keys() == exact.keys()
     return [name for name in exact if not torch.equal(found[name], exact[name])]
 
@@ -148,26 +148,26 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
             with without(missing, LIBRARY), late_streams(), watched_for_races() as races:
                 try:
                     found = workload()
-                except (IndexError, RuntimeError):  # of numbers that were read too early
+                except (IndexError, RuntimeError):  # values were read too early
                     continue
             if not races and not differing(found, exact):
                 unnoticed.append((workload.__name__, missing))
     assert num_places >= 12
-    # A tensor that several layers share lives until the step ends, when later copies of that stream were waited for:
-    # the last workload alone can tell. What is unpinned here, other waits have come to before: the next test is of that.
+    # A tensor shared by several layers lives until the step ends, after waits for later copies of its stream: only the last workload
+    # notices. Other waits protect the memory that is unpinned here; the next test covers `_unpin`.
     unnoticed = [place for place in unnoticed if not place[1].endswith("_unpin: synchronize")]
     kept = ("everything", "HostLink.keep > HostLink._wait: wait_event")
     assert [place for place in unnoticed if place != kept] == []
 
 
 def test_memory_is_not_unpinned_under_a_copy() -> None:
-    """The memory of a copy that may be under way becomes the system's again, as something larger is to be pinned."""
+    """Memory of a copy that may be under way is unpinned to make room for a larger copy."""
 
     def unpin() -> None:
         link = new_link()
         for num_elements in (2**10, 2**12):
             link.send(torch.ones(num_elements, device="cuda"))
-            link.let_all_go()  # the computation waits for the copy, the host does not
+            link.let_all_go()  # the compute stream waits for the copy, the host does not
 
     with without(None, LIBRARY) as places, late_streams(), watched_for_races() as races:
         unpin()
@@ -178,8 +178,8 @@ def test_memory_is_not_unpinned_under_a_copy() -> None:
     assert races and all(race.startswith("the host on stream -1 writes what") for race in races)
 
 
-def test_memory_is_not_used_again_under_a_copy_that_no_one_comes_for() -> None:
-    """What is larger than all that may be in flight comes back to memory of the computation's."""
+def test_memory_is_not_reused_under_a_copy_that_is_never_waited_for() -> None:
+    """A tensor larger than the in-flight limit returns to memory of the compute stream."""
 
     def give_up() -> dict[str, Tensor]:
         link = new_link()
@@ -197,7 +197,7 @@ def test_memory_is_not_used_again_under_a_copy_that_no_one_comes_for() -> None:
 
 
 def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_waited_for() -> None:
-    """bitsandbytes launches on the default stream; gradients of a model that is cut come on another."""
+    """bitsandbytes launches on the default stream; gradients of a sharded model arrive on another stream."""
 
     def update() -> None:
         param = torch.nn.Parameter(torch.zeros(4096, device="cuda"))
@@ -205,7 +205,9 @@ def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_
         optimizer = Optimizer([("w", param)], rule, in_backward=False)
         optimizer.set_lr(1.0)
         param.grad = torch.ones(4096, device="cuda")
-        rule.update(optimizer._states, StepInfo(1.0, 1, None))  # the first brings its tables, for which the host waits
+        rule.update(
+            optimizer._states, StepInfo(1.0, 1, None)
+        )  # the first update loads tables, and the host waits for them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -217,7 +219,7 @@ def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_
     with without(None, LIBRARY) as places, watched_for_races() as races:
         update()
     assert races == []
-    (waits,) = [place for place in places if "_update_by_bitsandbytes" in place]  # both, which are called alike
+    (waits,) = [place for place in places if "_update_by_bitsandbytes" in place]  # both waits have the same name
     with without(waits, LIBRARY), watched_for_races() as races:
         update()
     kernel = "bitsandbytes::optimizer_update_8bit_blockwise on stream 0"

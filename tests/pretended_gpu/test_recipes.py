@@ -13,8 +13,7 @@ NUM_STEPS, MANY_STEPS = 5, 20  # the many for packed rows in each type
 FULL, LORA = ("full_finetune_single_device", "tiny/full"), ("lora_finetune_single_device", "tiny/lora")
 PACKED = "data.packing=bfd data.max_length=256"
 IN_BACKWARD = f"{PACKED} clip_grad_norm=null optimizer.in_backward=true optimizer.name=adamw_8bit"
-# By which a loss may differ, and a gradient's norm: float32 by the order of sums, the others by their rounding, of which
-# each step makes different weights.
+# Tolerances of losses and gradient norms: the order of sums in float32, rounding (which changes later weights) in other dtypes.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1e-3, 1e-2), "bfloat16": (8e-3, 4e-2)}
 
 # (recipe and preset, type, settings of both devices, settings of the GPU alone)
@@ -42,7 +41,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         for name in ("adamw", "adamw_8bit")
     },
     "apollo_mini_float32": (FULL, "float32", f"optimizer.name=apollo_mini clip_grad_norm=null {PACKED}", ""),
-    # where states, activations and the output layer's gradient wait
+    # optimizer states, activations and the output layer's gradient in host memory
     "paged_adamw_8bit_bfloat16": (FULL, "bfloat16", "optimizer.name=paged_adamw_8bit", ""),
     "paged_bfloat16": (FULL, "bfloat16", "optimizer.name=adamw_8bit", "optimizer.state=paged"),
     "streamed_float32": (FULL, "float32", PACKED, "optimizer.state=streamed"),
@@ -58,7 +57,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         f"{IN_BACKWARD} memory.tied_gradient=fused",
         "memory.tied_gradient=host optimizer.state=streamed",
     ),
-    # compiled, as far as traced graphs that are run operation by operation
+    # compiled: traced graphs that run operation by operation
     "compiled_float32": (FULL, "float32", "compile=true memory.activation_checkpointing=selective", ""),
     "compiled_bfloat16": (FULL, "bfloat16", f"{IN_BACKWARD} compile=true optimizer.stochastic_rounding=true", ""),
     "compiled_budget_bfloat16": (
@@ -68,7 +67,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         "",
     ),
     "compiled_qlora_bfloat16": (LORA, "bfloat16", f"lora.quantize=nf4 compile=true {PACKED}", ""),
-    # tiles beside quantised weights, and what rounds as a quantised model will
+    # tiles with quantized weights, and quantization-aware training
     "tiled_qlora_float32": (
         LORA,
         "float32",
@@ -81,7 +80,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
 DPO = "dpo", "tiny/dpo"
 LEAN = f"{IN_BACKWARD} memory.activation_checkpointing=full"
 WITH_MODEL = "memory.activation_checkpointing=full reference.kind=model loss.wpo=true"
-# Not by AdamW, which makes a full update of a gradient that is rounding alone.
+# Without AdamW, which turns a gradient of pure rounding error into a full update.
 CASES["dpo_float32"] = DPO, "float32", f"{WITH_MODEL} optimizer.name=sgd optimizer.lr=0.01", ""
 CASES["dpo_streamed_float32"] = *CASES["dpo_float32"][:3], "reference.kind=streamed"
 CASES["dpo_float16"] = DPO, "float16", "data.packing=padding_free loss.sft_weight=0.1", ""
@@ -95,7 +94,7 @@ ON_OLDER_CARDS = ("packed_float16", "padding_free_float16", "qlora_float16", "pa
     "case", [pytest.param(x, marks=pytest.mark.cards("T4", "H100")) if x in ON_OLDER_CARDS else x for x in CASES]
 )
 def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under float16's first scale some step overflows, and whether it does is a matter of rounding.
+    # With float16's initial loss scale, rounding decides which step overflows.
     monkeypatch.setattr("lean_ft.optim.loss_scaler.INITIAL_SCALE", 2.0**10)
     (recipe, preset), dtype, settings, of_gpu = CASES[case]
     num_steps = MANY_STEPS if case.startswith("packed") else NUM_STEPS
@@ -106,7 +105,7 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
     assert len(found) == len(expected) == num_steps
     for own, reference in zip(found, expected, strict=True):
         loss_tolerance, norm_tolerance = TOLERANCES[dtype]
-        if recipe == "dpo":  # whose loss is made of differences of sums
+        if recipe == "dpo":  # its loss is a difference of sums
             loss_tolerance *= 3
         for name, tolerance in (("loss", loss_tolerance), ("grad_norm", norm_tolerance)):
             assert own[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of step {own['step']}"
@@ -119,7 +118,7 @@ def test_bfloat16_is_refused_before_ampere(tmp_path: Path) -> None:
 
 
 def run(recipe_name: str, preset: str, output_dir: Path, settings: str) -> list[dict]:
-    """The lines of metrics.jsonl of a few steps."""
+    """Return the lines of metrics.jsonl after a few steps."""
     recipe = load_recipe(find_recipe(recipe_name))
     own = [f"output_dir={output_dir}", "plan=false", "batch_size=4", "eval_answers=0", "data.validation_source=null"]
     given = [*own, *settings.split()]

@@ -1,4 +1,4 @@
-"""Answers on the GPU: the CPU's, from every kind of layer; and what an online run keeps there while it samples."""
+"""Completions on the GPU equal the CPU's for each kind of layer; and the memory of an online run while it samples."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ from lean_ft.system.host_link import HostLink
 from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.test_order import RULE
 
-# Plain keys and values, windows, shared and latent ones, sinks, and each state that a layer may keep of a text.
+# Plain, windowed, shared and latent key-value caches, sinks, and each kind of recurrent state.
 MIXERS = (
     "llama",
     "gemma3_text",

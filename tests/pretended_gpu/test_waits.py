@@ -1,6 +1,6 @@
-"""How often the host waits for the device in a step: once, to learn whether the loss is finite, whatever the settings.
+"""The host waits for the device once per step, to check that the loss is finite, with any settings.
 
-Counted by PyTorch itself, which tells each operation that waits, in the third step: the first ones compile and fill.
+PyTorch's sync debug mode counts the waits of the third step. The first steps compile and fill caches.
 """
 
 import json
@@ -54,7 +54,7 @@ SETTINGS["paged"] = FULL, f"{IN_BACKWARD} optimizer.name=paged_adamw_8bit"
 
 
 class Waits(Counter[str]):
-    """Where the host waited, while it is entered."""
+    """Context manager that counts the places where the host waits."""
 
     def __enter__(self) -> "Waits":
         self._catcher = warnings.catch_warnings()
@@ -102,7 +102,7 @@ def test_a_step_waits_once(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "packed"), ("float16", "packed"), ("float32", "padded")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_waits_forward_or_backward(family: str, dtype: str, layout: str, tmp_path: Path) -> None:
-    """Soft caps, sinks, windows and mixtures of experts, in types and on cards that PyTorch's kernels are not for."""
+    """Soft caps, sinks, windows and experts, also with dtypes and cards that PyTorch's kernels do not support."""
     model_type, settings = FAMILIES[family]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()))
     mixed = dtype == "float16"
@@ -112,7 +112,7 @@ def test_no_family_waits_forward_or_backward(family: str, dtype: str, layout: st
     model.cuda()
     ids = torch.randint(3, 100, BATCH).cuda()
     bounds = torch.tensor(CU_SEQLENS, dtype=torch.int32).cuda() if layout == "packed" else None
-    for waits in (Waits(), Waits()):  # the first pass makes what is kept, such as rotary frequencies
+    for waits in (Waits(), Waits()):  # the first pass fills caches such as rotary frequencies
         with waits:
             with torch.autocast("cuda", torch.float16, enabled=mixed):
                 hidden = model(ids, None, bounds, return_hidden=True)

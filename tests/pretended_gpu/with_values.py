@@ -1,4 +1,4 @@
-"""with_values.py -m MODULE ARGUMENTS: python's `-m`, in a process whose kernels have values (for those that tests start)."""
+"""with_values.py -m MODULE ARGUMENTS: like python's `-m`, with kernels that compute values. For processes that tests start."""
 
 import runpy
 import sys
