@@ -36,7 +36,7 @@ ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # what `Docu
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
 
 # Another process reads the files again.
-copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder, tokenizer.own_template)))
+copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder, tokenizer.template_file)))
 
 
 @dataclass(frozen=True)

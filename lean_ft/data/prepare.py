@@ -125,7 +125,7 @@ def prepare_batches(
     """What those above do, for the settings of any objective."""
     if (watcher := stage()) is not None:
         return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
-    if config.chat_template is not None and tokenizer.own_template is None:
+    if config.chat_template is not None and tokenizer.template_file is None:
         raise ValueError(
             "data.chat_template is set, and this recipe loads its tokenizer without it. In the recipe: "
             "load_tokenizer(cfg.model, cfg.data.chat_template)."
@@ -365,7 +365,7 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    files = [*tokenizer.files, *filter(None, [tokenizer.own_template])]
+    files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
     return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files))
 
 

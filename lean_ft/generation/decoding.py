@@ -32,7 +32,7 @@ from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import counted_as, stage
-from lean_ft.tokenizers.context_length import context_length
+from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
 CACHE_SHARE = 4  # the cache takes at most this part of the memory beside the weights

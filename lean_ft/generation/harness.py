@@ -19,7 +19,7 @@ from lean_ft.generation.decoding import longest_first, sample
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.context_length import context_length
+from lean_ft.tokenizers.loading import context_length
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 LOGITS_AT_A_TIME = 512  # positions whose logits exist

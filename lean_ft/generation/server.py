@@ -39,7 +39,7 @@ from lean_ft.generation.texts import asked_of, text_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.context_length import context_length
+from lean_ft.tokenizers.loading import context_length
 
 MOST_BODY_BYTES = 4 << 20
 MOST_AT_ONCE = 4  # answers that are computed in turns

@@ -1,11 +1,11 @@
 """Chat templates: the Jinja programs in a model folder that write messages as text.
 
-They run in Jinja's immutable sandbox, as in transformers, with the same functions, and within the bounds of
-`lean_ft.tokenizers.template_limits`. Places in the rendered text are found with markers: Unicode noncharacters (U+FDD0
-to U+FDEF, which the standard reserves for a program's own use) that are rendered along and taken out again.
+They run in Jinja's immutable sandbox with the functions that transformers provides, and within the limits of
+`lean_ft.tokenizers.template_limits`. Markers locate parts of the rendered text. They are Unicode noncharacters (U+FDD0 to
+U+FDEF, reserved for a program's internal use), rendered with the text and removed afterwards.
 
-A `{% generation %}` block is told whose message it writes by what the template has at hand there: the loop's `message`
-is the very object that it was given. A block with none at hand goes on with the one that it directly follows.
+A `{% generation %}` block records which message it belongs to: among the template's variables it looks for the same message
+object that it was rendered with (usually the loop's `message`). A block that finds none continues the block directly before it.
 """
 
 import json
@@ -25,23 +25,21 @@ from lean_ft.tokenizers.vocabulary import Span
 
 GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 LITERAL_START, LITERAL_END = "\ufdd2", "\ufdd3"
-TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}  # behind GENERATION_START: whose it is
+# The indices of a block's messages follow GENERATION_START in these characters.
+TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
 MARKERS = re.compile("[\ufdd0-\ufdef]")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, which mean the same
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
 _MAX_DATE_FORMAT = 200  # characters
-_ASSISTANT = "(assistant)"  # a name that no template can spell: which of the objects is whose message
-
-
-# What a program in a template may raise by itself: RuntimeError is RecursionError's kind, ValueError that of bad JSON,
-# NameError that of 1e999, which jinja2 compiles to a name of Python's, `inf`.
+_ASSISTANT = "(assistant)"  # a variable that no template can name: id of each assistant message -> its index
+# Errors that a template can cause: RecursionError is a RuntimeError, bad JSON raises ValueError, and 1e999 raises NameError
+# since jinja2 compiles it to `inf`.
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
-
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatTemplate:
-    """A compiled template; `marks_generation` says whether it has `{% generation %}` blocks."""
+    """A compiled template. `marks_generation` is True if it has `{% generation %}` blocks."""
 
     def __init__(self, source: str):
         self.source = source
@@ -49,7 +47,7 @@ class ChatTemplate:
             self._template = _environment().compile_bounded(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
-        self.roles = {*ROLES, *re.findall(r"""==\s*["'](\w+)["']""", source)}  # those it compares with are its own
+        self.roles = {*ROLES, *re.findall(r"""==\s*["'](\w+)["']""", source)}  # and roles that it compares with
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def render(
@@ -59,11 +57,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         special_tokens: dict[str, str],
     ) -> str:
-        """Text of `messages`, with generation blocks between markers.
+        """Return the text of `messages`, with generation blocks between markers.
 
-        Raises ValueError where the template refuses the messages, fails, or does more than a chat needs.
+        Raises ValueError if the template rejects the messages, fails, or exceeds the limits.
         """
-        # Templates fail on None where they cope with a missing key, so transformers leaves such keys out too.
+        # Templates handle missing keys but fail on None. transformers leaves out such keys too.
         messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
         assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
         try:
@@ -80,16 +78,16 @@ class ChatTemplate:
             reason = f"{error}"[:1000] or type(error).__name__
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
 
-    def with_arguments_as_it_reads_them(
+    def with_readable_arguments(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         special_tokens: dict[str, str],
     ) -> list[dict[str, Any]]:
-        """`messages` with tool calls' arguments that are JSON in a string as this template takes them.
+        """Return `messages` with the arguments of tool calls in the form that this template expects.
 
-        One that writes a string as it stands gets it as it stands, as in transformers (Qwen3, DeepSeek-V3). One that
-        would write it as JSON once more, in quotes, or fails on a string gets the object.
+        Arguments that are JSON in a string stay a string if the template writes strings unchanged (Qwen3, DeepSeek-V3), as in
+        transformers. If it would encode the string as JSON again, or fails on a string, it gets the parsed object.
         """
         as_objects = _map_arguments(messages, _parsed)
         if as_objects == messages:
@@ -102,28 +100,28 @@ class ChatTemplate:
             try:
                 self.render(as_objects, tools, False, special_tokens)
             except ValueError:
-                return messages  # something else is wrong with them
+                return messages  # the messages have another error
         return as_objects
 
 
 def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:
-    """Whose message each generation block writes, if that is known, and its span; one inside another is part of it."""
+    """Return the message index (None if unknown) and the span of each generation block. Nested blocks count as one."""
     blocks: list[tuple[int | None, Span]] = []
     depth = start = 0
     turn = None
     for match in re.finditer("(\ufdd0)([\ufde0-\ufdea]*)|\ufdd1", marked):
         depth += 1 if match.group(1) else -1
         if match.group(1) and depth == 1:
-            at_hand, start = match.group(2).translate({there: here for here, there in TURN.items()}), match.end()
-            goes_on = not at_hand and blocks and match.start() == blocks[-1][1][1] + 1
-            turn = int(at_hand) if at_hand.isdecimal() else blocks[-1][0] if goes_on else None
+            found, start = match.group(2).translate({mark: digit for digit, mark in TURN.items()}), match.end()
+            continues = not found and blocks and match.start() == blocks[-1][1][1] + 1
+            turn = int(found) if found.isdecimal() else blocks[-1][0] if continues else None
         elif depth == 0:
             blocks.append((turn, (start, match.start())))
     return blocks
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what the model writes."""
+    """`{% generation %} ... {% endgeneration %}`: text that the model writes."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -134,13 +132,13 @@ class _GenerationTag(Extension):
         return nodes.CallBlock(mark, [], [], body).set_lineno(line)
 
     def _mark(self, context: Context, caller: Any) -> str:
-        at_hand = context.get_all()
-        turns = {at_hand[_ASSISTANT].get(id(value)) for value in at_hand.values()} - {None}
+        variables = context.get_all()
+        turns = {variables[_ASSISTANT].get(id(value)) for value in variables.values()} - {None}
         return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
 
 
 def _map_arguments(messages: list[dict[str, Any]], change: Callable[[str], Any]) -> list[dict[str, Any]]:
-    """`messages` with every tool call's arguments changed that are a string."""
+    """Apply `change` to the arguments of every tool call that are a string."""
 
     def call(value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("arguments"), str):
@@ -162,11 +160,11 @@ def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except ValueError:
-        return arguments  # the template's own matter
+        return arguments  # the template decides
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates read; as transformers does it, to the keys' order."""
+    """Store the reasoning under the names that templates read, in the same order of keys as transformers."""
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

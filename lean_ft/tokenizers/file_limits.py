@@ -1,8 +1,8 @@
-"""Bounds on a tokenizer.json, checked before the `tokenizers` library builds what the file describes.
+"""Limits on a tokenizer.json, checked before the `tokenizers` library builds the tokenizer that it describes.
 
-The library does whatever a file says: it multiplies a text by every replacement, counts vocabularies into memory, and panics
-on lengths that do not fit. A panic is no Exception, and running out of memory ends the process, so both are prevented here.
-Largest found in published files: 900,000 tokens, 7,000 added ones, 600,000 merges.
+The library does whatever the file says: it multiplies a text by each replacement, allocates tables up to the largest id, and
+panics on lengths that do not fit. A panic is not an `Exception`, and running out of memory ends the process, so both are
+prevented here. Largest published files: 900,000 tokens, 7,000 added tokens, 600,000 merges.
 """
 
 import base64
@@ -10,24 +10,24 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_ID = 2**24  # tables are as long as the largest id
+MAX_ID = 2**24  # the library allocates tables up to the largest id
 MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**21
-MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all of them
+MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens
 MAX_PARTS = 20_000  # values in the normalizer, pre-tokenizer, post-processor and decoder
-MAX_GROWTH = 1000  # characters that one may become
+MAX_GROWTH = 1000  # characters that one character may become
 _PIECE = re.compile(r"\\.|\(\?[a-z<=!:>]*|.", re.DOTALL)
 
 
 def check_limits(spec: dict[str, Any]) -> None:
-    """Raise ValueError for a tokenizer.json that would take endless time or memory."""
+    """Raise ValueError for a tokenizer.json that needs unbounded time or memory."""
     found = spec.get("model")
     model: dict[str, Any] = found if isinstance(found, dict) else {}
     vocabulary, added, merges = model.get("vocab") or {}, spec.get("added_tokens") or [], model.get("merges") or []
     _at_most("tokens", len(vocabulary), MAX_TOKENS)
     _at_most("added tokens", len(added), MAX_ADDED)
     _at_most("merges", len(merges), MAX_MERGES)
-    of_added = [token.get("content") for token in added]
-    tokens = [token[0] if isinstance(token, list) and token else token for token in [*vocabulary, *of_added]]
+    contents = [*vocabulary, *(token.get("content") for token in added)]
+    tokens = [token[0] if isinstance(token, list) and token else token for token in contents]
     lengths = [len(token) for token in tokens if isinstance(token, str)]
     _at_most("characters in a token", max(lengths, default=0), MAX_TOKEN_CHARACTERS)
     _at_most("characters in all tokens", sum(lengths), MAX_CHARACTERS)
@@ -40,14 +40,16 @@ def check_limits(spec: dict[str, Any]) -> None:
     _check_prefix(model.get("continuing_subword_prefix"), merges)
 
     growth = 1.0
-    beside = [spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    for num_parts, part in enumerate(_parts(beside)):
-        _at_most("values beside its model", num_parts, MAX_PARTS)
+    steps = [spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    for num_parts, part in enumerate(_parts(steps)):
+        _at_most("values outside its model", num_parts, MAX_PARTS)
         if isinstance(part, dict):
             growth *= _growth(part)
             expression = part.get("pattern", {}).get("Regex") if isinstance(part.get("pattern"), dict) else None
-            if isinstance(expression, str) and _may_not_end(expression):
-                raise ValueError(f"the expression {expression[:100]!r} repeats a group of repetitions or alternatives")
+            if isinstance(expression, str) and may_backtrack(expression):
+                raise ValueError(
+                    f"the expression {expression[:100]!r} repeats a group that has repetitions or alternatives"
+                )
     _at_most("times the length of a text after its normalizer, pre-tokenizer or decoder", growth, MAX_GROWTH)
 
 
@@ -57,15 +59,15 @@ def _at_most(what: str, found: float, most: int) -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Every value in a JSON value."""
-    waiting = [value]
-    while waiting:
-        yield (one := waiting.pop())
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    """Yield every value inside a JSON value."""
+    remaining = [value]
+    while remaining:
+        yield (part := remaining.pop())
+        remaining += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """How many characters a step makes of one, at most."""
+    """Return how many characters a step can make of one character."""
     kind, content = part.get("type"), part.get("content")
     if kind == "Replace" and isinstance(content, str):
         replaced = part.get("pattern")
@@ -75,22 +77,22 @@ def _growth(part: dict[str, Any]) -> float:
         return 1.0 + len(str(part.get("prepend")))
     if kind == "ByteLevel":
         return 2.0
-    if kind == "Precompiled":  # the length of a table, the table, and the replacements with a zero byte after each
+    if kind == "Precompiled":  # length of a table, the table, then zero-terminated replacements
         blob = base64.b64decode(part.get("precompiled_charsmap") or "")
         return float(max(map(len, blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")), default=1) or 1)
     return 1.0
 
 
 def _check_prefix(prefix: Any, merges: list[Any]) -> None:
-    """Raise ValueError for merges without the prefix that the library cuts off them."""
+    """Raise ValueError for merges without the prefix, which the library cuts off unchecked."""
     for merge in merges if isinstance(prefix, str) and prefix else ():
         second = merge[-1] if isinstance(merge, list) and merge else str(merge).rpartition(" ")[2]
         if not prefix.isascii() or not str(second).startswith(prefix):
             raise ValueError(f"the merge {str(merge)[:100]} lacks the continuing_subword_prefix {prefix!r}")
 
 
-def _may_not_end(expression: str) -> bool:
-    """Whether a regular expression repeats a group that itself repeats something or has alternatives, the forms that take
+def may_backtrack(expression: str) -> bool:
+    """Return whether a regular expression repeats a group that has repetitions or alternatives: such patterns can take
     exponential time."""
     groups, depth_in_class = [False], 0
     pieces = _PIECE.findall(expression)

@@ -1,7 +1,8 @@
-"""A model folder to a `Tokenizer`: which file it is, its special tokens, its chat template."""
+"""Build a `Tokenizer` from a model folder: the tokenizer file, special tokens, chat templates and context length."""
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,6 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.whole_files import read_json
-from lean_ft.tokenizers.context_length import context_length
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
@@ -32,13 +32,14 @@ TOKENIZER_FILES = (
     TEMPLATE,
     "chat_template.json",
 )
-# Named templates beside `chat_template.jinja`: transformers 5 writes the first.
+# Folders of named templates, next to `chat_template.jinja`. transformers 5 writes the first.
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multiplies the original context
 
 
-class _WhenAsked:
-    """A tokenizer that is loaded when something of it is wanted: a recipe that is planned may need none."""
+class _LazyTokenizer:
+    """A tokenizer that is loaded on first use: a recipe that the planner simulates may not need one."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -58,33 +59,51 @@ class _WhenAsked:
 
 
 def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = None) -> Tokenizer:
-    """Loads the tokenizer of the model `path`: a folder, a repository of the hub (`org/name`), or `tiny`, the embedded one.
+    """Load the tokenizer of the model `path`: a folder, a Hub repository (`org/name`), or `tiny`, the embedded model.
 
-    Takes `tokenizer.json` where there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file
-    as Llama 3 ships. Special tokens and the chat template come from `tokenizer_config.json` and the files
-    beside it; what they do not say comes from `generation_config.json` and `config.json`. `chat_template` is a file of
-    one to take in place of the folder's. Settings in place of the path may have `new_tokens`. Raises ValueError where the folder
-    has no tokenizer or its files contradict each other, and for a new token that is there already.
+    Reads `tokenizer.json` if there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file as in Llama 3.
+    Special tokens and chat templates come from `tokenizer_config.json` and the files next to it, then from
+    `generation_config.json` and `config.json`. `chat_template` is a template file that replaces the folder's. Model settings
+    with `new_tokens` may replace the path. Raises ValueError if the folder has no tokenizer, if its files contradict each
+    other, or if a new token exists already.
     """
     if isinstance(path, ModelConfig):
         if path.new_tokens:
-            path = _with_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
+            path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    found = _WhenAsked(path, chat_template) if stage() is not None else _load_tokenizer(path, chat_template)
+    found = _LazyTokenizer(path, chat_template) if stage() is not None else _load_tokenizer(path, chat_template)
     return cast(Tokenizer, found)
 
 
-def _with_new_tokens(folder: Path, new: list[str]) -> Path:
-    own = _load_tokenizer(folder, None)
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of the longest text that the model of this config.json was made for, or None if unknown.
+
+    That is `max_position_embeddings`, or the original context times the factor of the rotary scaling if that is longer: many
+    configs keep the unscaled number in `max_position_embeddings` (Qwen2.5 with yarn), since transformers reads both.
+    """
+    text = config.get("text_config")  # of a model that also reads images
+    config = text if isinstance(text, dict) else config
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in _STRETCHED:
+        return longest
+    original, factor = scaling.get("original_max_position_embeddings") or longest, scaling.get("factor")
+    if not isinstance(original, int | float) or not isinstance(factor, int | float):
+        return longest
+    return max(longest, int(original * factor))
+
+
+def _add_new_tokens(folder: Path, new: list[str]) -> Path:
+    old = _load_tokenizer(folder, None)
     for i, token in enumerate(new):
-        if not token or token in new[:i] or own.token_id(token) is not None:
-            known = f"has the id {own.token_id(token)} in the tokenizer of {folder}" if token else "is empty"
-            said = "is given twice" if token in new[:i] else known
-            raise ValueError(
-                f"model.new_tokens: {token!r} {said}; expected tokens that are not there yet. Leave it out."
-            )
-    return copy_with_new_tokens(folder, own.files, new, own.vocab_size, own.added_tokens, own.control_tokens)
+        known = f"has the id {old.token_id(token)} in {folder}" if old.token_id(token) is not None else None
+        problem = "is empty" if not token else "is given twice" if token in new[:i] else known
+        if problem is not None:
+            raise ValueError(f"model.new_tokens: {token!r} {problem}. Remove it.")
+    return copy_with_new_tokens(folder, old.files, new, old.vocab_size, old.added_tokens, old.control_tokens)
 
 
 def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
@@ -121,8 +140,7 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
     named = {key: token for key, token in named.items() if vocabulary.token_id(token) is not None}
     ids = {key: vocabulary.token_id(token) for key, token in named.items()}
     for key in ("bos_token", "eos_token", "pad_token"):
-        # An explicit null means that the model has none: Qwen2.5 names a bos in its generation config all the
-        # same.
+        # An explicit null means that the model has no such token. Qwen2.5 still names a bos in its generation config.
         if key not in ids and (key == "pad_token" or key not in config):
             token_id = _id_from_model_configs(folder, f"{key}_id", vocabulary.size)
             if token_id is not None:
@@ -130,27 +148,31 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
                 token = vocabulary.id_token(token_id)
                 if token is not None and key != "pad_token":
                     named[key] = token
-    own = None if chat_template is None else chat_template.expanduser()
     pad_candidates = (ids.get("pad_token"), ids.get("eos_token"), ids.get("unk_token"), 0)
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if chat_template is None:
+        templates = _chat_templates(folder, config)
+        files += [file for name in TEMPLATE_FOLDERS for file in sorted((folder / name).glob("*.jinja"))]
+    else:
+        chat_template = chat_template.expanduser()
+        templates = {"default": _read_template(chat_template)}
+        files = [file for file in files if file.name != TEMPLATE]
     return Tokenizer(
         vocabulary,
         special_tokens=named,
-        chat_templates=_chat_templates(folder, config) if own is None else {"default": _read_template(own)},
+        chat_templates=templates,
         bos_id=ids.get("bos_token"),
         eos_id=ids.get("eos_token"),
         pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
         folder=folder,
-        files=[
-            folder / name for name in TOKENIZER_FILES if (folder / name).is_file() and (own is None or name != TEMPLATE)
-        ]
-        + [file for name in TEMPLATE_FOLDERS if own is None for file in sorted((folder / name).glob("*.jinja"))],
-        own_template=own,
+        files=files,
+        template_file=chat_template,
         context_length=context_length(read_json(folder / "config.json")),
     )
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:
-    """Raise ValueError, naming the field, where one that is read is not of its kind."""
+    """Raise ValueError if a field that we read has the wrong type."""
 
     def check(is_right: bool, field: str, expected: str) -> None:
         if not is_right:
@@ -158,11 +180,15 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
 
     for field in NAMED_TOKENS:
         if config.get(field) is not None:
-            check(_is_token(config[field]), field, "a token: text, or an object with its content")
+            check(_is_token(config[field]), field, "a string, or an object with `content`")
     for field in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(field) or []
         tokens = list(tokens.values()) if isinstance(tokens, dict) else tokens
-        check(isinstance(tokens, list) and all(map(_is_token, tokens)), field, "a list of tokens, or tokens by name")
+        check(
+            isinstance(tokens, list) and all(map(_is_token, tokens)),
+            field,
+            "a list of tokens, or an object from names to tokens",
+        )
     declared = config.get("added_tokens_decoder", {})
     right = isinstance(declared, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", key) and _is_token(value) for key, value in declared.items()
@@ -170,15 +196,13 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
     check(right, "added_tokens_decoder", "an object from ids to tokens")
     template = config.get("chat_template")
     if isinstance(template, list):
-        right = all(
-            isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
-            for entry in template
-        )
+        keys = ("name", "template")
+        right = all(isinstance(e, dict) and all(isinstance(e.get(key), str) for key in keys) for e in template)
     elif isinstance(template, dict):
         right = all(isinstance(source, str) for source in template.values())
     else:
         right = template is None or isinstance(template, str)
-    check(right, "chat_template", "a template's text, or templates by name")
+    check(right, "chat_template", "a template, or templates by name")
 
 
 def _is_token(value: Any) -> bool:
@@ -192,7 +216,7 @@ def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected text in UTF-8, but byte {error.start} is not.") from None
+        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}).") from None
     except OSError as error:
         raise ValueError(f"the chat template {file} cannot be read: {error.strerror}.") from None
 
@@ -204,14 +228,11 @@ def _content(token: str | dict[str, Any]) -> str:
 def _added_tokens(
     config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
 ) -> list[tuple[int | None, AddedToken]]:
-    """Every token that the configs name, with its id where they give one: declared ones in order of id, then
-    others."""
+    """Return every token that the configs name, with its id or None: declared tokens in order of id, then the others."""
     declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    special = [
-        *named.values(),
-        *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)),
-    ]
+    extra = extra.values() if isinstance(extra, dict) else extra
+    special = [*named.values(), *map(_content, extra)]
     if not declared:
         declared = {
             token_id: AddedToken(token, special=token in special, normalized=token not in special)
@@ -253,7 +274,7 @@ def _id_from_model_configs(folder: Path, key: str, vocab_size: int) -> int | Non
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. Files win over the config, as in transformers."""
+    """Return the templates by name. Files override the config, as in transformers."""
     in_config = config.get("chat_template")
     if in_config is None:
         in_config = read_json(folder / "chat_template.json").get("chat_template")
@@ -274,10 +295,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _no_tokenizer(folder: Path) -> str:
     message = f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model."
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        message += (
-            " It has vocab.json and merges.txt; load it once with transformers' AutoTokenizer and save it, "
-            "which writes a tokenizer.json."
-        )
+        message += " To convert its vocab.json and merges.txt, load and save it with transformers' AutoTokenizer."
     elif (folder / "tekken.json").is_file():
-        message += " It has tekken.json, which is not read; use the repository that ships tokenizer.json."
+        message += " Its tekken.json is not supported; use the repository that has a tokenizer.json."
     return message

@@ -1,6 +1,6 @@
-"""Tokens that a run adds to those of its model: ids behind the last, written into files of the tokenizer's own format.
+"""Add tokens to a model's tokenizer for a run: a copy of its files with new ids after the last one.
 
-The files are a copy with a few lines more, so all that reads, saves or asks for a tokenizer's files takes them as any others.
+The copy has the tokenizer's own format, so everything that reads or saves tokenizer files can use it.
 """
 
 import atexit
@@ -13,8 +13,7 @@ from typing import Any
 
 from lean_ft.system.whole_files import write_json
 
-# What of a model's folder tells special tokens, beside the tokenizer's own files.
-_BESIDE = ("config.json", "generation_config.json")
+_MODEL_CONFIGS = ("config.json", "generation_config.json")  # these may name special tokens too
 
 
 def copy_with_new_tokens(
@@ -25,28 +24,28 @@ def copy_with_new_tokens(
     known: dict[str, int],
     special: frozenset[str],
 ) -> Path:
-    """Returns a folder, there as long as the process, with the tokenizer `files` of a model's and the tokens `new` from
-    `first_id` on; `known` are the ids of the tokens that are found in a text before it is split, of which some are `special`.
+    """Return a temporary folder with the tokenizer `files` of `folder` and the tokens `new`, whose ids begin at `first_id`.
 
-    Raises ValueError for a tokenizer without tokenizer.json.
+    `known` maps the tokenizer's added tokens to their ids; those in `special` are control tokens. The folder is deleted when
+    the process ends. Raises ValueError for a tokenizer without tokenizer.json.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"model.new_tokens: {folder} has no tokenizer.json to write them into. Load it once with transformers' AutoTokenizer "
-            "and save it, which writes one."
+            f"model.new_tokens needs a tokenizer.json, which {folder} lacks. Load and save the tokenizer with transformers' "
+            "AutoTokenizer, which writes a tokenizer.json."
         )
     copy = Path(tempfile.mkdtemp(prefix="lean_ft_tokenizer_"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    for file in [*files, *(folder / name for name in _BESIDE)]:
+    for file in [*files, *(folder / name for name in _MODEL_CONFIGS)]:
         if file.is_file():
-            place = copy / file.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, place)
+            target = copy / file.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     spec: dict[str, Any] = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
-    there = {entry["content"] for entry in spec["added_tokens"]}
-    # Tokens that tokenizer_config.json alone declares come first, as they have the ids in between.
-    added = {token: number for token, number in known.items() if token not in there}
+    present = {entry["content"] for entry in spec["added_tokens"]}
+    # Tokens that only tokenizer_config.json declares come first, since their ids precede the new ones.
+    added = {token: number for token, number in known.items() if token not in present}
     added |= {token: first_id + i for i, token in enumerate(new)}
     spec["added_tokens"] += [
         {"id": number, "content": token, **flags, "special": token in special} for token, number in added.items()
@@ -55,8 +54,7 @@ def copy_with_new_tokens(
     if (copy / "tokenizer_config.json").is_file():
         config = json.loads((copy / "tokenizer_config.json").read_text(encoding="utf-8"))
         if "added_tokens_decoder" in config:
-            own = {str(first_id + i): {"content": token, **flags, "special": False} for i, token in enumerate(new)}
-            write_json(
-                copy / "tokenizer_config.json", {**config, "added_tokens_decoder": config["added_tokens_decoder"] | own}
-            )
+            for i, token in enumerate(new):
+                config["added_tokens_decoder"][str(first_id + i)] = {"content": token, **flags, "special": False}
+            write_json(copy / "tokenizer_config.json", config)
     return copy

@@ -1,8 +1,7 @@
-"""SentencePiece `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
+"""SentencePiece models named `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
 
-SentencePiece itself decides the ids of text; control tokens are found in the text first, as transformers
-does. Whether the text behind one gets the word-start mark again is `legacy` in tokenizer_config.json
-(default: it does not).
+SentencePiece computes the ids of text. Control tokens are matched first, as in transformers. If `legacy` is true in
+tokenizer_config.json (default: false), text after a control token gets the word-start mark again.
 """
 
 import re
@@ -13,11 +12,11 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
 from lean_ft.system.whole_files import read_bounded
-from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Span, SpanEncoding, any_of
+from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, Span
 
 WORD_START = "▁"
-# A protobuf message may repeat a field: the later value wins, and sub-messages merge. Appended to a model,
-# these bytes say `normalizer_spec { add_dummy_prefix: false }`, whichever version of the library reads them.
+# A protobuf message may repeat a field: the later value wins, and sub-messages merge. These bytes, appended to a model, mean
+# `normalizer_spec { add_dummy_prefix: false }` in every version of the library.
 WITHOUT_WORD_START = b"\x1a\x02\x18\x00"
 
 
@@ -47,7 +46,7 @@ class SentencePieceModel(AddedTokensFirst):
         self.added = {self._processor.id_to_piece(i): i for i in is_marker}
         control = set(self.added)
         next_id = num_pieces
-        eats_space: dict[str, tuple[bool, bool]] = {}
+        patterns = {content: re.escape(content) for content in self.added}
         for declared_id, token in added_tokens:
             content = token.content
             if content not in self.added:
@@ -56,26 +55,18 @@ class SentencePieceModel(AddedTokensFirst):
                 next_id = max(next_id, self.added[content] + 1)
             if declared_id is not None and self.added[content] != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but this model "
-                    f"has it at {self.added[content]}. The two files do not belong together: take both from "
-                    "one model."
+                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but in this model its id is "
+                    f"{self.added[content]}. Take both files from the same model."
                 )
             if token.special:
                 control.add(content)
-            eats_space[content] = (token.lstrip, token.rstrip)
+            left, right = r"\s*" if token.lstrip else "", r"\s*" if token.rstrip else ""
+            patterns[content] = left + re.escape(content) + right
         self.control = frozenset(control)
         self.size = next_id
         self._contents = {token_id: content for content, token_id in self.added.items()}
-        self._any_added = any_of(self.added)
-        if any(left or right for left, right in eats_space.values()):
-            self._any_added = re.compile(
-                "|".join(
-                    (r"\s*" if eats_space.get(content, (False, False))[0] else "")
-                    + re.escape(content)
-                    + (r"\s*" if eats_space.get(content, (False, False))[1] else "")
-                    for content in sorted(self.added, key=len, reverse=True)
-                )
-            )
+        longest_first = sorted(patterns, key=len, reverse=True)
+        self._any_added = re.compile("|".join(patterns[content] for content in longest_first) or r"(?!)")
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         text: list[str] = []
@@ -115,13 +106,13 @@ class SentencePieceModel(AddedTokensFirst):
     def _piece_ids(self, piece: str, start: int) -> list[int]:
         return (self._processor if start == 0 else self._inside).encode(piece)
 
-    def _encode_piece(self, piece: str, start: int) -> SpanEncoding:
+    def _encode_piece(self, piece: str, start: int) -> Encoding:
         ids, spans = _pieces(self._processor if start == 0 else self._inside, piece)
-        return SpanEncoding.of(ids, [(start + first, start + last) for first, last in spans])
+        return Encoding.of(ids, [(start + first, start + last) for first, last in spans])
 
 
 def _pieces(processor: Any, text: str) -> tuple[list[int], list[Span]]:
-    """Ids and character spans, by the call that this version of the library has for them."""
+    """Return ids and character spans. The call differs between versions of the library."""
     if hasattr(processor, "encode_as_offset_mapping"):
         mapping = processor.encode(text, out_type="offset_mapping")
         return list(mapping["ids"]), list(mapping["offsets"])

@@ -1,7 +1,7 @@
-"""tiktoken rank file `tokenizer.model`: the layout of Meta's Llama 3 release.
+"""tiktoken rank files named `tokenizer.model`, the layout of Meta's Llama 3 release.
 
-Each line is a token's bytes in base64 and its rank. The file lists no control tokens and no pattern; both are
-Llama 3's unless tokenizer_config.json lists other control tokens.
+Each line holds a token's bytes in base64 and its rank. The file has no control tokens and no pattern. Both are Llama 3's,
+unless tokenizer_config.json lists other control tokens.
 """
 
 import base64
@@ -14,18 +14,18 @@ from tokenizers import AddedToken
 
 from lean_ft.system.whole_files import read_bounded
 from lean_ft.tokenizers.file_limits import MAX_ID
-from lean_ft.tokenizers.vocabulary import AddedTokensFirst, SpanEncoding, any_of
+from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, any_of
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
 NUM_LLAMA3_CONTROL_TOKENS = 256
 
 
 def llama3_control_tokens() -> list[str]:
-    """The 256 control tokens behind the ranks, in order of id, named as in Llama 3.1's published
-    tokenizer.json."""
+    """The 256 control tokens that follow the ranks, in order of id, named as in Llama 3.1's tokenizer.json."""
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_CONTROL_TOKENS))
     named = {
         0: "<|begin_of_text|>",
@@ -51,7 +51,7 @@ def is_rank_file(path: Path) -> bool:
 
 
 class TiktokenModel(AddedTokensFirst):
-    """A rank file with the control tokens that stand behind its ranks."""
+    """A rank file and the control tokens that follow its ranks."""
 
     adds_bos = True
     adds_eos = False
@@ -70,14 +70,9 @@ class TiktokenModel(AddedTokensFirst):
                 ) from None
         declared = {token.content: token_id for token_id, token in added_tokens if token_id is not None}
         ids = [*ranks.values(), *declared.values()]
-        if (
-            any(bytes([i]) not in ranks for i in range(256))
-            or len({*ids}) < len(ids)
-            or not 0 <= min(ids) <= max(ids) <= MAX_ID
-        ):
-            raise ValueError(
-                f"{path} is damaged: expected a rank of its own, of at most {MAX_ID:,}, for every byte and token."
-            )
+        has_all_bytes = all(bytes([i]) in ranks for i in range(256))
+        if not has_all_bytes or len({*ids}) < len(ids) or not 0 <= min(ids) <= max(ids) <= MAX_ID:
+            raise ValueError(f"{path} is damaged: expected a different rank, of at most {MAX_ID:,}, for every token.")
         first_free = max(ranks.values()) + 1
         self.added = declared or {token: first_free + i for i, token in enumerate(llama3_control_tokens())}
         plain = {token.content for _, token in added_tokens if not token.special}
@@ -111,13 +106,13 @@ class TiktokenModel(AddedTokensFirst):
     def _piece_ids(self, piece: str, start: int) -> list[int]:
         return self._tiktoken.encode_ordinary(piece)
 
-    def _encode_piece(self, piece: str, start: int) -> SpanEncoding:
+    def _encode_piece(self, piece: str, start: int) -> Encoding:
         ids = self._tiktoken.encode_ordinary(piece)
         lengths = np.array([len(token) for token in self._tiktoken.decode_tokens_bytes(ids)])
         byte_ends = np.cumsum(lengths)
-        # The character that each byte belongs to: a character begins at every byte that is not 10xxxxxx.
+        # Index of each byte's character: a character begins at every byte that is not 10xxxxxx.
         utf8 = np.frombuffer(piece.encode("utf-8"), dtype=np.uint8)
         character = np.cumsum((utf8 & 0xC0) != 0x80) - 1
         starts = start + character[byte_ends - lengths]
         ends = start + character[byte_ends - 1] + 1
-        return SpanEncoding(np.asarray(ids, dtype=np.int32), starts.astype(np.int32), ends.astype(np.int32))
+        return Encoding(np.asarray(ids, dtype=np.int32), starts.astype(np.int32), ends.astype(np.int32))

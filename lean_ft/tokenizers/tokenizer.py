@@ -1,4 +1,4 @@
-"""The tokenizer that the rest of the package uses: text and chats to ids, with a mask of what is trained."""
+"""The tokenizer class that all recipes use: text and chats to ids, with a mask of the trained tokens."""
 
 import json
 import re
@@ -29,23 +29,23 @@ class Passage:
 
     text: str
     trained: list[Span]
-    """Characters whose tokens are trained; a token that only partly lies in one is trained too."""
+    """Spans whose tokens are trained, including tokens that lie only partly in a span."""
     literal: list[Span] = field(default_factory=list)
-    """Control tokens that somebody typed; they are encoded as ordinary text."""
+    """Control tokens that a message contains; they are encoded as ordinary text."""
     add_bos: bool = False
-    """Put bos in front, if this tokenizer does that and the text does not begin with it."""
+    """Prepend bos, if this tokenizer does so and the text does not begin with it."""
     add_eos: bool = False
-    """Put eos behind, trained, if there is one and the text does not end with it."""
+    """Append a trained eos, if the tokenizer has one and the text does not end with it."""
     num_rewritten: int = 0
-    """Answers trained without the token that ends them: as history the chat template ends them with another token."""
+    """Assistant messages trained without an end token: the template ends them with another token in the history."""
     num_empty: int = 0
-    """Answers that may be trained and say nothing, not even by a tool call."""
+    """Assistant messages that may be trained but have no content and no tool call."""
     joined_by: str | None = None
-    """What was put between a prompt and its completion; None where a chat template writes them."""
+    """The separator between a prompt and its completion; None if a chat template wrote them."""
 
 
-class Encoding(dict[str, Any]):
-    """`input_ids` and `attention_mask` of a text or several, as items and as attributes."""
+class BatchEncoding(dict[str, Any]):
+    """`input_ids` and `attention_mask` of one or more texts, as items and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -54,10 +54,10 @@ class Encoding(dict[str, Any]):
 
 
 class Tokenizer:
-    """Text and chats to ids and back. Made by `load_tokenizer`.
+    """Text and chats to ids and back. Returned by `load_tokenizer`.
 
-    Also has the names that transformers uses: a call, `len`, `apply_chat_template`, `eos_token_id`. `bos_id` and `eos_id` are None where the model has no such token. `pad_id` is always an id: what fills
-    padding is told by position, never by id, so it may equal `eos_id`.
+    Also has transformers' names: a call, `len`, `apply_chat_template`, `eos_token_id`. `bos_id` and `eos_id` are None if the
+    model has no such token. `pad_id` is always an id and may equal `eos_id`: padding is recognized by position, never by id.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Tokenizer:
         pad_id: int,
         folder: Path,
         files: list[Path],
-        own_template: Path | None = None,
+        template_file: Path | None = None,
         context_length: int | None = None,
     ):
         self._vocabulary = vocabulary
@@ -79,11 +79,11 @@ class Tokenizer:
         self._chat_templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.folder, self.files = folder, files
-        self.own_template = own_template
-        """The file of a chat template that the user gave in place of the folder's."""
-        self._own_pad_token: str | None = None
+        self.template_file = template_file
+        """The chat template file that replaces the folder's, or None."""
+        self._new_pad_token: str | None = None
         self.context_length = context_length
-        """The longest text that the model beside the tokenizer was made for; None where nothing tells."""
+        """Tokens of the longest text that the folder's model was made for, or None if unknown."""
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
 
@@ -101,19 +101,21 @@ class Tokenizer:
 
     def __call__(
         self, text: str | Sequence[str], add_special_tokens: bool = True, return_tensors: Literal["pt"] | None = None
-    ) -> Encoding:
-        """Encode a text or several. `return_tensors="pt"` gives tensors (B, T), padded on the right."""
-        ids = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
+    ) -> BatchEncoding:
+        """Encode one or more texts. `return_tensors="pt"` gives tensors (B, T), padded on the right."""
+        is_single = isinstance(text, str)
+        ids = [self.encode(part, add_special_tokens) for part in ([text] if is_single else text)]
         if return_tensors is None:
-            masks = [[1] * len(one) for one in ids]
-            one_text = isinstance(text, str)
-            return Encoding(input_ids=ids[0] if one_text else ids, attention_mask=masks[0] if one_text else masks)
-        import torch  # here, because processes that only tokenize do without it
+            masks = [[1] * len(part) for part in ids]
+            return BatchEncoding(
+                input_ids=ids[0] if is_single else ids, attention_mask=masks[0] if is_single else masks
+            )
+        import torch  # here, since processes that only tokenize do not need it
 
         longest = max(map(len, ids))
-        padded = [one + [self.pad_id] * (longest - len(one)) for one in ids]
-        masks = [[1] * len(one) + [0] * (longest - len(one)) for one in ids]
-        return Encoding(
+        padded = [part + [self.pad_id] * (longest - len(part)) for part in ids]
+        masks = [[1] * len(part) + [0] * (longest - len(part)) for part in ids]
+        return BatchEncoding(
             input_ids=torch.tensor(padded, dtype=torch.long), attention_mask=torch.tensor(masks, dtype=torch.long)
         )
 
@@ -125,39 +127,39 @@ class Tokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
     ) -> list[int] | str:
-        """A chat as ids, or with `tokenize=False` as text. `render` also returns what is trained of it."""
+        """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
         passage = self.passage(messages, tools, add_generation_prompt, "all")
         return self.tokenize([passage])[0][0].tolist() if tokenize else passage.text
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the template for chats without tools, or None."""
+        """Jinja source of the default template, or None."""
         template = self._chat_templates.get("default")
         return template.source if template else None
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources of all templates by name; `default` is the one for chats without tools."""
+        """Jinja sources of all templates by name; `default` is used for chats without tools."""
         return {name: template.source for name, template in self._chat_templates.items()}
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Tokens that are found in the text before it is split, with their ids."""
+        """Tokens that are matched before the text is split, with their ids."""
         return dict(self._vocabulary.added)
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """Those of `added_tokens` that a chat template writes and nobody can type."""
+        """The `added_tokens` that only a chat template may write; in a message they are ordinary text."""
         return self._vocabulary.control
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the model expects bos in front of a text."""
+        """Whether the model expects bos before a text."""
         return self._vocabulary.adds_bos
 
     @property
     def adds_eos(self) -> bool:
-        """Whether the model expects eos behind a text."""
+        """Whether the model expects eos after a text."""
         return self._vocabulary.adds_eos
 
     @property
@@ -166,10 +168,9 @@ class Tokenizer:
         return dict(self._special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; control tokens in it are recognised.
+        """Return the ids of `text`, in which control tokens are recognized.
 
-        With `add_special_tokens`, what the model expects around a text (bos for many) is added unless it is
-        there.
+        `add_special_tokens` adds the bos and eos that the model expects, unless the text has them already.
         """
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
@@ -182,15 +183,15 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of `ids`."""
+        """Return the text of `ids`."""
         return self._vocabulary.decode(list(map(int, ids)), skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the tokenizer's file spells it, or None."""
+        """Return the id of a token as spelled in the tokenizer's file, or None."""
         return self._vocabulary.token_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """A token as the tokenizer's file spells it; empty where there is no such id."""
+        """Return a token as spelled in the tokenizer's file, or an empty string if there is no such id."""
         return self._vocabulary.id_token(token_id) or ""
 
     def render(
@@ -200,12 +201,12 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
     ) -> tuple[list[int], list[bool]]:
-        """Ids of a chat and a mask of what is trained: the assistant's text and the token that ends its turn.
+        """Return the ids of a chat and a mask of trained tokens: the assistant's text and the token that ends its turn.
 
-        Each message is a dict with `role` and `content` (and what else the chat template reads). Control
-        tokens typed inside a message are ordinary text. If the chat template ends an answer with another token once it is
-        history (gpt-oss: `<|end|>` for `<|return|>`), its text is trained there and that token is not. Raises ValueError
-        if there is no chat template, if it refuses the messages, or if the turns cannot be told apart.
+        Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens inside
+        a message are ordinary text. If the chat template ends a turn differently when other messages follow (gpt-oss: `<|end|>`
+        instead of `<|return|>`), that token is not trained. Raises ValueError if there is no chat template, if it rejects the
+        messages, or if a turn cannot be located.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
         return ids.tolist(), mask.tolist()
@@ -218,15 +219,15 @@ class Tokenizer:
         train_on: TrainOn = "assistant",
         untrained: Collection[int] = (),
     ) -> Passage:
-        """The text of a chat with its trained spans; see `render`. The messages `untrained` have none."""
+        """Return the text of a chat with its trained spans; see `render`. The messages in `untrained` are not trained."""
         template = self._template(tools)
         for number, message in enumerate(messages):
             if (role := message.get("role")) not in template.roles:
                 raise ValueError(
-                    f"message {number}: {role!r} is not a role that the chat template knows; expected {', '.join(ROLES)}."
+                    f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
                     f"{did_you_mean(str(role), ROLES)}"
                 )
-        messages = template.with_arguments_as_it_reads_them(messages, tools, self._special_tokens)
+        messages = template.with_readable_arguments(messages, tools, self._special_tokens)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
 
@@ -245,12 +246,12 @@ class Tokenizer:
             for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
         ]
         if num_literals + num_tool_literals:
-            undisturbed = template.render(messages, tools, add_generation_prompt, self._special_tokens)
+            unmarked_text = template.render(messages, tools, add_generation_prompt, self._special_tokens)
             whole = all(text[start:end] in self._vocabulary.control for start, end in literal)
-            if not whole or MARKERS.sub("", undisturbed) != text or full.count(LITERAL_START) != len(literal):
+            if not whole or MARKERS.sub("", unmarked_text) != text or full.count(LITERAL_START) != len(literal):
                 raise ValueError(
-                    "a message holds a control token as text, and the chat template acts on it, so the two "
-                    "cannot be told apart. Remove the control token from the message."
+                    "a message contains a control token, and the chat template treats it as its own. Remove the control token "
+                    "from the message."
                 )
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
@@ -271,17 +272,17 @@ class Tokenizer:
         return Passage(text, trained, literal, num_rewritten=num_rewritten, num_empty=num_empty)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32, trained bool) of each passage; the ids are those of the whole text, undivided."""
+        """Return (ids int32, trained bool) of each passage. Each text is encoded whole."""
         encodings = self._vocabulary.encode([p.text for p in passages], [p.literal for p in passages])
         tokenized = []
         for passage, encoding in zip(passages, encodings, strict=True):
             ids, trained = encoding.ids, encoding.touches(passage.trained)
             for start, end in passage.literal:
-                typed = self._vocabulary.added[passage.text[start:end]]
-                if typed in ids[encoding.touches([(start, end)])]:
+                token = passage.text[start:end]
+                if self._vocabulary.added[token] in ids[encoding.touches([(start, end)])]:
                     raise ValueError(
-                        f"a message holds the control token {passage.text[start:end]!r} as text, and this "
-                        "tokenizer cannot write it as text. Remove it from the message."
+                        f"a message contains the control token {token!r}, which this tokenizer cannot encode as ordinary text. "
+                        "Remove it from the message."
                     )
             bos_id = self.bos_id if passage.add_bos and self._vocabulary.adds_bos else None
             if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
@@ -294,53 +295,49 @@ class Tokenizer:
         return tokenized
 
     def pad_with(self, token: str) -> None:
-        """Takes a control token for padding, in place of what the folder names, and says so in what is saved.
+        """Use a control token for padding instead of the folder's pad token, also in saved files.
 
-        Raises ValueError where there is no such token.
+        Raises ValueError if there is no such control token.
         """
         if token not in self.control_tokens:
             raise ValueError(
-                f"pad_token={token!r} is no control token of this tokenizer.{did_you_mean(token, self.control_tokens)} "
-                f"Expected one that ends nothing, of {', '.join(sorted(self.control_tokens))[:400]}."
+                f"pad_token={token!r} is not a control token of this tokenizer.{did_you_mean(token, self.control_tokens)} "
+                f"Expected one that ends no turn, of {', '.join(sorted(self.control_tokens))[:400]}."
             )
-        self._own_pad_token, self.pad_id = token, self.added_tokens[token]
+        self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 
     def save(self, path: str | Path) -> None:
-        """Copies the tokenizer's files, byte for byte but for a pad token of its own, into the folder `path`."""
+        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
-            target = folder / file.relative_to(self.folder)  # named templates lie in a folder of their own
+            target = folder / file.relative_to(self.folder)  # named templates are in a subfolder
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)
-        if self.own_template is not None:
-            shutil.copyfile(self.own_template, folder / "chat_template.jinja")
+        if self.template_file is not None:
+            shutil.copyfile(self.template_file, folder / "chat_template.jinja")
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if self._own_pad_token is not None and (folder / name).is_file():
+            if self._new_pad_token is not None and (folder / name).is_file():
                 config = json.loads((folder / name).read_text(encoding="utf-8"))
-                write_json(folder / name, config | {"pad_token": self._own_pad_token})
+                write_json(folder / name, config | {"pad_token": self._new_pad_token})
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._chat_templates:
             return self._chat_templates["tool_use"]
         if "default" in self._chat_templates:
             return self._chat_templates["default"]
-        named = f" under the name `default` (it has: {', '.join(self._chat_templates)})" if self._chat_templates else ""
+        named = f" named `default` (it has {', '.join(self._chat_templates)})" if self._chat_templates else ""
         raise ValueError(
-            f"this tokenizer has no chat template{named}, so messages cannot be written as text. Use the "
-            "model's instruction-tuned sibling, set data.chat_template=FILE to a Jinja chat template, put a "
-            "chat_template.jinja into the model's folder, or give the data as prompt/completion or text."
+            f"this tokenizer has no chat template{named}, so it cannot encode messages. Use the instruction-tuned version of the "
+            "model, set data.chat_template=FILE to a Jinja chat template, or give the data as prompt/completion or text."
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:
-        """`value` with the control tokens in its strings between literal markers, and their number."""
+        """Put literal markers around the control tokens in the strings of `value`; also return their number."""
         if isinstance(value, str):
             if MARKERS.search(value):
-                raise ValueError(
-                    "a message holds one of the noncharacters U+FDD0 to U+FDEF, which stand for no "
-                    "character and are used here as markers. Remove it."
-                )
+                raise ValueError("a message contains one of the Unicode noncharacters U+FDD0 to U+FDEF. Remove it.")
             if not self._control.search(value):
                 return value, 0
             return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
@@ -354,23 +351,22 @@ class Tokenizer:
 
 
 def _is_empty(message: dict[str, Any]) -> bool:
-    said = [value for name, value in message.items() if name != "role"]
-    return not any(value.strip() if isinstance(value, str) else value for value in said)
+    values = [value for name, value in message.items() if name != "role"]
+    return not any(value.strip() if isinstance(value, str) else value for value in values)
 
 
 def _spans_of(wanted: list[int], turns: list[int], blocks: list[tuple[int | None, Span]]) -> list[Span]:
-    """The generation blocks of the messages `wanted`, of all that the assistant wrote."""
+    """Return the generation blocks of the messages `wanted`; `turns` are all the assistant's messages."""
     if wanted and wanted != turns and any(turn is None for turn, _ in blocks):
         raise ValueError(
-            "the chat template has a {% generation %} block outside its loop over the messages, so it cannot be told "
-            "whose message the block writes, and none can be left out. Put the block inside the loop, or train all "
-            "of the assistant's messages."
+            "the chat template has a {% generation %} block outside its loop over the messages, so a single message cannot be "
+            "selected for training. Put the block inside the loop, or train all of the assistant's messages."
         )
     return [span for turn, span in blocks if wanted == turns or turn in wanted]
 
 
 def _without(spans: list[Span], holes: list[Span]) -> list[Span]:
-    """What of `spans` lies in none of `holes`."""
+    """Remove `holes` from `spans`."""
     for hole_start, hole_end in holes:
         parts = [part for start, end in spans for part in ((start, min(end, hole_start)), (max(start, hole_end), end))]
         spans = [(start, end) for start, end in parts if start < end]

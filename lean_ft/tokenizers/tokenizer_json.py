@@ -1,28 +1,26 @@
 """`tokenizer.json`: the format of the `tokenizers` library, which almost every model on the hub ships."""
 
 import json
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken
-from tokenizers import Encoding as HFEncoding
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers.ascii_words import AsciiWords
 from lean_ft.tokenizers.file_limits import check_limits
-from lean_ft.tokenizers.vocabulary import Encoding, Span, SpanEncoding, any_of, split_at_tokens
+from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_tokens
 
-# Stand-ins for control tokens while literal ones are encoded: one private-use character each.
+# While literal control tokens are encoded, a private-use character stands for each real one.
 FIRST_STAND_IN = 0x100000
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with a plain Exception of the library's, and a panic, which is none, raised as a ValueError."""
+    """Turn the library's plain `Exception`, and its panic (not an `Exception` at all), into a ValueError."""
 
     @wraps(method)
     def call(self: "TokenizerJson", *arguments: Any, **named: Any) -> Any:
@@ -41,17 +39,17 @@ class TokenizerJson:
 
     @_explained
     def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]], bos: str | None, eos: str | None):
-        """Reads `path` and adds the `added_tokens` that it lacks. What goes around a text is up to the file: as
-        in transformers 5, `add_bos_token` in tokenizer_config.json changes nothing."""
+        """Read `path` and add the `added_tokens` that it lacks. Only this file decides about bos and eos around a text:
+        as in transformers 5, `add_bos_token` in tokenizer_config.json has no effect."""
         self._path = path
         try:
             spec = read_json(path)
             check_limits(spec)
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
-        except Exception as error:  # the library raises a bare Exception
+        except Exception as error:  # the library raises plain Exceptions
             raise ValueError(f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}") from None
-        # A file saved after padded or truncated use would silently do the same to training rows.
+        # A file that was saved with padding or truncation would silently pad or truncate training rows.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -63,9 +61,8 @@ class TokenizerJson:
             got = self._tokenizer.token_to_id(token.content)
             if declared_id is not None and got != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but added "
-                    f"to this file it becomes {got}. The two files do not belong together: take both from "
-                    "one model."
+                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but in this file it gets "
+                    f"the id {got}. Take both files from the same model."
                 )
             present.add(token.content)
 
@@ -73,26 +70,24 @@ class TokenizerJson:
         self.added = {token.content: token_id for token_id, token in decoder.items()}
         self.control = frozenset(token.content for token in decoder.values() if token.special)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        around_nothing = self._tokenizer.encode("a", add_special_tokens=True).ids
-        self.adds_bos = bos is not None and around_nothing[:1] == [self.token_id(bos)]
-        self.adds_eos = eos is not None and around_nothing[-1:] == [self.token_id(eos)]
+        probe = self._tokenizer.encode("a", add_special_tokens=True).ids
+        self.adds_bos = bos is not None and probe[:1] == [self.token_id(bos)]
+        self.adds_eos = eos is not None and probe[-1:] == [self.token_id(eos)]
         self._any_added = any_of(self.added)
         self._ascii_words = AsciiWords.of(self._tokenizer, json.loads(self._tokenizer.to_str()))
         self._with_stand_ins: tuple[HFTokenizer, dict[str, str], np.ndarray] | None = None
 
     @_explained
-    def encode(self, texts: list[str], literals: list[list[Span]]) -> Sequence[Encoding]:
-        encodings: list[Encoding | None] = [
-            self._encode_with_literals(text, literal)
-            if literal
-            else self._ascii_words.encode(text)
-            if self._ascii_words is not None
-            else None
+    def encode(self, texts: list[str], literals: list[list[Span]]) -> list[Encoding]:
+        words = self._ascii_words
+        encodings = [
+            self._encode_with_literals(text, literal) if literal else words.encode(text) if words is not None else None
             for text, literal in zip(texts, literals, strict=True)
         ]
         others = [text for text, encoding in zip(texts, encodings, strict=True) if encoding is None]
-        whole = iter(self._tokenizer.encode_batch(others, add_special_tokens=False))
-        return [_SortedEncoding(next(whole)) if encoding is None else encoding for encoding in encodings]
+        batch = self._tokenizer.encode_batch(others, add_special_tokens=False)
+        by_library = iter([Encoding.of(found.ids, found.offsets) for found in batch])
+        return [next(by_library) if encoding is None else encoding for encoding in encodings]
 
     @_explained
     def encode_ids(self, text: str) -> list[int]:
@@ -100,7 +95,7 @@ class TokenizerJson:
 
     @_explained
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Ids with whatever the file's post-processor puts around a text."""
+        """Return the ids of `text` with the special tokens that the file's post-processor adds."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     @_explained
@@ -113,15 +108,15 @@ class TokenizerJson:
     def id_token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
-    def _encode_with_literals(self, text: str, literal: list[Span]) -> SpanEncoding:
-        """Encodes in one pass with a copy of the tokenizer that spells control tokens as private characters.
+    def _encode_with_literals(self, text: str, literal: list[Span]) -> Encoding:
+        """Encode with a copy of the tokenizer in which private-use characters spell the control tokens.
 
-        The template's own control tokens are respelled in the text too, so the typed ones match nothing;
-        splitting, normalisation and prefix spaces stay exactly those of the whole text.
+        The template's control tokens are respelled in the text, so the literal ones match nothing. The text is encoded
+        whole, so its splitting, normalization and prefix spaces stay the same.
         """
         copy, stand_ins, true_ids = self._copy_with_stand_ins()
         respelled: list[str] = []
-        origin: list[int] = []  # of every respelled character, its place in `text`
+        origin: list[int] = []  # position in `text` of each respelled character
         for start, end, is_token in split_at_tokens(text, self._any_added, literal):
             piece = text[start:end]
             if is_token and piece in stand_ins:
@@ -134,10 +129,10 @@ class TokenizerJson:
                 origin.extend(range(start, end))
         origin.append(len(text))
         encoding = copy.encode("".join(respelled), add_special_tokens=False)
-        place = np.asarray(origin, dtype=np.int32)
+        position = np.asarray(origin, dtype=np.int32)
         spans = np.asarray(encoding.offsets, dtype=np.int32).reshape(-1, 2)
         ids = true_ids[np.asarray(encoding.ids, dtype=np.int64)]
-        return SpanEncoding(ids.astype(np.int32), place[spans[:, 0]], place[spans[:, 1]])
+        return Encoding(ids.astype(np.int32), position[spans[:, 0]], position[spans[:, 1]])
 
     def _copy_with_stand_ins(self) -> tuple[HFTokenizer, dict[str, str], np.ndarray]:
         if self._with_stand_ins is None:
@@ -147,7 +142,7 @@ class TokenizerJson:
             for token in controls:
                 token["content"] = stand_ins[token["content"]]
             copy = HFTokenizer.from_str(json.dumps({**spec, "post_processor": None}))
-            # The library numbers added tokens anew: ids of the copy -> ids of the file.
+            # The library renumbers added tokens: id in the copy -> id in the file.
             largest = max(copy.get_vocab(with_added_tokens=True).values())
             true_ids = np.arange(largest + 1)
             for content, token_id in self.added.items():
@@ -156,34 +151,8 @@ class TokenizerJson:
         return self._with_stand_ins
 
 
-class _SortedEncoding:
-    """The library's own encoding, of which few characters are asked for: reading them all takes longer than the rest.
-
-    Its pieces stand in the order of the text, so those that touch a span are found by bisection.
-    """
-
-    def __init__(self, encoding: HFEncoding):
-        self._encoding = encoding
-        self.ids = np.array(encoding.ids, dtype=np.int32)
-
-    def touches(self, spans: Iterable[Span]) -> np.ndarray:
-        hit = np.zeros(len(self.ids), dtype=bool)
-        pieces = range(len(self.ids))
-        for start, end in spans:
-            # Of the pieces that end where the span begins, those of no length belong to it.
-            first = bisect_left(pieces, (start, start), key=lambda piece: self._span(piece)[::-1])
-            hit[first : bisect_left(pieces, end, first, key=lambda piece: self._span(piece)[0])] = True
-        return hit
-
-    def _span(self, piece: int) -> Span:
-        span = self._encoding.token_to_chars(piece)
-        assert span is not None  # only what a post-processor adds stands for nothing
-        return span
-
-
 def _keep_whole_offsets(post_processor: dict[str, Any] | None) -> None:
-    """Has spaces counted as part of their token, so that spans cover the text without holes; ids are
-    unaffected."""
+    """Count spaces as part of their token, so that spans cover the text without gaps. Ids do not change."""
     if post_processor is None:
         return
     if "trim_offsets" in post_processor:

@@ -1,13 +1,13 @@
 """Find the characters of a rendered chat that the assistant wrote.
 
-A template with `{% generation %}` blocks marks them. For any other template, the turn of message i is the text that
-the whole chat has beyond messages[:i] rendered with the generation prompt. The turn ends with the control token that
-the template writes behind it. That token is trained; line breaks that follow it are not. A turn without such a token
-(plain-text templates) is trained up to the next message.
+`{% generation %}` blocks mark them if the template has any. Otherwise the turn of message i is the text that the whole chat
+has beyond messages[:i] rendered with the generation prompt. The turn ends with the control token that the template writes
+after it. That token is trained; line breaks after it are not. A turn without such a token (plain-text templates) is trained
+up to the next message.
 
-A template may write a turn differently once it is history: Qwen3 drops its thoughts, and gpt-oss ends it with `<|end|>`
-in place of `<|return|>`. A template may also prompt for text that a recorded turn lacks (DeepSeek-R1's `<think>`). Turns
-are found where the text leaves no doubt, and refused elsewhere.
+A template may write a turn differently once other messages follow: Qwen3 drops its reasoning, and gpt-oss ends it with
+`<|end|>` instead of `<|return|>`. The generation prompt may also contain text that a recorded turn lacks (DeepSeek-R1's
+`<think>`). A turn that cannot be located without doubt raises ValueError.
 """
 
 import re
@@ -24,7 +24,7 @@ Render = Callable[[Messages, bool], str]
 """Messages and add_generation_prompt to text."""
 
 REMEDY = (
-    "Put the assistant's text in the chat template between {% generation %} and {% endgeneration %}, "
+    "In the chat template, put the assistant's text between {% generation %} and {% endgeneration %}, "
     "or set data.train_on=last or data.train_on=all."
 )
 
@@ -33,9 +33,8 @@ REMEDY = (
 class Turns:
     """Finds the assistant's turns in one rendered chat.
 
-    `full` is the rendering of all `messages`, with a generation prompt behind it if `ends_with_prompt`;
-    `render` makes others; `added` are the tokenizer's added tokens and `control` the control tokens among
-    them. What stands between literal markers is text, whatever it spells.
+    `full` is the rendering of all `messages`, followed by a generation prompt if `ends_with_prompt`. `render` renders other
+    messages. `added` matches the tokenizer's added tokens outside literal markers; `control` has the control tokens.
     """
 
     full: str
@@ -46,13 +45,12 @@ class Turns:
     control: frozenset[str]
 
     def span(self, i: int) -> tuple[Span, bool]:
-        """Span in `full` of the assistant's message `i`, and whether it ends as the model would end it.
+        """Return the span in `full` of the assistant's message `i`, and whether it ends with the model's own end token.
 
-        Where it does not, the span stops before the token that ends the turn in the history. Raises ValueError if the
-        span cannot be found.
+        If not, the span stops before the token that ends the turn. Raises ValueError if the span cannot be found.
         """
         errors: list[ValueError] = []
-        for messages in _forgetting(self.messages[: i + 1]):
+        for messages in _as_template_keeps(self.messages[: i + 1]):
             try:
                 return self._span(messages)
             except ValueError as error:
@@ -60,20 +58,19 @@ class Turns:
         raise errors[0]
 
     def _span(self, messages: Messages) -> tuple[Span, bool]:
-        """The same for the last of `messages`."""
         start = self._start(messages)
-        is_whole = len(messages) == len(self.messages) and not self.ends_with_prompt
-        turn = as_last = self.full if is_whole else self.render(messages, False)
+        is_full = len(messages) == len(self.messages) and not self.ends_with_prompt
+        turn = as_last = self.full if is_full else self.render(messages, False)
         if not self.full.startswith(turn) or len(turn) < start:
             turn = self._as_history(messages) or ""
         if not self.full.startswith(turn) or len(turn) < start:
             raise ValueError(
-                f"cannot tell where the assistant's message {len(messages) - 1} ends: the chat template writes it "
-                f"differently once other messages follow. {REMEDY}"
+                f"cannot find the end of the assistant's message {len(messages) - 1}: the chat template writes the message "
+                f"differently when other messages follow. {REMEDY}"
             )
         closing = self._closing(turn, start)
         if not closing:
-            # Nothing of its own ends the turn: the token of the next one does, as in GLM-4.
+            # The turn has no end token: the first token of the next turn ends it, as in GLM-4.
             following = self.added.match(self.full, len(turn))
             ended_by_next = following is not None and following.group(1) in self.control
             return (start, following.end() if following is not None and ended_by_next else len(turn)), True
@@ -82,7 +79,7 @@ class Turns:
         return ((start, last.end()), True) if last.group(1) in own_end else ((start, last.start()), False)
 
     def _as_history(self, messages: Messages) -> str | None:
-        """`messages` as the template writes them when a user's message follows; None if that cannot be told."""
+        """Render `messages` as the template writes them before another user message; None if that cannot be separated."""
         first = next((i for i, message in enumerate(self.messages) if message.get("role") == "user"), None)
         if first is None:
             return None
@@ -90,21 +87,21 @@ class Turns:
         try:
             before, twice = self.render(asked, False), self.render([*asked, asked[-1]], False)
             followed = self.render([*messages, asked[-1]], False)
-        except ValueError:  # a template may refuse two questions in a row
+        except ValueError:  # a template may reject two user messages in a row
             return None
-        pieces = zip(self._cut(before), self._cut(twice), strict=False)  # Phi-3 ends the chat itself with a token
+        pieces = zip(self._cut(before), self._cut(twice), strict=False)  # Phi-3 ends a chat with a token
         shared = "".join(piece for (piece, _), _ in takewhile(lambda pair: pair[0] == pair[1], pieces))
         again = twice.removeprefix(before if twice.startswith(before) else shared)
         return followed.removesuffix(again) if followed.endswith(again) else None
 
     def _start(self, messages: Messages) -> int:
-        """Start in `full` of the last message: behind the generation prompt, or the part of it that is there."""
+        """Return the start in `full` of the last message: after the generation prompt, or the part of it in `full`."""
         try:
             prompt = self.render(messages[:-1], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot tell where the assistant's message {len(messages) - 1} begins: rendering what comes before it "
-                f"failed ({error}). {REMEDY}"
+                f"cannot find the start of the assistant's message {len(messages) - 1}: rendering the messages before it failed "
+                f"({error}). {REMEDY}"
             ) from None
         if self.full.startswith(prompt):
             return len(prompt)
@@ -117,28 +114,28 @@ class Turns:
             if before is None or not self.full.startswith(before):
                 continue
             position = len(before)
-            behind_token = False
+            after_token = False
             for piece, is_token in self._cut(opening):
                 if self.full.startswith(piece, position):
                     position += len(piece)
-                elif position > len(before) and (is_token or (behind_token and piece.isspace())):
-                    # A recorded turn without, say, the `<think>` or `<think>\n` that the prompt opens.
+                elif position > len(before) and (is_token or (after_token and piece.isspace())):
+                    # A recorded turn that lacks the end of the prompt, such as `<think>` or `<think>\n`.
                     return position
                 else:
                     break
-                behind_token = is_token
+                after_token = is_token
             else:
                 return position
         raise ValueError(
-            f"cannot tell where the assistant's message {len(messages) - 1} begins: the chat template writes the messages "
-            f"before it differently once it follows. {REMEDY}"
+            f"cannot find the start of the assistant's message {len(messages) - 1}: the chat template writes the messages "
+            f"before it differently when it follows. {REMEDY}"
         )
 
     def _tokens(self, text: str, start: int) -> list[re.Match[str]]:
         return [match for match in self.added.finditer(text, start) if match.group(1)]
 
     def _closing(self, text: str, start: int) -> list[re.Match[str]]:
-        """The control tokens that end text[start:], with nothing but space between and behind them."""
+        """Return the control tokens that end text[start:], with only whitespace between and after them."""
         closing: list[re.Match[str]] = []
         followed_by = len(text)
         for match in reversed(self._tokens(text, start)):
@@ -146,7 +143,7 @@ class Turns:
                 break
             closing.insert(0, match)
             followed_by = match.start()
-        # Plain added tokens such as `</tool_call>` are what was said, unless nothing else closes the turn.
+        # Plain added tokens such as `</tool_call>` are content, unless the turn has no other end.
         while len(closing) > 1 and closing[0].group(1) not in self.control:
             del closing[0]
         return closing
@@ -161,8 +158,9 @@ class Turns:
         return [(piece, is_token) for piece, is_token in parts if piece]
 
 
-def _forgetting(messages: Messages) -> Iterator[Messages]:
-    """`messages`, then what templates keep of them once others follow: no thoughts, and no text beside a tool call."""
+def _as_template_keeps(messages: Messages) -> Iterator[Messages]:
+    """Yield `messages`, then without their reasoning, then without the text of tool calls: templates may drop both when other
+    messages follow."""
     yield messages
     plain = [{k: v for k, v in message.items() if k not in REASONING} for message in messages]
     yield plain
@@ -170,6 +168,5 @@ def _forgetting(messages: Messages) -> Iterator[Messages]:
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern whose group 1 is one of `tokens` written by the template; literal stretches match without a
-    group."""
+    """Return a pattern whose group 1 matches one of `tokens` that the template wrote. Literal spans match without it."""
     return re.compile(f"{LITERAL_START}.*?{LITERAL_END}|({any_of(tokens).pattern})", re.DOTALL)

@@ -109,7 +109,8 @@ def test_a_role_in_messages_is_one_of_the_chat_template(role: str, meant: str, c
     messages = [{"role": "user", "content": "q"}, {"role": role, "content": "a"}]
     assert read_chat(messages, "messages").messages[1]["role"] == role
     with pytest.raises(
-        ValueError, match=rf"message 1: '{role}' is not a role .*expected system, .*Did you mean '{meant}'"
+        ValueError,
+        match=rf"message 1: the chat template has no role '{role}'.*expected one of system, .*mean '{meant}'",
     ):
         chat_tokenizer.passage(messages)
     if role != "Assistant":

@@ -213,7 +213,7 @@ def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
 
 
 def test_chats_need_a_template(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja"):
+    with pytest.raises(ValueError, match=r"no chat template.*data\.chat_template=FILE"):
         read({"messages": MESSAGES}, plain_tokenizer)
 
 

@@ -332,7 +332,7 @@ class TestMask:
         assert tokenizer.passage(chat("a", "b", "c", "d")).trained
         assert tokenizer.passage(chat("a", "b", "c", "d"), untrained={1, 3}).trained == []
         for settings in ({"untrained": {1}}, {"train_on": "last"}, {"train_on": "all", "untrained": {3}}):
-            with pytest.raises(ValueError, match="whose message the block writes"):
+            with pytest.raises(ValueError, match="block outside its loop"):
                 tokenizer.passage(chat("a", "b", "c", "d"), **settings)
 
     def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
@@ -343,13 +343,15 @@ class TestMask:
 
     def test_turns_that_cannot_be_told_apart_are_refused(self, tokenizer_with):
         tokenizer = tokenizer_with(MOVES_SYSTEM)
-        with pytest.raises(ValueError, match=r"message 1 begins.*generation.*data.train_on=last"):
+        with pytest.raises(ValueError, match=r"start of .* message 1.*generation.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
 
     def test_messages_that_only_render_whole_are_refused(self, tokenizer_with):
         template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
-        with pytest.raises(ValueError, match=r"message 1 begins: rendering what comes before it failed.*two, please"):
+        with pytest.raises(
+            ValueError, match=r"start of .* message 1: rendering the messages before it failed.*two, please"
+        ):
             tokenizer_with(template).render(chat("a", "b"))
 
     def test_spaces_that_the_file_leaves_out_of_its_offsets(self, byte_level, make_folder: MakeFolder):
@@ -422,7 +424,7 @@ class TestTypedControlTokens:
 
     def test_a_template_that_acts_on_them_is_refused(self, tokenizer_with):
         template = "{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}"
-        with pytest.raises(ValueError, match="the chat template acts on it"):
+        with pytest.raises(ValueError, match="the chat template treats it as its own"):
             tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
 
     def test_the_markers_themselves_are_refused(self, tokenizer_with):
@@ -432,11 +434,11 @@ class TestTypedControlTokens:
 
 class TestErrors:
     def test_no_template(self, tokenizer_with):
-        with pytest.raises(ValueError, match=r"no chat template.*chat_template.jinja"):
+        with pytest.raises(ValueError, match=r"no chat template.*data.chat_template=FILE"):
             tokenizer_with(None).render(CHAT)
 
     def test_no_default_template(self, tokenizer_with):
-        with pytest.raises(ValueError, match="no chat template under the name `default`"):
+        with pytest.raises(ValueError, match="no chat template named `default`"):
             tokenizer_with([{"name": "rag", "template": "x"}]).render(CHAT)
 
     def test_a_template_that_does_not_compile(self, tokenizer_with):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.tokenizers.context_length import context_length
+from lean_ft.tokenizers.loading import context_length
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import file_limits, load_tokenizer, tokenizer_json
-from lean_ft.tokenizers.file_limits import _may_not_end
+from lean_ft.tokenizers.file_limits import may_backtrack
 
 TINY = resolve_model_path("tiny") / "tokenizer.json"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -59,11 +59,11 @@ def test_a_panic_of_the_library_is_one_message(tmp_path, monkeypatch):
     ],
 )
 def test_expressions_of_published_tokenizers_pass(expression):
-    assert not _may_not_end(expression)
+    assert not may_backtrack(expression)
 
 
 @pytest.mark.parametrize(
     "expression", ["(a+)+$", "(a|a)*b", "((ab)*)*", "(?:x{1,9}){3}", "(?:[a-z]+|b){5,}", "(a?){40}"]
 )
-def test_expressions_that_may_not_end_are_found(expression):
-    assert _may_not_end(expression)
+def test_expressions_thatmay_backtrack_are_found(expression):
+    assert may_backtrack(expression)
