@@ -1,4 +1,4 @@
-"""Runs of a recipe on the embedded model. A test module gives its RECIPE and SETTINGS; `own_settings` adds what takes a folder."""
+"""Run a recipe on the embedded model. A test module sets RECIPE and SETTINGS; `own_settings` adds settings that need a folder."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 
 Lines = list[dict[str, Any]]
-OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # a test counts what is found there
+OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # their tests count cache hits
 
 
 @cache
@@ -22,7 +22,7 @@ def recipe_module(name: str) -> ModuleType:
 
 
 def run_recipe(name: str, folder: Path, *settings: str) -> Lines:
-    """Runs a recipe with settings alone, and returns the lines of its metrics."""
+    """Run a recipe with these settings and no preset; return the lines of metrics.jsonl."""
     module = recipe_module(name)
     module.main(load_config(module.Config, None, [*settings, f"output_dir={folder}"]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -35,7 +35,7 @@ def own_settings() -> tuple[str, ...]:
 
 @pytest.fixture
 def train(tmp_path: Path, request: pytest.FixtureRequest, own_settings: tuple[str, ...]) -> Callable[..., Lines]:
-    """Runs the module's recipe with its settings and more; TMP in them is the test's folder. Returns the lines of its metrics."""
+    """Run the module's recipe with its settings and more. TMP in a setting is the test's folder. Return the lines of metrics.jsonl."""
 
     def run(*settings: str, output: str = "run", name: str = request.module.RECIPE) -> Lines:
         own = [f"data.cache_dir={tmp_path / 'cache'}"] if name in OWN_CACHE else []

@@ -1,4 +1,4 @@
-"""The chat recipe: what it answers is what generate answers to the whole conversation."""
+"""The chat recipe answers as `generate` does for the whole conversation."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def recipe() -> ModuleType:
 @pytest.fixture
 def chat(recipe: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def run(*lines: str, **settings: object) -> list[str]:
-        """What it prints where these lines come through a pipe."""
+        """Return the printed lines, with these lines as input from a pipe."""
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         given = {"model.path": "tiny", "model.dtype": "float32", "device": "cpu", "max_new_tokens": 12, **settings}
         recipe.main(load_config(recipe.Config, None, [f"{name}={value}" for name, value in given.items()]))
@@ -41,7 +41,7 @@ def said(*contents: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 2.0, "seed": 3}])
-def test_each_answer_is_to_the_whole_conversation(chat: Callable[..., list[str]], drawn: dict) -> None:
+def test_each_answer_depends_on_the_whole_conversation(chat: Callable[..., list[str]], drawn: dict) -> None:
     def expected(messages: list[dict[str, str]]) -> str:
         return generate(load_model("tiny"), [messages], max_new_tokens=12, **drawn)[0]
 
@@ -88,7 +88,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_model_without_a_chat_template_is_told_about_generate(chat: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_without_a_chat_template_the_error_names_generate(chat: Callable[..., list[str]], tmp_path: Path) -> None:
     from lean_ft.models import save_model
     from lean_ft.tokenizers import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""The recipe with the embedded model as teacher: what it equals, what is kept of a teacher, and what is refused."""
+"""distill with the embedded model as the teacher: an independent loop, cached teachers, on-policy steps, refusals."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ Train = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A smaller model with the embedded one's tokenizer, its vocabulary padded."""
+    """A smaller model with the embedded model's tokenizer and a padded vocabulary."""
     folder = tmp_path_factory.mktemp("student")
     tiny = resolve_model_path("tiny")
     for file in tiny.glob("*token*"):
@@ -60,7 +60,7 @@ def own_settings(student: Path) -> tuple[str, ...]:
 
 
 def keep(destination: Path, *settings: str, top_k: int = V) -> tuple[str]:
-    """Has the embedded model say what it thinks of the rows, and returns the setting that names it."""
+    """Cache the embedded model's predictions for the rows; return the setting that names the cache."""
     given = ["model.path=tiny", *SETTINGS[:3], "device=cpu", f"top_k={top_k}", f"destination={destination}", *settings]
     keep_teacher(load_config(KeepTeacherConfig, None, given))
     return (f"distill.cached={destination}",)
@@ -75,7 +75,7 @@ def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
 
 @cache
 def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -> list[float]:
-    """Distillation as a person would write it: one document at a time, whole logits, two models of transformers, torch's AdamW."""
+    """Distillation written by hand: one document at a time, whole logits, two transformers models, torch's AdamW."""
     given = [f"model.path={student}", *SETTINGS, *LIVE, "output_dir=unused", f"data.packing={packing}"]
     config = load_config(load_recipe(recipes()["distill"]).Config, None, given)
     batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
@@ -119,7 +119,7 @@ MEMORY: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("settings", MEMORY, ids=str)
-def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
+def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
     mixed = ("distill.temperature=2", "distill.cross_entropy_weight=0.2", "max_steps=20")
     lines = train(*LIVE, *mixed, *settings)
     losses = by_hand(
@@ -135,7 +135,7 @@ def test_twenty_steps_are_those_of_a_loop_by_hand(train: Train, student: Path, s
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_micro_batches_and_packed_rows_add_up_to_the_whole_batch(train: Train, tmp_path: Path, compile: bool) -> None:
-    """All rows in each step, since packing puts others together."""
+    """Each step uses all rows, because packing changes which rows share a batch."""
     rows = resolve_data_path("tiny/validation.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(rows[:12]))
     settings = (*LIVE, f"data.source={tmp_path / 'few.jsonl'}", "epochs=3", "max_steps=3")
@@ -155,8 +155,8 @@ def test_micro_batches_and_packed_rows_add_up_to_the_whole_batch(train: Train, t
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
-def test_all_tokens_kept_teach_what_the_teacher_does(train: Train, tmp_path: Path, packing: str) -> None:
-    """Rows that are shuffled, packed, weighed and held out otherwise than when they were read."""
+def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
+    """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""
     settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=15", "eval_every=5")
     kept = keep(tmp_path / "kept", "data.packing=bfd", "batch_size=3")
     live, recalled = train(*settings, *LIVE), train(*settings, *kept, output="kept_run")
@@ -168,7 +168,7 @@ def test_all_tokens_kept_teach_what_the_teacher_does(train: Train, tmp_path: Pat
                 assert line[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
-def test_of_64_tokens_nearly_everything_is_kept_in_half_a_kilobyte(train: Train, tmp_path: Path) -> None:
+def test_a_cache_of_64_tokens_keeps_most_of_the_divergence_in_half_a_kilobyte(train: Train, tmp_path: Path) -> None:
     kept = keep(tmp_path / "kept", top_k=64)
     live, recalled = train(*LIVE, "max_steps=1"), train(*kept, "max_steps=1", output="kept_run")
     assert 0.6 * live[0]["divergence"] < recalled[0]["divergence"] < live[0]["divergence"]
@@ -178,7 +178,7 @@ def test_of_64_tokens_nearly_everything_is_kept_in_half_a_kilobyte(train: Train,
     assert size == num_targets * (64 * 8 + 4)
 
 
-def test_what_was_kept_of_other_rows_or_at_another_temperature_is_refused(train: Train, tmp_path: Path) -> None:
+def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, tmp_path: Path) -> None:
     kept = keep(tmp_path / "kept", top_k=4)
     for settings, message in (
         (("data.max_length=24",), r"lacks \d+ of the \d+ .*data.max_length=64 there, 24 here"),
@@ -204,8 +204,8 @@ def test_what_was_kept_of_other_rows_or_at_another_temperature_is_refused(train:
 # The student's own answers --------------------------------------------------------------------------------------------------
 
 
-def test_on_policy_steps_score_what_the_student_itself_answers(train: Train, student: Path) -> None:
-    """Every step, without learning: the targets are the student's likeliest tokens, so cross-entropy and accuracy tell."""
+def test_on_policy_steps_train_on_the_students_completions(train: Train, student: Path) -> None:
+    """With lr=0 and greedy sampling, the targets are the student's likeliest tokens: its token accuracy is 1."""
     settings = ("optimizer.lr=0", "max_steps=2", "generation.max_new_tokens=5", "generation.temperature=0")
     own = train(*LIVE, *settings, "distill.on_policy=1", "distill.divergence=reverse_kl")
     for line in own:
@@ -216,7 +216,7 @@ def test_on_policy_steps_score_what_the_student_itself_answers(train: Train, stu
     assert all(line["token_accuracy"] < 0.2 for line in drawn)
 
 
-def test_the_share_of_on_policy_steps_is_drawn_by_the_seed_and_a_resume_changes_nothing(train: Train) -> None:
+def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Train) -> None:
     settings = (
         *LIVE,
         "distill.on_policy=0.4",
@@ -235,7 +235,7 @@ def test_the_share_of_on_policy_steps_is_drawn_by_the_seed_and_a_resume_changes_
     assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
 
 
-def test_how_prompts_are_shared_out_to_micro_batches_changes_no_answer(train: Train) -> None:
+def test_micro_batch_sizes_change_no_completion(train: Train) -> None:
     settings = (*LIVE, "distill.on_policy=1", "generation.max_new_tokens=4", "max_steps=2")
     whole = train(*settings, "batch_size=6")
     parts = train(*settings, "batch_size=2", "gradient_accumulation_steps=3", output="parts")
@@ -253,12 +253,12 @@ def test_how_prompts_are_shared_out_to_micro_batches_changes_no_answer(train: Tr
         (
             ("distill.on_policy=0.01", "data.train_on=all"),
             "the student has no prompt to answer",
-        ),  # before any such step
+        ),  # refused before the first on-policy step
         (("distill.on_policy=1.5",), "<= 1"),
     ],
     ids=str,
 )
-def test_answers_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_unsupported_on_policy_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*LIVE, *settings)
 
@@ -266,7 +266,7 @@ def test_answers_that_cannot_be_are_refused(train: Train, settings: tuple[str, .
 # Resuming, precision, planning ----------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_in_fewer_bits_says_nearly_the_same(train: Train) -> None:
+def test_a_teacher_in_fewer_bits_is_close(train: Train) -> None:
     exact = train(*LIVE, "max_steps=1")[0]["divergence"]
     for kept_as, bound in (("bfloat16", 0.01), ("float16", 0.01), ("nf4", 0.1)):
         (line,) = train(*LIVE, "max_steps=1", f"distill.teacher_dtype={kept_as}", output=kept_as)
@@ -275,7 +275,7 @@ def test_a_teacher_in_fewer_bits_says_nearly_the_same(train: Train) -> None:
     assert line["divergence"] == pytest.approx(exact, rel=0.01)
 
 
-def test_what_was_held_out_comes_nearer_to_the_teacher(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_the_divergence_on_held_out_rows_falls(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.validation_fraction=0.3", "data.train_on=all", "epochs=8", "max_steps=40", "eval_every=5")
     evaluations = [line for line in train(*LIVE, *settings) if "eval_loss" in line]
     assert evaluations[-1]["eval_divergence"] < 0.8 * evaluations[0]["eval_divergence"]
@@ -299,9 +299,7 @@ def test_what_was_held_out_comes_nearer_to_the_teacher(train: Train, capsys: pyt
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_one_message(
-    train: Train, tmp_path: Path, settings: tuple[str, ...], message: str
-) -> None:
+def test_invalid_settings_are_refused(train: Train, tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
     other = tmp_path / "other"
     shutil.copytree(resolve_model_path("tiny"), other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -313,7 +311,7 @@ def test_what_cannot_be_is_refused_with_one_message(
         train(*(setting.replace("OTHER", str(other)) for setting in settings))
 
 
-def test_the_planner_counts_a_teacher_and_not_what_was_kept_of_one(student: Path, tmp_path: Path) -> None:
+def test_the_planner_counts_a_live_teacher_but_not_a_cached_one(student: Path, tmp_path: Path) -> None:
     def weights(*settings: str) -> int:
         recipe = load_recipe(recipes()["distill"])
         cfg = load_config(recipe.Config, None, [f"model.path={student}", *SETTINGS, "output_dir=unused", *settings])

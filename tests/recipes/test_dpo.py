@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: where it begins, what it equals, and that nothing about memory or layout changes it."""
+"""The recipe on the embedded model: its initial values, an independent loop, and settings of memory and layout that change no number."""
 
 import json
 import math
@@ -40,7 +40,7 @@ SETTINGS = (
     "device=cpu",
 )
 Train = Callable[..., list[dict[str, Any]]]
-UNLIKE = TIMES | {"tokens"}  # what may differ between runs that compute the same
+UNLIKE = TIMES | {"tokens"}  # may differ between runs with equal results
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
@@ -60,7 +60,7 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
-def test_it_begins_with_margins_of_exactly_0_and_a_loss_of_ln_2(train: Train, settings: tuple[str, ...]) -> None:
+def test_margins_start_at_exactly_0_and_the_loss_at_ln_2(train: Train, settings: tuple[str, ...]) -> None:
     first, last = train(*settings, "gradient_accumulation_steps=2", "max_steps=2", "batch_size=2")
     assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/margins"] == 0
     assert first["rewards/accuracies"] == 0.5
@@ -69,8 +69,8 @@ def test_it_begins_with_margins_of_exactly_0_and_a_loss_of_ln_2(train: Train, se
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
-def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, packing: str, tmp_path: Any) -> None:
-    """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
+def test_each_pair_has_its_own_reference_also_when_held_out(train: Train, packing: str, tmp_path: Any) -> None:
+    """With lr=0 all margins stay 0, also in the second epoch's batches and the held-out set."""
     few = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()[:24]
     (tmp_path / "few.jsonl").write_text("\n".join(few))
     rows = (f"data.source={tmp_path / 'few.jsonl'}", "data.validation_fraction=0.5", "epochs=2", "optimizer.lr=0")
@@ -81,7 +81,7 @@ def test_each_pair_has_its_own_reference_and_those_held_out_too(train: Train, pa
     assert evaluation["eval_rewards/chosen"] == evaluation["eval_rewards/margins"] == 0
 
 
-def test_a_reference_in_4_bits_is_near(train: Train) -> None:
+def test_a_4_bit_reference_is_close(train: Train) -> None:
     (first,) = train("reference.kind=nf4", "max_steps=1")
     assert 0 < abs(first["rewards/chosen"]) < 0.5
     assert first["loss"] == pytest.approx(math.log(2), rel=0.1)
@@ -89,8 +89,8 @@ def test_a_reference_in_4_bits_is_near(train: Train) -> None:
 
 @cache
 def by_hand(settings: tuple[str, ...], num_steps: int = 8) -> tuple[list[float], list[float]]:
-    """DPO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
-    Returns the losses and the mean margins. `settings` tell which pairs come in a batch."""
+    """DPO written by hand: one completion at a time, whole logits, two transformers models, torch's AdamW.
+    Return losses and mean margins. `settings` decide which pairs share a batch."""
     config = load_config(load_recipe(recipes()["dpo"]).Config, None, [*SETTINGS, "output_dir=unused", *settings])
     sharing = config.data.shared_prompt is not False
     batches, _ = preference_batches(config.data, load_tokenizer("tiny"), config.batch_size, config.seed, sharing)
@@ -124,7 +124,7 @@ def by_hand(settings: tuple[str, ...], num_steps: int = 8) -> tuple[list[float],
 
 EACH_ITS_PROMPT = ("data.shared_prompt=false",)
 PACKED = ("data.packing=bfd", "batch_size=1")
-# Which pairs come together, and what must change nothing; the prompts of all but two are shared.
+# Settings that decide which pairs share a batch, and settings that change no number. All but two share prompts.
 MEMORY = [
     ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
     ((), ("batch_size=1", "gradient_accumulation_steps=4")),
@@ -136,18 +136,16 @@ MEMORY = [
 
 
 @pytest.mark.parametrize(("rows", "settings"), MEMORY, ids=str)
-def test_eight_steps_are_those_of_a_loop_by_hand(
-    train: Train, rows: tuple[str, ...], settings: tuple[str, ...]
-) -> None:
+def test_eight_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], settings: tuple[str, ...]) -> None:
     lines = train("max_steps=8", *rows, *settings)
     losses, margins = by_hand(rows)
     assert max(margins) > 0.02
-    # AdamW's first steps are of full length however small a gradient is, also where its sign is a rounding.
+    # AdamW's first steps have full length for any gradient, even if rounding decides its sign.
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=5e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
 
 
-def test_packed_rows_learn_what_padded_ones_do(train: Train, tmp_path: Any) -> None:
+def test_packed_rows_train_like_padded_rows(train: Train, tmp_path: Any) -> None:
     """All pairs in each step, since packing puts others together."""
     rows = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(rows[:12]))
@@ -160,7 +158,7 @@ def test_packed_rows_learn_what_padded_ones_do(train: Train, tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize("packing", ["none", "padding_free"])
-def test_a_shared_prompt_takes_its_positions_once_and_changes_no_number(train: Train, packing: str) -> None:
+def test_sharing_prompts_computes_fewer_tokens_and_changes_no_number(train: Train, packing: str) -> None:
     settings = (f"data.packing={packing}", "data.validation_fraction=0.1", "loss.ld_alpha=0.5", "loss.wpo=true")
     shared, separate = (
         train(*settings, f"data.shared_prompt={value}", output=value, name="dpo") for value in ("true", "false")
@@ -188,23 +186,23 @@ def test_micro_batches_add_up_to_the_whole_batch(train: Train, settings: tuple[s
             assert line[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
 
 
-def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_a_reference_cache_is_reused_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
     def computed(*settings: str) -> int:
         train("reference.kind=cached", *settings, output=f"run{len(outputs)}")
         outputs.append(capsys.readouterr().out)
         return int(outputs[-1].partition("log-probabilities of ")[2].split()[0].replace(",", ""))
 
     outputs: list[str] = []
-    assert computed() == 24  # 6 steps of 4: no further than the run goes
+    assert computed() == 24  # 6 steps of 4 pairs: only those that the run uses
     assert computed() == 0
     assert computed("max_steps=7") == 4
-    assert computed("loss.name=ipo", "batch_size=2") == 0  # what the loss makes of it changes nothing
+    assert computed("loss.name=ipo", "batch_size=2") == 0  # the loss is not part of the key
     assert computed("loss.ld_alpha=0.5") == 24
     assert computed("data.max_prompt_length=6") == 24
     assert computed("model.dtype=bfloat16") == 24
 
 
-def test_a_caches_key_is_made_of_a_slice_of_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_key_hashes_weights_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lean_ft.frozen.reference.SAMPLED_VALUES", 8)
     model = load_model("tiny", dtype=torch.bfloat16)
     whole = _weights_digest(model, ALONE)
@@ -223,7 +221,7 @@ def test_filling_the_cache_draws_no_random_number(train: Train) -> None:
 
 
 @pytest.mark.long
-def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_held_out_rows_are_evaluated_and_improve(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=16", "optimizer.lr=1e-3", "max_steps=20")
     (evaluation,) = [line for line in lines if "eval_loss" in line]
@@ -252,9 +250,7 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_one_message(
-    train: Train, settings: tuple[str, ...], message: str, tmp_path: Any
-) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str, tmp_path: Any) -> None:
     if "model.path=LONG" in settings:
         settings = (settings[0], f"model.path={with_longrope(tmp_path)}")
     with pytest.raises(ValueError, match=message):
@@ -262,7 +258,7 @@ def test_what_cannot_be_is_refused_with_one_message(
 
 
 def with_longrope(folder: Any) -> Any:
-    """The embedded model, made to turn texts beyond 64 tokens otherwise."""
+    """The embedded model with rotary scaling that changes beyond 64 tokens."""
     shutil.copytree(resolve_model_path("tiny"), folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     num = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
@@ -273,7 +269,7 @@ def with_longrope(folder: Any) -> Any:
     return folder / "model"
 
 
-def test_a_model_whose_prompts_depend_on_the_text_computes_each_twice(
+def test_prompts_are_not_shared_if_rotary_scaling_depends_on_the_length(
     train: Train, tmp_path: Any, capsys: pytest.CaptureFixture
 ) -> None:
     train(f"model.path={with_longrope(tmp_path)}", "max_steps=1")
@@ -289,13 +285,13 @@ def test_a_model_whose_prompts_depend_on_the_text_computes_each_twice(
     )
 
 
-def test_its_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
+def test_the_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
     train("max_steps=1", name="lora_dpo_single_device")
     assert (tmp_path / "run" / "step_00000001" / "adapter_model.safetensors").is_file()
     assert "adapter_off" in capsys.readouterr().out
 
 
-def test_a_second_model_is_planned_and_a_reference_of_its_own_is_not() -> None:
+def test_the_planner_counts_a_second_model_but_not_a_streamed_reference() -> None:
     def peaks(*settings: str) -> dict[str, int]:
         recipe = load_recipe(recipes()["dpo"])
         cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", *settings])
@@ -304,11 +300,11 @@ def test_a_second_model_is_planned_and_a_reference_of_its_own_is_not() -> None:
     cached, model = peaks("reference.kind=cached"), peaks("reference.kind=model")
     assert model["weights"] == 2 * cached["weights"]
     on_device = (peaks("reference.kind=streamed")["weights"] - cached["weights"]) / cached["weights"]
-    assert 0.1 < on_device < 0.6  # its embedding, and two of its four layers at most
+    assert 0.1 < on_device < 0.6  # the embedding, and at most 2 of the 4 layers
     assert peaks("reference.kind=adapter_off", "lora.rank=4")["weights"] < 1.2 * cached["weights"]
 
 
-def test_a_batch_tells_its_answers_apart() -> None:
+def test_a_batch_separates_its_completions() -> None:
     recipe = load_recipe(recipes()["dpo"])
     seen = {}
     for packing in ("none", "bfd", "padding_free", "none, shared"):
@@ -335,7 +331,7 @@ def test_a_batch_tells_its_answers_apart() -> None:
         assert tokenizer.decode(ids) == first[side][0]["content"] + "<|end|>"
 
 
-def test_a_loss_of_ones_own_trains_as_the_same_loss_that_is_there(train: Train, tmp_path: Any) -> None:
+def test_a_user_defined_loss_equals_the_built_in_one(train: Train, tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(
         "from torch.nn.functional import logsigmoid\ndef mine(pairs, beta): return -logsigmoid(beta * pairs.margin)\n"
     )

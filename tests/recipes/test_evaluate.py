@@ -1,4 +1,4 @@
-"""Evaluation, against lm-evaluation-harness on transformers' reading of the same model."""
+"""`evaluate` gives the results of lm-evaluation-harness on the same model in transformers."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_harness_says_the_same_of_our_model_and_of_transformers(tasks: list[str], chat: bool) -> None:
+def test_the_harness_gives_the_results_of_transformers(tasks: list[str], chat: bool) -> None:
     ours = HarnessModel(load_model("tiny"), load_tokenizer("tiny"))
     folder = str(resolve_model_path("tiny"))
     theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=2)
@@ -94,7 +94,7 @@ def test_the_harness_says_the_same_of_our_model_and_of_transformers(tasks: list[
                 if isinstance(their, str):
                     assert our == their
                 elif isinstance(their, float):
-                    assert our == pytest.approx(their, abs=1e-3)  # of 800 tokens
+                    assert our == pytest.approx(their, abs=1e-3)  # a sum over 800 tokens
                 else:
                     assert (our[0], our[1]) == (pytest.approx(float(their[0]), abs=1e-4), bool(their[1]))
 
@@ -108,7 +108,7 @@ def evaluate(recipe: ModuleType, *settings: str) -> None:
     recipe.main(load_config(recipe.Config, None, [*settings, "model.dtype=float32", "device=cpu"]))
 
 
-def test_results_of_a_run_go_into_it_step_by_step(recipe: ModuleType, tasks: list[str], tmp_path: Path) -> None:
+def test_results_are_stored_in_the_run_by_step(recipe: ModuleType, tasks: list[str], tmp_path: Path) -> None:
     finetune = load_recipe(find_recipe("finetune"))
     given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=2"]
     given += [f"output_dir={tmp_path}", "save_every=1", "device=cpu", "plan=false", "eval_answers=4"]
@@ -124,8 +124,8 @@ def test_results_of_a_run_go_into_it_step_by_step(recipe: ModuleType, tasks: lis
 
 
 @pytest.mark.long
-def test_a_run_that_does_tasks_is_the_run_that_does_none(tasks: list[str], tmp_path: Path) -> None:
-    """Bit for bit, with dropout and noise that are drawn; and its numbers are evaluate's of the same checkpoint."""
+def test_evaluation_tasks_do_not_change_a_run(tasks: list[str], tmp_path: Path) -> None:
+    """Bitwise, with random dropout and noise. The results equal those of `evaluate` on the same checkpoint."""
     finetune = load_recipe(find_recipe("finetune"))
     given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=3"]
     given += [
@@ -160,7 +160,7 @@ def test_a_run_that_does_tasks_is_the_run_that_does_none(tasks: list[str], tmp_p
             finetune.main(load_config(finetune.Config, None, [*given, wrong, f"output_dir={tmp_path / 'wrong'}"]))
 
 
-def test_an_answer_is_right_to_the_letter_or_by_a_pattern(recipe: ModuleType, tmp_path: Path) -> None:
+def test_answers_match_exactly_or_by_pattern(recipe: ModuleType, tmp_path: Path) -> None:
     from lean_ft.generation import generate
 
     said = generate(load_model("tiny"), [QUESTIONS[0]], max_new_tokens=60)[0].strip()
@@ -178,12 +178,12 @@ def test_an_answer_is_right_to_the_letter_or_by_a_pattern(recipe: ModuleType, tm
     [
         ([], r"expected tasks=\[...\], data.source=FILE, or both"),
         (["tasks=[nowhere.yaml]"], "there is no file nowhere.yaml"),
-        # It reads all of the harness's tasks, which takes long.
+        # Slow: the harness reads all of its tasks.
         pytest.param(
             ["tasks=[no_such_task_at_all]"], "the harness knows no no_such_task_at_all", marks=pytest.mark.long
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(recipe: ModuleType, settings: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(recipe: ModuleType, settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(recipe, "model.path=tiny", *settings)

@@ -1,4 +1,4 @@
-"""The recipe: few lines from the smallest, an interruption changes no bit, and the base is never stored again."""
+"""finetune: a few lines more than the smallest recipe, bitwise equal to it without an adapter, and adapters stored alone."""
 
 import difflib
 import json
@@ -30,8 +30,8 @@ def own_settings():
     return ("model.dtype=float32", "lora.rank=4", "schedule.name=constant")
 
 
-def test_it_is_the_smallest_recipe_with_adapters_and_ranks():
-    """By lines, but for the docstring: what is added names adapters or ranks, and what is taken is said otherwise."""
+def test_it_is_the_smallest_recipe_plus_adapters_and_ranks():
+    """Compare lines below the docstring: added lines name adapters or ranks, and few lines change."""
 
     def code(name: str) -> list[str]:
         return [line for line in recipes()[name].read_text().split('"""', 2)[2].splitlines() if line.strip()]
@@ -47,7 +47,7 @@ def test_it_is_the_smallest_recipe_with_adapters_and_ranks():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_without_an_adapter_it_is_the_smallest_recipe_bit_for_bit(tmp_path, dtype):
+def test_without_an_adapter_it_equals_the_smallest_recipe_bitwise(tmp_path, dtype):
     settings = (f"model.dtype={dtype}", "data.packing=bfd", "gradient_accumulation_steps=2", "batch_size=2")
     for name in (RECIPE, SIBLING):
         module = load_recipe(recipes()[name])
@@ -56,8 +56,8 @@ def test_without_an_adapter_it_is_the_smallest_recipe_bit_for_bit(tmp_path, dtyp
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_its_alias_is_it_with_the_adapter_on(tmp_path):
-    """And a run of before, under that name, goes on."""
+def test_the_alias_turns_the_adapter_on(tmp_path):
+    """A run stored under the alias resumes too."""
     recipe = load_recipe(find_recipe(ALIAS))
     given = [*SETTINGS, "model.dtype=float32", f"output_dir={tmp_path / 'run'}"]
     recipe.main(load_config(recipe.Config, None, [*given, "max_steps=2"]))
@@ -76,7 +76,7 @@ def test_its_alias_is_it_with_the_adapter_on(tmp_path):
     assert load_recipe(copy).Config.model_fields["lora"].default.rank == 16
 
 
-def test_an_adapter_goes_on_over_the_weights_that_it_was_trained_beside(train, tmp_path):
+def test_an_adapter_resumes_only_on_its_base_weights(train, tmp_path):
     base, dtype = (
         shutil.copytree(resolve_model_path("tiny"), tmp_path / "base"),
         stored_dtype(resolve_model_path("tiny")),
@@ -93,12 +93,12 @@ def test_an_adapter_goes_on_over_the_weights_that_it_was_trained_beside(train, t
     ):
         train(*settings, output="parts")
 
-    save_model(load_model("tiny", dtype=dtype), base, max_shard_bytes=400_000)  # the same weights, in other files
+    save_model(load_model("tiny", dtype=dtype), base, max_shard_bytes=400_000)  # the same weights in other files
     train(*settings, "max_steps=5", output="parts")
     checkpoint = tmp_path / "parts" / "step_00000005"
     state_file = checkpoint / "training_state" / "training_state.json"
     state = json.loads(state_file.read_text())
-    assert state.pop("base_fingerprint")  # an earlier version wrote none
+    assert state.pop("base_fingerprint")  # earlier versions did not write it
     write_json(state_file, state)
     (checkpoint / "manifest.json").unlink()
     write_json(checkpoint / "manifest.json", _manifest(checkpoint, 5))
@@ -125,7 +125,7 @@ def test_every_precision_follows_float32(train, dtype):
         assert line["loss"] == pytest.approx(expected["loss"], rel=0.06)
 
 
-def test_what_was_learned_answers_through_the_adapter(train, tmp_path, capsys):
+def test_generation_uses_the_adapter(train, tmp_path, capsys):
     train("optimizer.lr=1e-2")
     said = capsys.readouterr().out
     checkpoint = tmp_path / "run" / "step_00000008"
@@ -171,7 +171,7 @@ from lean_ft.settings import LoRAConfig
 from lean_ft.memory.host_memory import return_freed_memory
 from lean_ft.training.process_memory import peak_memory_bytes
 return_freed_memory()
-NF4Linear(torch.nn.Linear(64, 64))  # what libraries take when they are first used
+NF4Linear(torch.nn.Linear(64, 64))  # memory that libraries allocate on first use
 before = peak_memory_bytes(torch.device("cpu"))
 model = load_model(sys.argv[1], dtype=torch.bfloat16, random_init=True,
                    after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
@@ -180,10 +180,10 @@ print(peak_memory_bytes(torch.device("cpu")) - before)
 
 
 @pytest.mark.long
-def test_the_model_never_stands_in_memory_whole_while_it_is_quantised(tmp_path):
+def test_quantizing_while_loading_never_holds_the_whole_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     layers = 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     growth = int(done.stdout)
-    assert growth < 0.6 * 2 * layers  # of the model in bfloat16; in NF4 it is 0.26
+    assert growth < 0.6 * 2 * layers  # relative to the bfloat16 model; NF4 weights take 0.26

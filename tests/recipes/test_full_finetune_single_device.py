@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: copies of it, both batch layouts, and every precision learn the same thing."""
+"""The recipe on the embedded model: copies, batch layouts and dtypes train alike."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def numbers(lines):
     return [(line["loss"], line["grad_norm"], line["tokens"], line["target_tokens"]) for line in lines]
 
 
-def test_a_copy_is_the_recipe(train, tmp_path):
+def test_a_copy_equals_the_recipe(train, tmp_path):
     copy = shutil.copy(recipes()[RECIPE], tmp_path / "mine.py")
     assert numbers(train("model.dtype=float32", name=str(copy), output="copy")) == numbers(train("model.dtype=float32"))
 
@@ -57,7 +57,7 @@ def test_memory_settings_change_no_number(train):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_a_learning_rate_of_zero_leaves_the_weights_as_they_are(train, tmp_path):
+def test_lr_0_leaves_the_weights_bitwise_equal(train, tmp_path):
     from safetensors.torch import load_file
 
     from lean_ft import load_model
@@ -68,7 +68,7 @@ def test_a_learning_rate_of_zero_leaves_the_weights_as_they_are(train, tmp_path)
     assert all((before[name] == tensor).all() for name, tensor in after.items())
 
 
-def test_evaluation_is_weighted_by_tokens_and_answers_are_asked(train, capsys):
+def test_evaluation_is_weighted_by_tokens_and_samples_completions(train, capsys):
     lines = train(
         "data.validation_fraction=0.2", "eval_every=4", "eval_answers=5", "model.dtype=float32", "eval_pattern=(.)"
     )
@@ -81,7 +81,7 @@ def test_evaluation_is_weighted_by_tokens_and_answers_are_asked(train, capsys):
     assert out.count("right is what (.) finds last") == 2
 
 
-def test_a_complete_run_answers_with_what_it_learned(train, capsys):
+def test_a_complete_run_answers_with_its_trained_weights(train, capsys):
     settings = ("data.validation_fraction=0.2", "eval_answers=5", "model.dtype=float32", "optimizer.lr=5e-3")
     train(*settings)
     learned = capsys.readouterr().out.rpartition("at step 8: ")[2]

@@ -1,4 +1,4 @@
-"""The generate recipe, against transformers' own generation on the embedded model."""
+"""The generate recipe against transformers' `generate` on the embedded model."""
 
 import json
 import re
@@ -58,19 +58,19 @@ def test_greedy_equals_transformers_on_plain_text(generate) -> None:
     assert generate(prompt="The capital of", chat="false") == expected
 
 
-def test_the_seed_decides_what_is_drawn(generate) -> None:
+def test_the_seed_decides_the_samples(generate) -> None:
     drawn = [generate(prompt=QUESTION, temperature=3, top_k=300, seed=seed) for seed in (0, 0, 1, 2)]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
 
 
-def test_drawing_from_one_token_is_greedy(generate) -> None:
+def test_top_k_1_is_greedy(generate) -> None:
     greedy = generate(prompt=QUESTION)
     assert generate(prompt=QUESTION, temperature=5, top_k=1, seed=3) == greedy
     assert generate(prompt=QUESTION, temperature=5, top_p=1e-6, seed=3) == greedy
 
 
-def test_a_saved_folder_says_the_same(generate, tmp_path: Path) -> None:
+def test_a_saved_folder_gives_the_same_text(generate, tmp_path: Path) -> None:
     save_model(load_model("tiny"), tmp_path)
     load_tokenizer("tiny").save(tmp_path)
     assert generate(prompt=QUESTION, model_path=tmp_path) == generate(prompt=QUESTION)
@@ -84,13 +84,13 @@ def test_a_file_of_prompts_is_answered_line_by_line(generate, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"prompt": "a", "prompts_file": "b"}])
-def test_one_source_of_prompts_is_needed(generate, settings: dict) -> None:
+def test_exactly_one_source_of_prompts_is_required(generate, settings: dict) -> None:
     with pytest.raises(ValueError, match=r"prompts_file=PATH, found (neither|both)"):
         generate(**settings)
 
 
-def test_the_generation_config_names_further_ends(generate, tmp_path: Path) -> None:
-    """As Llama 3's does: a token that is not the tokenizer's eos ends the text too."""
+def test_generation_config_adds_end_tokens(generate, tmp_path: Path) -> None:
+    """As in Llama 3: a token other than the tokenizer's eos also ends the text."""
     save_model(load_model("tiny"), tmp_path)
     tokenizer = load_tokenizer("tiny")
     tokenizer.save(tmp_path)
@@ -100,7 +100,7 @@ def test_the_generation_config_names_further_ends(generate, tmp_path: Path) -> N
     assert len(tokenizer.encode(generate(prompt=QUESTION, model_path=tmp_path).removesuffix("\n"))) <= 3
 
 
-def test_the_stream_cuts_no_character() -> None:
+def test_streaming_splits_no_character() -> None:
     tokenizer = load_tokenizer("tiny")
     text = "fig 日本 🙂 é, saw"
     ids = tokenizer.encode(text)
@@ -110,7 +110,7 @@ def test_the_stream_cuts_no_character() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_the_stream_ends_with_half_a_character_if_the_model_did() -> None:
+def test_streaming_ends_with_half_a_character_if_the_model_does() -> None:
     tokenizer = load_tokenizer("tiny")
     ids = tokenizer.encode("ok 🙂")[:-1]
     assert "".join(text_of(tokenizer, iter(ids))) == tokenizer.decode(ids)
@@ -127,8 +127,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_a_file_of_prompts_may_be(generate, tmp_path: Path, name: str) -> None:
-    """Every one of them asks the same question, and the rows come out with what else they hold."""
+def test_formats_of_prompt_files(generate, tmp_path: Path, name: str) -> None:
+    """Each format asks the same question, and output rows keep their other fields."""
     content, answer = FILES[name], generate(prompt=QUESTION).removesuffix("\n")
     file, output = tmp_path / name, tmp_path / "out.jsonl"
     lines = content if isinstance(content, list) and name.endswith(".jsonl") else [content]
@@ -153,9 +153,7 @@ def test_what_a_file_of_prompts_may_be(generate, tmp_path: Path, name: str) -> N
         ('{"messages": ["x"]}', "line 2: a prompt is {'messages': ['x']}; expected"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_refused_before_any_is_answered(
-    generate, tmp_path: Path, row: str, message: str
-) -> None:
+def test_a_row_without_a_prompt_is_refused_before_sampling(generate, tmp_path: Path, row: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' + row + "\n")
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(prompts_file=tmp_path / "rows.jsonl", output=tmp_path / "out.jsonl")
@@ -164,7 +162,7 @@ def test_a_row_that_is_no_prompt_is_refused_before_any_is_answered(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, and one that trained an adapter."""
+    """A full run and an adapter run, 2 steps each."""
     folder = tmp_path_factory.mktemp("runs")
     module = load_recipe(find_recipe("finetune"))
     settings = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "optimizer.lr=5e-3"]
@@ -176,7 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestWhatIsAsked:
-    """A run goes by many names."""
+    """Ways to name a run."""
 
     @pytest.fixture
     def ask(self, recipe: ModuleType, capsys: pytest.CaptureFixture[str]):
@@ -187,7 +185,7 @@ class TestWhatIsAsked:
 
         return run
 
-    def test_a_run_is_its_newest_whole_checkpoint(self, runs: Path, ask, tmp_path: Path) -> None:
+    def test_a_run_means_its_newest_complete_checkpoint(self, runs: Path, ask, tmp_path: Path) -> None:
         full = runs / "full"
         newest, earlier = (ask(f"model.path={full}/step_0000000{step}") for step in (2, 1))
         assert ask(f"model.path={full}") == newest != earlier
@@ -197,7 +195,7 @@ class TestWhatIsAsked:
         assert "step_00000002" in answer and "Passed over for an earlier one." in answer
         assert answer.endswith(earlier)
 
-    def test_an_adapter_finds_its_model(self, runs: Path, ask, tmp_path: Path) -> None:
+    def test_an_adapter_finds_its_base_model(self, runs: Path, ask, tmp_path: Path) -> None:
         adapter = runs / "lora" / "step_00000002"
         expected = ask("model.path=tiny", f"adapter={adapter}")
         assert expected != ask("model.path=tiny")
@@ -206,7 +204,7 @@ class TestWhatIsAsked:
         two = ask("model.path=tiny", f"adapter=[{adapter},{adapter}]")
         assert ask(f"adapter=[{adapter},{adapter}]") == ask(f"model.path={adapter}", f"adapter={adapter}") == two
 
-        # As it is on another machine: the run's settings still know the model, and without them nobody does.
+        # As on another machine: the run's settings name the base model; without them it is unknown.
         elsewhere = shutil.copytree(adapter, tmp_path / "elsewhere")
         config = json.loads((elsewhere / "adapter_config.json").read_text())
         (elsewhere / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone/away"}))
@@ -216,6 +214,6 @@ class TestWhatIsAsked:
         with pytest.raises(ValueError, match=r"it is of /gone/away, which is not here; give the model's folder"):
             ask(f"adapter={elsewhere}")
 
-    def test_one_of_the_two_is_needed(self, ask) -> None:
+    def test_a_model_or_an_adapter_is_required(self, ask) -> None:
         with pytest.raises(ValueError, match=r"expected model.path=\.\.\., or adapter="):
             ask()

@@ -231,7 +231,7 @@ def test_what_is_wrong_with_a_reward_is_said(
     ],
     ids=str,
 )
-def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)
 
@@ -328,7 +328,7 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
 
 
 def test_it_learns(train: Train) -> None:
-    """Held-out problems, answers drawn as in training."""
+    """On held-out problems, sampled as in training."""
     settings = ("data.validation_source=tiny/problems_validation.jsonl", "batch_size=64", "max_steps=12", "seed=1")
     lines = train(*settings, "optimizer.lr=3e-4", "gradient_accumulation_steps=1", "generation.num_answers=8")
     rewards = [line["reward"] for line in lines if "reward" in line]
@@ -397,7 +397,7 @@ def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     assert numbers(lines) == numbers(train(*given, output="undisturbed"))
 
 
-def test_it_is_planned(tmp_path: Path) -> None:
+def test_the_planner_counts_it(tmp_path: Path) -> None:
     """The caches that sampling takes, and the second model where there is one, are in the peak."""
     module = load_recipe(find_recipe("grpo"))
 

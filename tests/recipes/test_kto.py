@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: where it begins, what it equals, and that nothing about memory or layout changes it."""
+"""The recipe on the embedded model: its initial values, an independent loop, and settings of memory and layout that change no number."""
 
 import json
 import math
@@ -52,7 +52,7 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize(("settings", "loss"), BEGINNINGS, ids=str)
-def test_it_begins_with_its_known_loss_and_rewards_of_exactly_0(train: Train, settings: Any, loss: float) -> None:
+def test_the_first_loss_is_known_and_rewards_are_exactly_0(train: Train, settings: Any, loss: float) -> None:
     first, last = train(*settings, "gradient_accumulation_steps=2", "max_steps=2")
     assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/margins"] == first["baseline"] == 0
     assert first["rewards/accuracies"] == 0.5
@@ -61,8 +61,10 @@ def test_it_begins_with_its_known_loss_and_rewards_of_exactly_0(train: Train, se
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
-def test_each_answer_and_each_mismatched_one_has_its_own_reference(train: Train, packing: str, tmp_path: Path) -> None:
-    """At a learning rate of 0 nothing ever moves, in a second epoch's other batches and in those held out."""
+def test_each_completion_and_each_mismatched_pair_has_its_own_reference(
+    train: Train, packing: str, tmp_path: Path
+) -> None:
+    """With lr=0 all margins stay 0, also in the second epoch's batches and the held-out set."""
     rows = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(rows[:9]))
     few = (f"data.source={tmp_path / 'few.jsonl'}", "data.validation_fraction=0.4", f"data.packing={packing}")
@@ -77,8 +79,8 @@ def test_each_answer_and_each_mismatched_one_has_its_own_reference(train: Train,
 
 @cache
 def by_hand(name: str, packing: str, num_steps: int = 8) -> tuple[list[float], list[float]]:
-    """KTO as a person would write it: one answer at a time, whole logits, two models of transformers, torch's AdamW.
-    Returns the losses and the baselines."""
+    """KTO written by hand: one completion at a time, whole logits, two transformers models, torch's AdamW.
+    Return losses and baselines."""
     given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}"]
     config = load_config(load_recipe(recipes()["kto"]).Config, None, given)
     batches, _ = unpaired_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
@@ -141,8 +143,8 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("name", "settings"), EQUAL, ids=str)
-def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
-    """In micro-batches too, but for kto, whose baseline is of the prompts and answers that stand in one."""
+def test_eight_steps_equal_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
+    """Also with micro-batches, except kto: its baseline uses the prompts and completions of one micro-batch."""
     lines = train("max_steps=8", f"loss.name={name}", *WEIGHTS, *settings)
     losses, baselines = by_hand(name, "padding_free" if "data.packing=padding_free" in settings else "none")
     assert name == "apo_zero_unpaired" or max(map(abs, baselines)) > 0.02
@@ -150,22 +152,22 @@ def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, name: str, settin
     assert [line["baseline"] for line in lines] == pytest.approx(baselines, rel=1e-3, abs=1e-4)
 
 
-def test_a_cache_is_found_again_and_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_a_reference_cache_is_reused_only_where_it_fits(train: Train, capsys: pytest.CaptureFixture) -> None:
     def computed(*settings: str) -> int:
         train("reference.kind=cached", *settings, output=f"run{len(outputs)}")
         outputs.append(capsys.readouterr().out)
         return int(outputs[-1].partition("log-probabilities of ")[2].split()[0].replace(",", ""))
 
     outputs: list[str] = []
-    assert computed() == 48  # 6 steps of 4, and as many mismatched
+    assert computed() == 48  # 6 steps of 4 completions, and as many mismatched
     assert computed() == 0
     assert computed("max_steps=7") == 8
-    assert computed("seed=1") == 48  # others stand together
-    assert computed("loss.name=bco", "batch_size=2") == 12  # which need no others
+    assert computed("seed=1") == 48  # other mismatched pairs
+    assert computed("loss.name=bco", "batch_size=2") == 12  # bco needs no mismatched pairs
 
 
 @pytest.mark.long
-def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_held_out_rows_are_evaluated_and_improve(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=32", "optimizer.lr=3e-4", "max_steps=40")
     (evaluation,) = [line for line in lines if "eval_loss" in line]
@@ -190,23 +192,23 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_one_message(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)
 
 
-def test_it_is_planned_with_an_adapter_and_without() -> None:
+def test_the_planner_counts_adapter_and_full_runs() -> None:
     def peak(*settings: str) -> int:
         recipe = load_recipe(recipes()["kto"])
         cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", *settings])
         return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak_bytes
 
     assert peak("reference.kind=model") > peak("reference.kind=cached") > peak("lora.rank=4")
-    # The pass over mismatched answers is over before the one that is gone back from.
+    # The pass over mismatched pairs ends before the pass that needs gradients.
     assert peak("reference.kind=cached") == pytest.approx(peak("loss.name=apo_zero_unpaired"), rel=0.05)
 
 
-def test_a_batch_has_the_answers_of_its_own_rows_turned_by_one() -> None:
+def test_mismatched_pairs_rotate_the_completions_of_a_batch() -> None:
     recipe = load_recipe(recipes()["kto"])
     tokenizer = load_tokenizer("tiny")
     for packing in ("none", "bfd", "padding_free"):

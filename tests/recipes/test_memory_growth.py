@@ -1,4 +1,4 @@
-"""A long run's memory stands still: what is resident after many steps is what was after the first few."""
+"""Resident memory does not grow during a long run."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PADDED = {"data.packing": "none", "batch_size": 8}
 
 
 def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -> float:
-    """Resident size after the last step as a share of that after the fifth, less 1. No two documents are alike."""
+    """Return the relative growth of resident memory from step 5 to the last step. All documents differ."""
     drawn = random.Random(0)
     rows = [" ".join(str(drawn.randrange(1000)) for _ in range(drawn.randint(5, 80))) for _ in range(2000)]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -44,7 +44,7 @@ def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -
         **settings,
     }
     command = [sys.executable, "-m", "lean_ft", "run", recipe, "--config", "tiny/full"]
-    # Of other tests in this process, whose runs were others.
+    # Other tests in this process may have set them for other runs.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     command += [f"{name}={value}" for name, value in given.items()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -55,7 +55,7 @@ def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -
 
 
 @pytest.mark.long
-def test_packed_documents_of_ever_new_lengths_take_no_more_memory(tmp_path):
+def test_packed_documents_of_new_lengths_do_not_grow_memory(tmp_path):
     assert growth(tmp_path, "full_finetune_single_device", 30, FULL | PACKED) < 0.05
 
 
@@ -78,7 +78,7 @@ def test_packed_documents_of_ever_new_lengths_take_no_more_memory(tmp_path):
         value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items() if k not in FULL)
     ),
 )
-def test_200_steps_take_no_more_memory_than_five(recipe, settings, tmp_path):
+def test_200_steps_do_not_grow_memory(recipe, settings, tmp_path):
     if "eval_every" in settings:
         (tmp_path / "held_out.jsonl").write_text(
             "".join(json.dumps({"text": "1 2 3 " * n}) + "\n" for n in range(1, 60))

@@ -1,4 +1,4 @@
-"""The recipe on a mixture of experts: the router's loss is in it, and no technique or interruption changes a number."""
+"""finetune on a mixture of experts: the router loss equals transformers', and no technique or resume changes a number."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ DATA = {"source": "tiny/validation.jsonl", "max_length": 64}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Qwen3 mixture as transformers saves it, with the embedded model's tokenizer."""
+    """A tiny Qwen3 mixture saved by transformers, with the embedded model's tokenizer."""
     tiny, folder = resolve_model_path("tiny"), tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def train(folder, tmp_path):
-    """Runs the recipe in float32, and returns the lines of its metrics."""
+    """Run the recipe in float32; return the lines of metrics.jsonl."""
 
     def run(*settings: str, output: str = "run"):
         module = load_recipe(recipes()["full_finetune_single_device"])
@@ -63,7 +63,7 @@ def losses(lines):
     return [(line["loss"], line["router_aux_loss"], line["grad_norm"]) for line in lines]
 
 
-def test_the_routers_loss_is_that_of_transformers_over_what_is_no_padding(train, folder):
+def test_the_router_loss_equals_transformers_without_padding(train, folder):
     line = train("gradient_accumulation_steps=2", "max_steps=1")[0]
     batches, _ = sft_batches(SFTDataConfig(**DATA), load_tokenizer(folder), batch_size=8, seed=0)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -89,7 +89,7 @@ def test_memory_settings_change_no_number(train):
     assert plain[-1]["loss"] < plain[0]["loss"]
 
 
-def test_a_resumed_run_is_the_run_and_its_folder_opens_in_transformers(train, folder, tmp_path):
+def test_a_resumed_run_is_equal_and_opens_in_transformers(train, folder, tmp_path):
     whole = losses(train("save_every=2", "schedule.name=constant", "optimizer.in_backward=true", output="whole"))
     settings = ("save_every=2", "schedule.name=constant", "optimizer.in_backward=true")
     train(*settings, "max_steps=2", output="parts")
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_run_and_its_folder_opens_in_transformers(train, fo
     assert not report["unexpected_keys"]
 
 
-def test_the_coefficient_is_a_setting_and_0_leaves_the_loss_out(train, folder, tmp_path):
+def test_the_router_coefficient_is_a_setting_and_0_disables_the_loss(train, folder, tmp_path):
     more = train("model.router_aux_loss_coef=3", "max_steps=1", output="more")[0]
     own = train("max_steps=1", output="own")[0]
     none = train("model.router_aux_loss_coef=0", "max_steps=1", output="none")[0]

@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: which pairs it makes, where it begins, that it learns, and that going on changes nothing."""
+"""online_dpo on the embedded model: its pairs, its initial values, and that it learns."""
 
 import json
 import math
@@ -35,7 +35,7 @@ Train = Callable[..., Path]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """Runs the recipe with settings, and returns its folder."""
+    """Run the recipe with settings; return its folder."""
 
     def run(*settings: str, output: str = "run") -> Path:
         module = load_recipe(find_recipe("online_dpo"))
@@ -46,13 +46,13 @@ def train(tmp_path: Path) -> Train:
 
 
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4",), ("loss.name=ipo",)], ids=str)
-def test_it_begins_where_both_models_are_one(train: Train, settings: tuple[str, ...]) -> None:
+def test_margins_start_at_0(train: Train, settings: tuple[str, ...]) -> None:
     first, *_ = metrics(train(*settings, "max_steps=1"))
     assert first["rewards/margins"] == 0
     assert first["loss"] == pytest.approx(25 if "loss.name=ipo" in settings else math.log(2), rel=1e-6)
 
 
-def test_the_best_and_the_worst_answer_are_a_pair_and_even_ones_are_none(train: Train, tmp_path: Path) -> None:
+def test_the_best_and_worst_completions_form_a_pair_unless_equal(train: Train, tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def f(prompts, completions):\n"
@@ -65,7 +65,7 @@ def test_the_best_and_the_worst_answer_are_a_pair_and_even_ones_are_none(train: 
     )
     path = folder / "step_00000001" / "training_state" / "training_state.json"
     ids = [answer["ids"] for answer in json.loads(path.read_text())["batches"]["answers"]]
-    pairs = [(2, 0), (9, 10)]  # of the second and third prompt no two answers are told apart
+    pairs = [(2, 0), (9, 10)]  # the completions of the 2nd and 3rd prompt have equal rewards
     (line,) = metrics(folder)
     assert line["target_tokens"] == sum(len(ids[i]) for pair in pairs for i in pair)
     assert line["rewards/margins"] == 0
@@ -82,7 +82,7 @@ def find_tiny() -> Path:
 
 
 def test_it_learns(train: Train) -> None:
-    """Held-out problems, answers drawn as in training."""
+    """On held-out problems, sampled as in training."""
     settings = (
         "rewards=[exact_answer]",
         "data.validation_source=tiny/problems_validation.jsonl",
@@ -102,6 +102,6 @@ def test_it_learns(train: Train) -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)

@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: what it learns from, that it does, what it keeps, and that going on changes nothing."""
+"""ppo on the embedded model: its initial values, that it learns, and the value model."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def config(folder: Path, *settings: str) -> Any:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """Runs the recipe with settings, and returns its folder."""
+    """Run the recipe with settings; return its folder."""
 
     def run(*settings: str, output: str = "run") -> Path:
         load_recipe(find_recipe("ppo")).main(config(tmp_path / output, *settings))
@@ -57,7 +57,7 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4", "loss.gae_lambda=0.5")], ids=["full", "adapter"])
-def test_it_begins_at_ratio_1_and_values_of_0(train: Train, settings: tuple[str, ...]) -> None:
+def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ...]) -> None:
     folder = train(*settings, "save_every=1", "max_steps=2")
     answers, first, *_ = state(folder, 1)["answers"], *metrics(folder)
     assert first["kl"] == first["clip_share"] == 0
@@ -73,13 +73,15 @@ def test_it_begins_at_ratio_1_and_values_of_0(train: Train, settings: tuple[str,
     assert first["value_loss"] == pytest.approx(flat.square().mean().item() / 2, rel=1e-5)
     above = [value for answer in answers for value in answer["advantages"]]
     assert above == pytest.approx(((flat - flat.mean()) / flat.std()).tolist(), rel=1e-4, abs=1e-6)
-    assert first["policy_loss"] == pytest.approx(0, abs=1e-6)  # ratios of 1 times what has mean 0
+    assert first["policy_loss"] == pytest.approx(0, abs=1e-6)  # ratios of 1 times advantages of mean 0
     beside = load_file(folder / "step_00000002" / "training_state" / "beside.safetensors")
-    assert (sum(tensor.numel() for tensor in beside.values()) > 800_000) == (not settings)  # of one base a layer alone
+    assert (sum(tensor.numel() for tensor in beside.values()) > 800_000) == (
+        not settings
+    )  # with an adapter, only an output layer
     assert (beside["score.weight" if settings else "own.score.weight"] != 0).all()
 
 
-def test_output_layers_of_both_models_are_no_matrices_to_muon(train: Train) -> None:
+def test_muon_leaves_both_output_layers_to_adamw(train: Train) -> None:
     (state,) = train("optimizer.name=muon", "max_steps=1").glob("step_00000001/training_state/optimizer.safetensors")
     kept: dict[str, set[str]] = {}
     for name in load_file(state):
@@ -91,7 +93,7 @@ def test_output_layers_of_both_models_are_no_matrices_to_muon(train: Train) -> N
 
 @pytest.mark.long
 def test_it_learns(train: Train) -> None:
-    """Held-out problems, answers drawn as in training."""
+    """On held-out problems, sampled as in training."""
     settings = (
         "rewards=[exact_answer]",
         "data.validation_source=tiny/problems_validation.jsonl",
@@ -113,14 +115,14 @@ def test_it_learns(train: Train) -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_be_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_value_model_is_planned(tmp_path: Path, processes: int) -> None:
-    """A model of its own, with its gradients and its optimizer's state, cut as the policy; beside an adapter nothing to speak of."""
+    """A separate model with gradients and optimizer state, sharded like the policy; next to nothing with an adapter."""
     module = load_recipe(find_recipe("ppo"))
 
     def weights(*settings: str) -> int:

@@ -1,4 +1,4 @@
-"""Quantisation, against torchao's own calls and transformers' reading of what was written."""
+"""Quantization against torchao's functions and transformers' reading of the result."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def run(recipe: ModuleType, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_computes_what_is_computed_here(
+def test_transformers_computes_the_same(
     recipe: ModuleType, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -53,9 +53,9 @@ def test_transformers_computes_what_is_computed_here(
     assert quantize(ours, kind) == 28
     with torch.inference_mode():
         expected, logits = ours(IDS), theirs(IDS).logits
-        # Activations are rounded to steps of 1/127 of a token's largest, and sums in another order round some the other way.
+        # Activations are rounded to 1/127 of a token's maximum. Sums in another order can round to the neighboring step.
         assert (logits - expected).norm() < (0.03 if "dynamic" in kind else 1e-5) * expected.norm()
-        assert (expected - whole(IDS)).abs().max() > 0.01  # and it is quantised
+        assert (expected - whole(IDS)).abs().max() > 0.01  # it is quantized
     assert type(theirs.model.layers[0].mlp.up_proj.weight) is type(ours.model.layers[0].mlp.up_proj.weight)
     assert AutoTokenizer.from_pretrained(tmp_path / "q")("Hello").input_ids == load_tokenizer("tiny").encode(
         "Hello", True
@@ -68,7 +68,7 @@ def test_transformers_computes_what_is_computed_here(
 
 
 def _plain_loss(model: nn.Module, rows: Path) -> float:
-    """Mean cross-entropy of the held-out rows, of whole logits."""
+    """Return the mean cross-entropy of the held-out rows from whole logits."""
     config = load_config(load_recipe(find_recipe("finetune")).Config, None, [*TRAINING, "output_dir=x"])
     data = config.data.model_copy(update={"source": str(rows)})
     batches, _ = sft_batches(data, load_tokenizer("tiny"), batch_size=24, seed=0)
@@ -86,7 +86,7 @@ TRAINING += ["max_steps=3", "optimizer.lr=1e-3", "schedule.name=constant", "plan
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8_dynamic_int4_weight"])
-def test_training_and_conversion_are_torchaos_bit_for_bit(recipe: ModuleType, kind: str, tmp_path: Path) -> None:
+def test_training_and_conversion_equal_torchao_bitwise(recipe: ModuleType, kind: str, tmp_path: Path) -> None:
     finetune = load_recipe(find_recipe("finetune"))
     given = [*TRAINING, f"quantize.train={kind}", f"output_dir={tmp_path / 'run'}"]
     finetune.main(load_config(finetune.Config, None, given))
@@ -120,7 +120,7 @@ def test_training_and_conversion_are_torchaos_bit_for_bit(recipe: ModuleType, ki
     assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
-def test_what_composes_with_training_for_it_changes_no_bit(tmp_path: Path) -> None:
+def test_memory_settings_change_no_bit_of_quantization_aware_training(tmp_path: Path) -> None:
     finetune = load_recipe(find_recipe("finetune"))
     losses = []
     for name, more in {
@@ -145,13 +145,13 @@ def test_what_composes_with_training_for_it_changes_no_bit(tmp_path: Path) -> No
         (["quantize.train=int4", "quantize.group_size=48"], "128 inputs, which are no whole groups of 48"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: list[str], message: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(settings: list[str], message: str, tmp_path: Path) -> None:
     finetune = load_recipe(find_recipe("finetune"))
     with pytest.raises(ValueError, match=message):
         finetune.main(load_config(finetune.Config, None, [*TRAINING, *settings, f"output_dir={tmp_path / 'run'}"]))
 
 
-def test_kinds_of_gpus_alone_and_mixtures_are_refused(recipe: ModuleType, tmp_path: Path) -> None:
+def test_gpu_kinds_and_mixtures_are_refused(recipe: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int4_packed is not done here: its kernels"):
         run(recipe, kind="int4_packed", output=tmp_path / "q")
     model = load_model("tiny")

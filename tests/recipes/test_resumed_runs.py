@@ -1,4 +1,4 @@
-"""Every training recipe: a run that stops and goes on is the uninterrupted one, bit for bit."""
+"""Each training recipe, stopped and resumed, equals the uninterrupted run bitwise."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from tests.training.toy_runs import digests, metrics
 
 LORA = ("lora.rank=4", "lora.dropout=0.1")
 ADAPTER = ("lora.rank=4", "model.dtype=float32", "schedule.name=constant")
-ROUNDS = ("generation.steps_per_round=2", "generation.passes=2", "max_steps=5", *LORA)  # two rounds, of four steps
+ROUNDS = ("generation.steps_per_round=2", "generation.passes=2", "max_steps=5", *LORA)  # 2 rounds of 4 steps
 STUDENT = ("model.path=tiny", "model.random_init=true")
 KEPT = (*STUDENT, "distill.cached=TMP/kept", "gradient_accumulation_steps=2")
-ROWS = [  # the module of the recipe's tests, settings, and after which steps it stops
+ROWS = [  # test module, settings, the step after which the run stops
     (test_finetune, (*ADAPTER, "lora.dropout=0.2", "lora.lr_ratio=4"), 3),
     (test_finetune, (*ADAPTER, "lora.dora=true", "optimizer.in_backward=true"), 3),
     (test_finetune, (*ADAPTER, "lora.quantize=nf4", "optimizer.name=adamw_8bit", "model.dtype=bfloat16"), 3),
@@ -59,7 +59,7 @@ def run(module, settings: tuple[str, ...], folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
-    """The folder of the whole run with these settings, made once."""
+    """Folder of the uninterrupted run with these settings, made once."""
     made: dict[object, Path] = {}
 
     def of(module, settings: tuple[str, ...]) -> Path:
@@ -76,12 +76,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("module", "settings", "stop"), ROWS, ids=lambda value: getattr(value, "RECIPE", str(value)))
-def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, module, settings, stop):
+def test_a_resumed_run_equals_the_uninterrupted_run(uninterrupted, module, settings, stop):
     whole = uninterrupted(module, settings)
     parts = whole.with_name(f"stopped{stop}")
     cache = (f"data.cache_dir={parts}_cache",) if module is test_dpo else ()
     run(module, (*settings, *cache, f"max_steps={stop}"), parts)
-    for values in Path(f"{parts}_cache").glob("reference-*/values"):  # a cache that was lost is made of the same model
+    for values in Path(f"{parts}_cache").glob(
+        "reference-*/values"
+    ):  # a lost cache is computed again from the same model
         values.write_bytes(b"\xff" * len(values.read_bytes()))
     run(module, (*settings, *cache), parts)
     assert metrics(parts, timed=False) == metrics(whole, timed=False)

@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: what it equals, and that transformers, peft and leanft score read the same scores."""
+"""reward on the embedded model: an independent loop, and equal scores from transformers, peft and `leanft score`."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def rows_with_margins(tmp_path) -> str:
 
 
 def with_a_score(**config: Any) -> Any:
-    """transformers' reward model on the embedded one, with an output layer of zeros."""
+    """transformers' reward model of the embedded model, with an output layer of zeros."""
     folder = resolve_model_path("tiny")
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32, **config)
     torch.nn.init.zeros_(model.score.weight)
@@ -60,7 +60,7 @@ def with_a_score(**config: Any) -> Any:
 
 @cache
 def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tuple[list[float], list[float]]:
-    """A reward model as a person would train it: one text at a time, transformers, torch's AdamW. Returns losses, margins."""
+    """A reward model trained by hand: one text at a time, transformers, torch's AdamW. Return losses and margins."""
     given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}", f"data.source={source}"]
     config = load_config(load_recipe(recipes()["reward"]).Config, None, given)
     tokenizer, rows = load_tokenizer("tiny"), [json.loads(line) for line in Path(source).read_text().splitlines()]
@@ -95,7 +95,7 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tupl
     ],
     ids=str,
 )
-def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
+def test_eight_steps_equal_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
     given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=8", "loss.centering=0.1")
     lines = train(*given, *settings)
     packing = "padding_free" if "data.packing=padding_free" in settings else "none"
@@ -106,7 +106,7 @@ def test_eight_steps_are_those_of_a_loop_by_hand(train: Train, rows_with_margins
 
 
 def texts_of(count: int) -> list[str]:
-    """Rendered chats of several lengths."""
+    """Return rendered chats of several lengths."""
     rows = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer("tiny")
     return [tokenizer.decode(tokenizer.render(row["prompt"] + row["chosen"])[0]) for row in rows[:count]]
@@ -114,14 +114,14 @@ def texts_of(count: int) -> list[str]:
 
 @torch.no_grad()
 def scores_of_transformers(model: Any, folder: Path) -> list[float]:
-    """Of `texts_of(6)` as one padded batch."""
+    """Return the scores of `texts_of(6)` in one padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(texts_of(6), return_tensors="pt", padding=True, add_special_tokens=False)
     assert (tokens["attention_mask"] == 0).any()
     return model(**tokens).logits[:, 0].tolist()
 
 
-def test_transformers_opens_it_with_the_same_scores_and_so_does_training_again(train: Train, tmp_path: Path) -> None:
+def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train, tmp_path: Path) -> None:
     train("max_steps=4", "pad_token=<|user|>")
     folder = tmp_path / "run" / "step_00000004"
     config = json.loads((folder / "config.json").read_text())
@@ -144,7 +144,7 @@ def test_transformers_opens_it_with_the_same_scores_and_so_does_training_again(t
     assert first["rewards/margins"] == pytest.approx(
         sum(row["chosen_score"] - row["rejected_score"] for row in scored) / 206, abs=1e-5
     )
-    # What is saved of a reward model that was opened is the same.
+    # Saving an opened reward model gives the same bytes.
     save_model(ours, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
@@ -168,13 +168,13 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
         export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
 
 
-def test_it_begins_with_no_margin_and_a_loss_of_ln_2(train: Train) -> None:
+def test_margins_start_at_0_and_the_loss_at_ln_2(train: Train) -> None:
     (first,) = train("max_steps=1")
     assert first["loss"] == pytest.approx(math.log(2))
     assert first["rewards/margins"] == 0 and first["rewards/accuracies"] == 0.5
 
 
-def test_rewards_of_tokens_have_the_mean_that_was_trained(train: Train, tmp_path: Path) -> None:
+def test_token_rewards_have_the_trained_mean(train: Train, tmp_path: Path) -> None:
     train("loss.per_token=true", "max_steps=4")
     (line,) = train(
         f"model.path={tmp_path / 'run' / 'step_00000004'}",
@@ -189,7 +189,7 @@ def test_rewards_of_tokens_have_the_mean_that_was_trained(train: Train, tmp_path
     assert rows[0]["chosen_token_scores"][-1] == rows[0]["chosen_score"]
 
 
-def test_pairs_that_end_in_the_same_text_are_left_out_and_counted(train: Train, tmp_path: Path, capsys: Any) -> None:
+def test_pairs_equal_after_truncation_are_dropped_and_counted(train: Train, tmp_path: Path, capsys: Any) -> None:
     row = {"prompt": "q", "chosen": "one two three four five six", "rejected": "one two three four five seven"}
     other = {"prompt": "q", "chosen": "yes", "rejected": "no"}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [row, other, other])))
@@ -198,7 +198,7 @@ def test_pairs_that_end_in_the_same_text_are_left_out_and_counted(train: Train, 
 
 
 @pytest.mark.long
-def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.CaptureFixture) -> None:
+def test_held_out_rows_are_evaluated_and_improve(train: Train, capsys: pytest.CaptureFixture) -> None:
     settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
     lines = train(*settings, "batch_size=16", "max_steps=30", "eval_every=30")
     (evaluation,) = [line for line in lines if "eval_loss" in line]
@@ -207,7 +207,7 @@ def test_what_was_held_out_is_told_and_learned(train: Train, capsys: pytest.Capt
     assert "% of pairs right" in capsys.readouterr().out
 
 
-def test_scores_of_a_file_are_lines_of_json(train: Train, tmp_path: Path) -> None:
+def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
     train("max_steps=1")
     rows = [
         {"prompt": "q", "completion": "yes", "number": 1},
@@ -245,19 +245,19 @@ def test_scores_of_a_file_are_lines_of_json(train: Train, tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_one_message(train: Train, settings: tuple[str, ...], message: str) -> None:
+def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(*settings)
 
 
-def test_a_margin_that_is_no_number_is_a_bad_row(train: Train, tmp_path: Path) -> None:
+def test_a_margin_must_be_a_number(train: Train, tmp_path: Path) -> None:
     row = {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": "much"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match="rows.jsonl, line 1: `margin` is a string"):
         train(f"data.source={tmp_path / 'rows.jsonl'}")
 
 
-def test_a_reward_model_is_no_language_model_and_a_classifier_no_reward_model(train: Train, tmp_path: Path) -> None:
+def test_language_models_reward_models_and_classifiers_are_told_apart(train: Train, tmp_path: Path) -> None:
     train("max_steps=1")
     folder = tmp_path / "run" / "step_00000001"
     with pytest.raises(ValueError, match="is a reward model: it gives scores and no text"):
@@ -272,7 +272,7 @@ def test_a_reward_model_is_no_language_model_and_a_classifier_no_reward_model(tr
         load_model(folder, scores=True)
 
 
-def test_it_is_planned() -> None:
+def test_the_planner_counts_it() -> None:
     recipe = load_recipe(recipes()["reward"])
 
     def peak(*settings: str) -> int:
