@@ -43,7 +43,7 @@ from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
 from lean_ft.data import sft_batches
-from lean_ft.data.formats import RowReader
+from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import load_model
@@ -284,9 +284,9 @@ def _rows(folder: Path) -> dict[str, Target]:
             read = list(read_rows(str(folder / name)))
             config = SFTDataConfig(source=str(folder / name))
             for one in tokenizers:
-                reader = RowReader.of(config, read, one)
+                reader = SFTReader.of(config, read, one)
                 for row in read:
-                    reader.passage(row)
+                    reader.passages(row)
 
         return folder / name, read_data
 

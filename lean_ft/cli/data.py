@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import DataConfig, PreferenceDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -53,6 +53,7 @@ def stats(
     """
     module, cfg = _settings(recipe, config, overrides)
     from lean_ft.data import statistics
+    from lean_ft.data.objective import objective_of
     from lean_ft.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
@@ -64,14 +65,8 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"at most this many tokens have: {quantiles}\n"))
-    if isinstance(cfg.data, PreferenceDataConfig):
-        spared = statistics.prompt_tokens_twice(found)
-        console.print(
-            Text(
-                f"tokens of prompts that stand in both answers of a pair: {spared:,} ({spared / found.lengths.sum():.1%}), "
-                "computed once with data.shared_prompt\n"
-            )
-        )
+    for remark in objective_of(cfg.data).remarks(found.lengths, found.num_targets):
+        console.print(Text(f"{remark}\n"))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))

@@ -163,6 +163,7 @@ def _read_first_rows(data: Any, tokenizer: Any, source: Any) -> str:
     """
     from lean_ft.data.documents import renderer_of
     from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of, reading
+    from lean_ft.data.objective import objective_of
     from lean_ft.data.sources import first_rows, list_sources, source_files
 
     path = list_sources([source], data)[0].path
@@ -172,7 +173,7 @@ def _read_first_rows(data: Any, tokenizer: Any, source: Any) -> str:
     if tokenizer is not None:
         _, report = renderer_of(data, tokenizer, [source])(rows)
         return f"of the first rows, {report}"
-    form = formats_of(data, rows, [source])[0]
+    form = formats_of(data, rows, [source], objective_of(data).reader.known)[0]
     for row in rows:
         with reading(row):
             form.fields_of(row)

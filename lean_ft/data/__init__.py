@@ -4,11 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lean_ft.data.batch import Batch, PairBatch, PolicyBatch, UnpairedBatch, longest_batch
-    from lean_ft.data.batches import Batches, EvalBatches
-    from lean_ft.data.prepare import preference_batches, sft_batches, unpaired_batches
-    from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
+    from lean_ft.data.batch import Batch
+    from lean_ft.data.batches import Batches, EvalBatches, longest_batch
+    from lean_ft.data.pairs import PairBatch
+    from lean_ft.data.prepare import preference_batches, prepare_batches, sft_batches, unpaired_batches
+    from lean_ft.data.prompts import PolicyBatch, Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
+    from lean_ft.data.unpaired import UnpairedBatch
 
 __all__ = [
     "Batch",
@@ -22,22 +24,27 @@ __all__ = [
     "UnpairedBatch",
     "longest_batch",
     "preference_batches",
+    "prepare_batches",
     "prompt_rows",
     "sft_batches",
     "unpaired_batches",
 ]
 
-# The others: batch.
-_HOMES: dict[str, str] = dict.fromkeys(("preference_batches", "sft_batches", "unpaired_batches"), "prepare")
-_HOMES |= dict.fromkeys(("Batches", "EvalBatches"), "batches")
-_HOMES |= dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts") | {"DataReport": "report"}
+_HOMES = {
+    "Batch": "batch",
+    "DataReport": "report",
+    "PairBatch": "pairs",
+    "UnpairedBatch": "unpaired",
+    **dict.fromkeys(("Batches", "EvalBatches", "longest_batch"), "batches"),
+    **dict.fromkeys(("PolicyBatch", "Prompt", "Prompts", "prompt_rows"), "prompts"),
+}  # other names: prepare
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use, so that processes which only tokenise never load torch."""
+    """Import on first use, so that processes which only tokenize do not load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'lean_ft.data' has no attribute {name!r}")
-    return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'batch')}"), name)
+    return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'prepare')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -19,11 +19,12 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lean_ft.data.batch import Batch, PairBatch, UnpairedBatch, rounded_up
+from lean_ft.data.batch import Batch, rounded_up
+from lean_ft.data.objective import PLAIN, Objective, Placed, objective_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
+from lean_ft.settings import DataConfig
 
 KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
 BYTES_A_POSITION = 25  # of a Batch: ids, labels and positions of 8, and whether it is a token
@@ -80,14 +81,16 @@ class Layout:
     most_in_a_row: int = 1
     """Documents in a packed row, a stretch of padding counted as one."""
     sides: int = 1
-    """Documents that a row of data became; of two the batches tell which label is of which."""
-    first_pair: int = 0
-    """The number of the first row of data: those held out are counted on from those trained on."""
-    values: np.ndarray | None = None  # (P,) float32: what the row of a document tells of it, where batches tell it
-    first_mismatched: int | None = None
-    """The number of the first prompt with an answer of another row, where batches have such: as many for each epoch."""
+    """Documents that a row of data became."""
+    objective: Objective = PLAIN
+    """It adds its fields to the batches."""
+    first_row: int = 0
+    """The number of the first row of data: held-out rows are numbered after the training rows."""
+    num_rows_in_all: int = 0
+    """Number of rows of data, trained and held out."""
+    values: np.ndarray | None = None  # (P, V) float32: what the row of a document says beside its text; None: zeros
     shared: np.ndarray | None = (
-        None  # (P,) tokens that a piece begins with as the one before, and that stand there alone
+        None  # (P,) tokens at the beginning that are those of the piece before, and not repeated
     )
 
     def __len__(self) -> int:
@@ -152,7 +155,7 @@ class Layout:
         """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
         compiled code sees one shape."""
         contents, num_columns, num_boundaries = self.contents(rows)
-        packed = num_boundaries > 0
+        packed, is_plain = num_boundaries > 0, self.objective.batch_type is Batch
         shape = (len(contents), num_columns)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -168,7 +171,7 @@ class Layout:
                 labels[row, column:end] = targets[shared:]
                 is_target, first = targets != IGNORED, row * num_columns
                 num_labels.append(int(is_target.sum()))
-                if self.values is not None:  # where the text's tokens stand, and so what predicts its labels
+                if not is_plain:  # where the text's tokens stand, and so what predicts its labels
                     places = np.concatenate([np.arange(before, before + shared), np.arange(column, end)]) + first
                     index.append(places[is_target])
                     label.append(targets[is_target])
@@ -195,30 +198,22 @@ class Layout:
             num_targets=sum(num_labels),
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
-            documents=None if self.cuts else self.first_pair * self.sides + np.concatenate(list(contents)),
+            documents=None if self.cuts else self.first_row * self.sides + np.concatenate(list(contents)),
         )
-        if self.values is None:
+        if is_plain:
             return batch
-        documents = np.concatenate(list(contents))
-        sharing: dict[str, Any] = {}
-        if self.shared is not None:
-            bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
-            sharing = {"prefixes": bounds, "num_prefix_tokens": int(bounds.diff(dim=1).sum())}
-        pairs = PairBatch(
-            **vars(batch),
-            index=torch.from_numpy(np.concatenate(index)),
-            label=torch.from_numpy(np.concatenate(label)),
-            answer_tokens=torch.tensor(num_labels, dtype=torch.int64).view(-1, self.sides),
-            pairs=self.pairs_of(documents),
-            last=torch.tensor(last, dtype=torch.int64),
-            margins=self.values_of(documents),
-            **sharing,
+        documents, counts = np.concatenate(list(contents)), np.array(num_labels, dtype=np.int64)
+        placed = Placed(
+            documents,
+            counts,
+            index=np.concatenate(index),
+            label=np.concatenate(label),
+            last=np.array(last, dtype=np.int64),
+            prefixes=None if self.shared is None else np.array(prefixes[:-1], dtype=np.int32),
         )
-        if self.sides == 2:
-            return pairs
-        return UnpairedBatch(
-            **vars(pairs), is_desirable=pairs.margins > 0, mismatched=self._mismatched(documents, epoch)
-        )
+        fields = self.objective.row_fields(self, documents, counts)
+        fields |= self.objective.token_fields(self, placed, epoch)
+        return self.objective.batch_type(**vars(batch), **as_tensors(fields))
 
     def contents(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
         """What the batch of `rows` is: of each of its rows the pieces, how wide they are, and how long cu_seqlens, or 0."""
@@ -248,42 +243,14 @@ class Layout:
                 counts[-1] += int(self.trained[stop])
         return [sum(counts)] if self.joined else counts
 
-    def pairs_of(self, documents: np.ndarray) -> Tensor:
-        """(P,): the numbers of the rows of data that these documents, all of each, became."""
-        return torch.from_numpy(self.first_pair + documents[:: self.sides] // self.sides)
+    def row_numbers(self, documents: np.ndarray) -> np.ndarray:
+        """(P,): the numbers of the rows of data that these documents, all of each row, became."""
+        return self.first_row + documents[:: self.sides] // self.sides
 
-    def values_of(self, documents: np.ndarray) -> Tensor:
-        """(P,) float32: what those rows tell."""
-        assert self.values is not None
-        return torch.from_numpy(self.values[documents[:: self.sides]])
-
-    def _mismatched(self, documents: np.ndarray, epoch: int) -> "UnpairedBatch | None":
-        """Each of the documents with the answer of the one before it; in one row where theirs are packed."""
-        if self.first_mismatched is None:
-            return None
-        spans = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in documents]
-        begins = [span.start + int(self.trained[span].argmax()) for span in spans]  # of answers
-        pieces = []
-        for i, span in enumerate(spans):
-            room = self.row_tokens - (begins[i] - span.start)
-            pieces += [slice(span.start, begins[i]), slice(begins[i - 1], min(spans[i - 1].stop, begins[i - 1] + room))]
-        lengths = np.array([piece.stop - piece.start for piece in pieces]).reshape(-1, 2).sum(1)
-        alone = replace(
-            self,
-            tokens=np.concatenate([self.tokens[piece] for piece in pieces]),
-            trained=np.concatenate([self.trained[piece] for piece in pieces]),
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            order=np.arange(len(lengths)),
-            offsets=np.arange(len(lengths) + 1),
-            kind="padded" if self.kind == "padded" else "flat",
-            batch_size=self.batch_size * self.most_in_a_row,
-            most_in_a_row=1,
-            first_mismatched=None,
-        )
-        batch = alone.batch(np.arange(len(lengths)))
-        assert isinstance(batch, UnpairedBatch)
-        return replace(batch, pairs=torch.from_numpy(self.first_mismatched + epoch * len(self.starts) + documents))
+    def row_values(self, documents: np.ndarray) -> np.ndarray:
+        """(P, V) float32: what those rows say beside their text."""
+        rows = documents[:: self.sides]
+        return np.zeros((len(rows), 1), dtype=np.float32) if self.values is None else self.values[rows]
 
     def content(self) -> str:
         """A hash of the documents, in their own order and whatever rows they stand in."""
@@ -335,8 +302,18 @@ def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.G
     return Plan(rows, np.array(offsets), sequence)
 
 
+def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
+    """The largest batch, without contents: each row has `max_length` tokens, and each token is a label."""
+    return objective_of(config).longest(config, batch_size, share_prompts)
+
+
+def as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in fields.items()}
+
+
 class UnbuiltBatch:
-    """A batch that is built when something of it is asked that its rows do not tell, so that each of many ranks builds its own."""
+    """A batch that is built when one of its tensors is needed. Each of many ranks builds its own batches, and knows the row
+    counts of the others."""
 
     def __init__(self, layout: Layout, rows: np.ndarray, epoch: int) -> None:
         self._layout, self._rows, self._epoch = layout, rows, epoch
@@ -348,7 +325,7 @@ class UnbuiltBatch:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python asks of any object
             raise AttributeError(name)
-        return getattr(self.built, name)
+        return self._row_fields[name] if name in self._row_fields else getattr(self.built, name)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -366,21 +343,9 @@ class UnbuiltBatch:
     def num_targets(self) -> int:
         return int(self._texts[1].sum())
 
-    @property
-    def num_pairs(self) -> int:
-        return len(self.pairs)
-
-    @property
-    def pairs(self) -> Tensor:
-        return self._layout.pairs_of(self._texts[0])
-
-    @property
-    def answer_tokens(self) -> Tensor:
-        return torch.from_numpy(self._texts[1]).view(-1, self._layout.sides)
-
-    @property
-    def is_desirable(self) -> Tensor:
-        return self._layout.values_of(self._texts[0]) > 0
+    @cached_property
+    def _row_fields(self) -> dict[str, Any]:
+        return as_tensors(self._layout.objective.row_fields(self._layout, *self._texts))
 
 
 class Batches:

@@ -1,7 +1,7 @@
 """Rows to documents: read by their format, tokenised together, cut to length and counted, in as many processes as it pays.
 
-What is an objective's own is its reader: the texts that a row becomes, and which of their tokens fit. A row becomes as
-many documents as the settings have `sides`, and these stand one behind the other.
+An objective's reader decides which texts a row becomes and which of their tokens fit. A row becomes as many documents as
+the settings have `sides`; they stand one behind the other.
 
 Legend: N documents, S their tokens in sum.
 """
@@ -11,23 +11,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
-from lean_ft.data.preference import PairReader, UnpairedReader, until_the_answer_ends
+from lean_ft.data.objective import objective_of, settings_class
+from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
-from lean_ft.settings import (
-    DataConfig,
-    PreferenceDataConfig,
-    RewardDataConfig,
-    SFTDataConfig,
-    Sources,
-    UnpairedDataConfig,
-)
+from lean_ft.settings import DataConfig, SFTDataConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
@@ -48,7 +43,7 @@ class Documents:
     starts: np.ndarray  # (N,) int64
     lengths: np.ndarray  # (N,) int64
     num_targets: np.ndarray  # (N,) int64: labels; a document's first token is none, since nothing predicts it
-    values: np.ndarray  # (N,) float32: what its row `tells` of it, as the settings name that; zeros where nothing
+    values: np.ndarray  # (N, V) float32: what its row says about it beside the text
 
     @classmethod
     def of(
@@ -59,12 +54,13 @@ class Documents:
         num_targets: np.ndarray,
         values: np.ndarray | None = None,
     ) -> "Documents":
-        """Documents that lie end to end."""
+        """Documents that lie end to end; values: N * V numbers, or None for zeros."""
         values = np.zeros(len(lengths), dtype=np.float32) if values is None else values
+        values = values.reshape(len(lengths), -1) if len(lengths) else values.reshape(0, 1)
         return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets, values)
 
     @classmethod
-    def join(cls, documents: list[Document], values: Sequence[float] | None = None) -> "Documents":
+    def join(cls, documents: list[Document], values: Sequence[Any] | None = None) -> "Documents":
         """Single documents, copied into one."""
         return cls.of(
             np.concatenate([ids for ids, _ in documents] or [np.empty(0, dtype=np.int32)]),
@@ -96,30 +92,16 @@ class Documents:
         )
 
 
-READERS = {
-    SFTDataConfig: RowReader,
-    PreferenceDataConfig: PairReader,
-    RewardDataConfig: PairReader,
-    UnpairedDataConfig: UnpairedReader,
-}
-
-
 def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "Renderer":
-    """What makes documents of the rows of `source`: the reader that the class of `config` stands for.
+    """What makes documents of the rows of `source`, by the objective of `config`.
 
-    A recipe's own subclass is rendered as the class of ours that it extends. Raises ValueError where `source` cannot be
-    read, or its rows are of no format that the objective learns from.
+    Raises ValueError if `source` cannot be read, or its rows have no format that the objective trains on.
     """
-    for kind in type(config).__mro__:
-        if kind in READERS:
-            # A process that renders could not import a class that stands in a recipe.
-            known = kind.model_construct(**{name: getattr(config, name) for name in kind.model_fields})
-            rows = first_rows(source, NUM_ROWS_TO_DETECT, config)
-            return Renderer(known, READERS[kind].of(known, rows, tokenizer, source), tokenizer)
-    raise ValueError(
-        f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass of "
-        f"{' or '.join(kind.__name__ for kind in READERS)}, of lean_ft.settings."
-    )
+    reader = objective_of(config).reader
+    kind = settings_class(config)  # processes that render could not import a recipe's own class
+    known = kind.model_construct(**{name: getattr(config, name) for name in kind.model_fields})
+    rows = first_rows(source, NUM_ROWS_TO_DETECT, config)
+    return Renderer(known, reader.of(known, rows, tokenizer, source), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -127,7 +109,7 @@ class Renderer:
     """Maps rows to documents."""
 
     config: DataConfig
-    reader: RowReader | PairReader
+    reader: RowReader
     """What the objective makes of a row."""
     tokenizer: Tokenizer
 
@@ -136,7 +118,7 @@ class Renderer:
         documents, _, report = self.with_values(rows)
         return documents, report
 
-    def with_values(self, rows: Sequence[Row]) -> tuple[list[Document], list[float], DataReport]:
+    def with_values(self, rows: Sequence[Row]) -> tuple[list[Document], list[Any], DataReport]:
         """The documents of the rows that can be trained on, in order, what their rows tell of each, and the counts of these
         rows alone.
 
@@ -145,7 +127,7 @@ class Renderer:
         """
         report = self.empty_report()
         report.rows = len(rows)
-        documents, values, num_sides = list[Document](), list[float](), len(self.config.sides)
+        documents, values, num_sides = list[Document](), list[Any](), len(self.config.sides)
         for row, tokenized in self._tokenized(rows, report):
             kept = self.reader.fit(tokenized, row.place, report)
             documents += kept
@@ -164,7 +146,7 @@ class Renderer:
         return [(row, [until_the_answer_ends(document) for document in documents]) for row, documents in found]
 
     def empty_report(self) -> DataReport:
-        unit = "pairs" if len(self.config.sides) == 2 else "answers" if self.config.tells == "label" else "sequences"
+        unit = objective_of(self.config).unit
         return DataReport(self.reader.format, detected=self.config.format == "auto", unit=unit)
 
     def _tokenized(self, rows: Sequence[Row], report: DataReport) -> list[tuple[Row, list[Document]]]:

@@ -4,16 +4,15 @@
 |-------------------|------------------------------------------|-----------------------------------------------------|
 | messages          | messages; tools                          | the chat as it is                                   |
 | sharegpt          | conversations; system, tools             | the same, its roles renamed                         |
-| preference        | chosen, rejected; prompt, tools, margin  | a pair of answers: `lean_ft.data.preference`        |
-| unpaired          | prompt, completion, label; tools         | an answer that is good or bad: the same             |
+| preference        | chosen, rejected; prompt, tools, margin  | a pair of completions: `lean_ft.data.pairs`         |
 | prompt_completion | prompt, completion; tools                | a user's and an assistant's message, or messages    |
 | alpaca            | instruction, output; input               | the same; instruction and input are one message     |
 | input_output      | input, output; tools                     | as prompt_completion                                |
 | tokens            | input_ids; labels, attention_mask        | the ids as they are, trained where labels are ids   |
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
-Behind the semicolon stand the fields that a row may lack. Of several formats that fit, the first of the table is
-taken; unpaired by those alone who learn from labels.
+Fields behind the semicolon are optional. Of several formats that fit, the first of the table is taken. Formats that a
+single objective reads stand in its file, as `unpaired` in `lean_ft.data.unpaired`.
 
 Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
 tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
@@ -24,15 +23,13 @@ rendered elsewhere; inside messages they are ordinary text.
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
-
-from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_tools
+from lean_ft.data.chats import Chat, check_text, read_chat
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import IGNORED, Document, Row, kind, names_of
+from lean_ft.data.rows import Document, Row, names_of
 from lean_ft.data.sources import list_sources
-from lean_ft.settings import DataConfig, RowsConfig, SFTDataConfig, Sources
+from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.own_functions import is_own
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
@@ -40,25 +37,25 @@ from lean_ft.tokenizers import Passage, Tokenizer
 NUM_ROWS_TO_DETECT = 16
 
 
-class _Fields(NamedTuple):
+class Fields(NamedTuple):
     """The names of a format's fields."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    holds_strings: bool = False
+    """Whether it has prompts and completions, which may be plain strings."""
 
 
 FORMATS = {
-    "messages": _Fields(("messages",), ("tools",)),
-    "sharegpt": _Fields(("conversations",), ("system", "tools")),
-    "preference": _Fields(("chosen", "rejected"), ("prompt", "tools", "margin")),
-    "unpaired": _Fields(("prompt", "completion", "label"), ("tools",)),
-    "prompt_completion": _Fields(("prompt", "completion"), ("tools",)),
-    "alpaca": _Fields(("instruction", "output"), ("input",)),
-    "input_output": _Fields(("input", "output"), ("tools",)),
-    "tokens": _Fields(("input_ids",), ("labels", "attention_mask")),
-    "text": _Fields(("text",)),
+    "messages": Fields(("messages",), ("tools",)),
+    "sharegpt": Fields(("conversations",), ("system", "tools")),
+    "preference": Fields(("chosen", "rejected"), ("prompt", "tools", "margin"), holds_strings=True),
+    "prompt_completion": Fields(("prompt", "completion"), ("tools",), holds_strings=True),
+    "alpaca": Fields(("instruction", "output"), ("input",), holds_strings=True),
+    "input_output": Fields(("input", "output"), ("tools",), holds_strings=True),
+    "tokens": Fields(("input_ids",), ("labels", "attention_mask")),
+    "text": Fields(("text",)),
 }
-HOLD_STRINGS = {"preference", "unpaired", "prompt_completion", "alpaca", "input_output"}  # or messages
 
 
 class RowFormat(NamedTuple):
@@ -67,13 +64,14 @@ class RowFormat(NamedTuple):
     name: str
     columns: dict[str, str]
     """Names of fields, ours to theirs, where they differ."""
+    fields: Fields
 
     def fields_of(self, row: Row) -> dict[str, Any]:
         """The fields of `row` under our names; optional ones that are null are left out.
 
         Raises ValueError for one that is missing.
         """
-        required, optional = FORMATS[self.name]
+        required, optional, _ = self.fields
         fields = {}
         for name in (*required, *optional):
             theirs = self.columns.get(name, name)
@@ -88,24 +86,32 @@ class RowFormat(NamedTuple):
         return fields
 
 
-def formats_of(config: DataConfig, first_rows: Sequence[Row], source: Sources | None = None) -> dict[int, RowFormat]:
-    """The format of every source that `first_rows` are from: the one set, or the one that their fields tell.
+def formats_of(
+    config: DataConfig,
+    first_rows: Sequence[Row],
+    source: Sources | None = None,
+    known: dict[str, Fields] = FORMATS,
+) -> dict[int, RowFormat]:
+    """The format of each source: the one set, or the first of `known` that fits the fields of its first rows.
 
-    They are the rows of `source`, or of the source that is trained on. Raises ValueError where `columns` names no
-    field, and where no format fits.
+    `first_rows` are from `source`, or from `config.source`. Raises ValueError if `columns` names an unknown field or
+    column, or if no format fits.
     """
     formats = {}
     for number, one in enumerate(list_sources(config.source if source is None else source, config)):
         assert one.format is not None
         assert one.columns is not None
-        _check_columns(one.columns)
+        _check_columns(one.columns, known)
         rows = [row for row in first_rows if row.source == number]
         if rows:
-            _check_columns_are_there(one.columns, rows)
-            known = [name for name in FORMATS if name != "unpaired" or config.tells == "label"]
+            _check_columns_are_there(one.columns, rows, known)
             is_told = one.format == "auto" or is_own(one.format)
             name = _detect(rows, one.columns, config.on_bad_row, known) if is_told else one.format
-            formats[number] = RowFormat(name, one.columns)
+            if name not in known:
+                raise ValueError(
+                    f"data.format={name}: this recipe does not read it; expected one of {', '.join(known)}."
+                )
+            formats[number] = RowFormat(name, one.columns, known[name])
     return formats
 
 
@@ -125,19 +131,19 @@ def reading(row: Row) -> Iterator[None]:
 RENAME = "Rename with data.columns, ours to yours: data.columns.prompt=question."
 
 
-def _check_columns(columns: dict[str, str]) -> None:
-    known = sorted({name for fields in FORMATS.values() for name in (*fields.required, *fields.optional)})
+def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
+    names = sorted({name for fields in known.values() for name in (*fields.required, *fields.optional)})
     for ours in columns:
-        if ours not in known:
+        if ours not in names:
             raise ValueError(
-                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(known)}. "
-                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, known)}"
+                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(names)}. "
+                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, names)}"
             )
 
 
-def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row]) -> None:
-    """Refuses a column that none of the first rows has, but where rows may lack the field that it stands for."""
-    needed = {name for fields in FORMATS.values() for name in fields.required}
+def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row], known: dict[str, Fields]) -> None:
+    """Raise ValueError for a column that none of the first rows has, unless its field is optional."""
+    needed = {name for fields in known.values() for name in fields.required}
     theirs = list(dict.fromkeys(name for row in rows for name in row.fields))
     for ours, column in columns.items():
         if ours in needed and theirs and column not in theirs:
@@ -147,13 +153,13 @@ def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row]) -> No
             )
 
 
-def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known: Sequence[str]) -> str:
+def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known: dict[str, Fields]) -> str:
     readable = [row for row in rows if row.problem is None]
     if not readable:
         raise ValueError(f"{rows[0].place}: {rows[0].problem}. None of the first rows can be read.")
 
     def fits(name: str, row: Row) -> bool:
-        return all(columns.get(field, field) in row.fields for field in FORMATS[name].required)
+        return all(columns.get(field, field) in row.fields for field in known[name].required)
 
     best = max(known, key=lambda name: sum(fits(name, row) for row in readable))  # the first of several
     num_fitting = sum(fits(best, row) for row in readable)
@@ -170,7 +176,7 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known
             f"the first {len(readable)} rows are not of one format:{listed}\nPut the rows of each format into a file of "
             f"its own and list the files in data.source, or leave others out with data.on_bad_row=skip. {RENAME}"
         )
-    expected = "; ".join(f"{name}: {', '.join(FORMATS[name].required)}" for name in known)
+    expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
     raise ValueError(
         f"{readable[0].place}: the format cannot be told from the fields {names_of(readable[0].fields)}. Expected those of "
         f"one format ({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
@@ -188,115 +194,59 @@ def _shortened(places: list[str]) -> str:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turns rows into passages of text, or into the ids that they hold."""
+    """Turns rows into the sequences of one objective. An objective's file has a subclass."""
 
-    config: SFTDataConfig
+    config: Any
     formats: dict[int, RowFormat]
-    """Of every source."""
+    """The format of each source."""
     tokenizer: Tokenizer
+
+    known: ClassVar[dict[str, Fields]] = FORMATS
+    """The formats that `auto` chooses from. Of several that fit, the first is taken."""
+    takes: ClassVar[tuple[str, ...]] = tuple(FORMATS)
+    """The formats that the objective trains on."""
+    expected: ClassVar[str] = ""
+    """End of the error for other formats: "this recipe ..."."""
 
     @classmethod
     def of(
-        cls, config: SFTDataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
-    ) -> "RowReader":
-        """A reader for `config`, with the formats told from the first rows of every source where it is `auto`.
+        cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
+    ) -> Self:
+        """Return a reader for the rows of `source`, or of `config.source`; `first_rows` are its first rows.
 
-        They are the rows of `source`, or of the source that is trained on.
+        Raises ValueError if their format is unknown or is not one that the objective trains on.
         """
-        formats = formats_of(config, first_rows, source)
+        formats = formats_of(config, first_rows, source, cls.known)
         check_rendering(config, tokenizer, formats.values())
-        if any(format.name == "unpaired" for format in formats.values()):
-            raise ValueError(
-                "data.format=unpaired has answers that are good or bad, and this recipe learns from good ones. Set "
-                "data.format=prompt_completion to learn from all of them, or run kto."
-            )
-        if any(format.name == "preference" for format in formats.values()):
-            raise ValueError(
-                f"{first_rows[0].place}: the rows are preference pairs (chosen, rejected), and this recipe learns from "
-                "single answers. To train on the chosen ones: data.format=prompt_completion "
-                "data.columns.completion=chosen, or data.format=messages data.columns.messages=chosen."
-            )
+        if other := next((format.name for format in formats.values() if format.name not in cls.takes), None):
+            raise ValueError(f"{first_rows[0].place}: the rows are {other}, and this recipe {cls.expected}")
         return cls(config, formats, tokenizer)
 
     @property
     def format(self) -> str:
-        """The formats, for people to read."""
+        """The names of the formats, for messages."""
         return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
+    def fields_of(self, row: Row) -> dict[str, Any]:
+        return self.formats[row.source].fields_of(row)
+
     def passages(self, row: Row) -> list[Passage | Document]:
-        """The sequences of `row`, one for each of the settings' `sides`. Raises ValueError with the row's place."""
-        return [self.passage(row)]
+        """The sequences of `row`, before truncation. Raises ValueError with the row's place."""
+        raise NotImplementedError
 
-    def passage(self, row: Row) -> Passage | Document:
-        """The text of `row` and what of it is trained, or its ids. Raises ValueError with the row's place."""
-        with reading(row):
-            format = self.formats[row.source]
-            return self._read(format.name, format.fields_of(row))
+    def values(self, row: Row) -> list[Any]:
+        """What the row says about each of its sequences beside the text: a number, or a list of numbers of fixed length.
 
-    def values(self, row: Row) -> list[float]:
-        """What the row tells of each of them beside its text: nothing."""
-        return [0.0]
+        Raises ValueError with the row's place.
+        """
+        return [0.0] * len(self.config.sides)
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The document within `data.max_length`, or none if it is dropped; `report` counts what was lost.
+        """The sequences of a row within `data.max_length`, or none if the row is dropped; `report` counts the losses.
 
-        A document without a label is dropped, before and after truncation. Raises ValueError, with `place`, for one
-        that is too long under `overflow=raise`.
+        Raises ValueError, with `place`, for a row that is too long under `overflow=raise`.
         """
-        [(ids, mask)] = documents
-        if not mask[1:].any():
-            report.drop("nothing to train on")
-            return []
-        limit, full_length = self.config.longest, len(ids)
-        if limit is None or full_length <= limit:
-            return documents
-        if not report.takes_overlong(full_length, self.config, place):
-            return []
-        kept = slice(0, limit) if self.config.truncation_side == "right" else slice(full_length - limit, None)
-        ids, mask = ids[kept], mask[kept]
-        if not mask[1:].any():
-            report.drop("nothing to train on within max_length")
-            return []
-        report.truncated += 1
-        report.lost_tokens += full_length - limit
-        return [(ids, mask)]
-
-    def _read(self, format: str, fields: dict[str, Any]) -> Passage | Document:
-        tools = read_tools(fields.get("tools"))
-        if format == "messages":
-            return self._chat(read_chat(fields["messages"], "messages"), tools)
-        if format == "sharegpt":
-            system = check_text(fields.get("system") or "", "the field `system`")
-            return self._chat(in_front(system, read_chat(fields["conversations"], "conversations")), tools)
-        if format == "tokens":
-            return read_token_row(fields, self.tokenizer.vocab_size)
-        if format == "text":
-            text = check_text(fields["text"], "the field `text`")
-            return Passage(text, [(0, len(text))], add_bos=True, add_eos=True)
-        if format == "alpaca":
-            asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
-            fields = {"prompt": "\n\n".join(filter(None, asked)), "completion": fields["output"]}
-        elif format == "input_output":
-            fields = {"prompt": fields["input"], "completion": fields["output"]}
-        if not writes_chats(self.config, self.tokenizer) and not isinstance(fields["prompt"], list):
-            prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
-            separator = (
-                self.config.separator if self.config.separator is not None else "\n\n" if format == "alpaca" else ""
-            )
-            return plain(prompt, completion, separator, train_prompt=self.config.train_on == "all")
-        prompt, completion = as_chat(fields["prompt"], "prompt"), as_chat(fields["completion"], "completion")
-        return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), tools)
-
-    def _chat(self, chat: Chat, tools: list[dict[str, Any]] | None) -> Passage:
-        chat = with_system(chat, self.config)
-        if self.config.train_on == "all":
-            others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
-            if others:
-                raise ValueError(
-                    f"message {others[0]} is the {chat.messages[others[0]]['role']}'s, and says that it is not to be "
-                    "trained; data.train_on=all can leave out messages of the assistant alone."
-                )
-        return self.tokenizer.passage(chat.messages, tools, train_on=self.config.train_on, untrained=chat.untrained)
+        raise NotImplementedError
 
 
 def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
@@ -329,9 +279,11 @@ def writes_chats(config: RowsConfig, tokenizer: Tokenizer) -> bool:
 
 def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[RowFormat]) -> None:
     """Raise ValueError for settings of how rows become text that would change no row."""
-    names, has_template = {format.name for format in formats}, tokenizer.chat_template is not None
-    rows = f"the rows are {' and '.join(sorted(names))}"
-    if config.chat != "auto" and names.isdisjoint(HOLD_STRINGS):
+    formats, has_template = list(formats), tokenizer.chat_template is not None
+    hold_strings = any(format.fields.holds_strings for format in formats)
+    are_chats = (hold_strings and config.chat) or any(format.name in ("messages", "sharegpt") for format in formats)
+    rows = f"the rows are {' and '.join(sorted({format.name for format in formats}))}"
+    if config.chat != "auto" and not hold_strings:
         raise ValueError(
             f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, and {rows}. "
             "Leave it out."
@@ -341,8 +293,7 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
             "data.chat=true writes plain strings with a chat template, and this model has none. Leave it out, or set "
             "data.chat_template."
         )
-    never_chats = {"text", "tokens"} | (set() if config.chat else HOLD_STRINGS)
-    if config.system is not None and (not has_template or names <= never_chats):
+    if config.system is not None and not (has_template and are_chats):
         no_chats = "this model has none" if not has_template else "data.chat=false" if not config.chat else rows
         raise ValueError(
             f"data.system is written in front of chats by a chat template, and {no_chats}. Leave it out and write it into "
@@ -363,47 +314,3 @@ def in_front(system: str | None, chat: Chat) -> Chat:
 def with_system(chat: Chat, config: DataConfig) -> Chat:
     """The chat behind `data.system`, unless it begins with a system message of its own."""
     return chat if chat.messages[0]["role"] in ("system", "developer") else in_front(config.system, chat)
-
-
-def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
-    """The ids in `input_ids`, trained where `labels` repeat them; all of them without labels.
-
-    Labels are Hugging Face's: at the position of their own token, -100 where nothing is trained. Positions at either
-    end whose `attention_mask` is 0 are padding and left out. Raises ValueError for labels that are something else.
-    """
-    ids = _integers(fields["input_ids"], "input_ids")
-    labels = _integers(fields["labels"], "labels") if "labels" in fields else ids
-    attended = _integers(fields["attention_mask"], "attention_mask") if "attention_mask" in fields else ids * 0 + 1
-    for name, values in (("labels", labels), ("attention_mask", attended)):
-        if len(values) != len(ids):
-            raise ValueError(f"`{name}` has {len(values)} values for {len(ids)} `input_ids`; expected as many.")
-    inside = np.flatnonzero(attended)
-    first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-    if len(inside) != last - first:
-        raise ValueError("`attention_mask` has zeros between ones; expected them at the ends alone, over padding.")
-    ids, labels = ids[first:last], labels[first:last]
-    unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(unknown):
-        raise ValueError(
-            f"`input_ids` has {ids[unknown[0]]} at position {first + unknown[0]}; this tokenizer's ids are 0 to "
-            f"{vocab_size - 1}. Was the row tokenised with another?"
-        )
-    trained = labels != IGNORED
-    differing = np.flatnonzero(trained & (labels != ids))
-    if len(differing):
-        i = differing[0]
-        raise ValueError(
-            f"`labels` has {labels[i]} at position {first + i}, where `input_ids` has {ids[i]}; expected the same id, "
-            "or -100 for a token that is not trained. Labels are not shifted here."
-        )
-    return ids.astype(np.int32), trained
-
-
-def _integers(value: Any, name: str) -> np.ndarray:
-    value = parse_if_json(value, name)
-    if not isinstance(value, list):
-        raise ValueError(f"`{name}` is {kind(value)}; expected a list of whole numbers.")
-    wrong = next((item for item in value if not isinstance(item, int) or abs(item) >= 1 << 31), None)
-    if wrong is not None or None in value:
-        raise ValueError(f"`{name}` holds {wrong!r}; expected whole numbers below 2**31.")
-    return np.array(value, dtype=np.int64)

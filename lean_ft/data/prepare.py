@@ -21,23 +21,17 @@ from typing import Any
 import numpy as np
 
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batch import longest_batch
-from lean_ft.data.batches import Batches, EvalBatches, Layout
+from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
 from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
+from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import pack_documents
-from lean_ft.data.preference import Pair
+from lean_ft.data.pairs import Pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import files_of, list_sources
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
-from lean_ft.settings import (
-    DataConfig,
-    PreferenceDataConfig,
-    SFTDataConfig,
-    Sources,
-    UnpairedDataConfig,
-)
+from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.own_functions import file_digest, is_own
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
@@ -82,47 +76,18 @@ class Prepared:
         return f"shared-{hash_of(self.key)}"
 
 
-def sft_batches(
-    config: SFTDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
-) -> tuple[Batches, EvalBatches | None]:
-    """Training batches of `config.source`, and evaluation batches of what is held out, if anything is.
-
-    Held-out rows come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by
-    `seed` before packing. Weights repeat or thin out what is trained on, never what is held out. Documents and
-    packings are kept in the cache for the next start. Raises ValueError for unreadable files and rows, with their place.
-    """
-    return prepare_batches(config, tokenizer, batch_size, seed)
-
-
-def preference_batches(
-    config: PreferenceDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
-) -> tuple[Batches, EvalBatches | None]:
-    """Training and evaluation batches of `batch_size` pairs, as `sft_batches` makes them of single answers.
-
-    The documents that have labels are a chosen answer with its prompt, the rejected one with the same, and so on in turn:
-    rows 2i and 2i + 1 where nothing is packed. Labels are those of the answers. With `share_prompts` a pair is one row or
-    a part of one, in which the rejected answer stands behind the chosen, and goes on from the prompt (`PairBatch.prefixes`).
-    Raises ValueError where `config` asks for that by itself and the recipe does not.
-    """
-    if config.shared_prompt is True and not share_prompts:
-        raise ValueError(
-            "data.shared_prompt=true, and this recipe computes every prompt for each answer. Leave it out; or in the recipe, "
-            "give preference_batches share_prompts=shares_prompts(cfg), and the model what the batch has of prefixes."
-        )
-    return prepare_batches(config, tokenizer, batch_size, seed, share_prompts)
-
-
-def unpaired_batches(
-    config: UnpairedDataConfig, tokenizer: Tokenizer, batch_size: int, seed: int
-) -> tuple[Batches, EvalBatches | None]:
-    """Training and evaluation batches of `batch_size` answers that are desirable or not: `UnpairedBatch`."""
-    return prepare_batches(config, tokenizer, batch_size, seed)
-
-
 def prepare_batches(
     config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
 ) -> tuple[Batches, EvalBatches | None]:
-    """What those above do, for the settings of any objective."""
+    """Training batches of `config.source`, and evaluation batches of the held-out rows, if there are any.
+
+    Batches have `batch_size` rows of data and are those of the objective that the class of `config` names. Held-out rows
+    come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by `seed` before packing.
+    Weights repeat or thin out training rows, never held-out rows. Documents and packings are cached for the next start.
+    With `share_prompts`, the prompt of a pair is computed once. Raises ValueError for unreadable files and rows, with
+    their place, and for settings that ask for shared prompts in a recipe that has none.
+    """
+    objective_of(config).check(config, share_prompts)
     if (watcher := stage()) is not None:
         return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
     if config.chat_template is not None and tokenizer.template_file is None:
@@ -172,18 +137,18 @@ def prepare_batches(
     sharing = [share_prompts] if share_prompts else []
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *sharing)
     layout = replace(layout, most_in_a_row=most)
-    # Numbers: rows trained on, then those held out; where they have labels the latter's mismatched answers, then the
-    # former's, of epoch after epoch.
     num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
-    if config.tells == "label":
-        layout = replace(layout, first_mismatched=num_trained + 2 * num_held_out)
+    layout = replace(layout, num_rows_in_all=num_trained + num_held_out)
     batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
     if held_out is None or held_out_layout is None:
         return batches, None
-    held_out_layout = replace(held_out_layout, most_in_a_row=most, first_pair=num_trained)
-    if config.tells == "label":
-        held_out_layout = replace(held_out_layout, first_mismatched=num_trained + num_held_out)
+    held_out_layout = replace(
+        held_out_layout, most_in_a_row=most, first_row=num_trained, num_rows_in_all=layout.num_rows_in_all
+    )
     return batches, EvalBatches(held_out_layout, held_out.report)
+
+
+sft_batches = preference_batches = unpaired_batches = prepare_batches  # in a recipe, the name says what the data are
 
 
 # What is trained on ---------------------------------------------------------------------------------------------------------
@@ -290,7 +255,8 @@ def layout_of(
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
-        values=documents.values if sides > 1 or config.tells else None,
+        objective=objective_of(config),
+        values=documents.values,
         shared=shared,
     )
     if layout.kind == "packed" and not layout.joined:
@@ -325,7 +291,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         digest = hashlib.blake2b(digest_size=16)
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
-        objective = [config.sides, config.tells, settings]
+        objective = [settings_class(config).__name__, settings]
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
 
     def write(writer: EntryWriter) -> None:

@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from lean_ft.data.documents import Documents, renderer_of
+from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
 from lean_ft.data.report import DataReport
@@ -23,8 +24,6 @@ from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
-LABELLED = {1.0: "desirable", 0.0: "undesirable"}
-REJECTED = (", rejected", ", undesirable")  # how the place of an answer ends that is learned from as a bad one
 ENOUGH_TO_PACK = 4  # times as many tokens as the rows shown hold: packing has something to choose from
 
 
@@ -82,15 +81,15 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
 
     Raises ValueError for a row that cannot be read unless `on_bad_row` skips it, and where nothing is left.
     """
-    render = renderer_of(config, tokenizer, config.source)
+    objective, render = objective_of(config), renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
     for row in read_rows(config.source, None, config):
         found, values, counts = render.with_values([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
-        sides = [LABELLED[value] for value in values] if config.tells == "label" else config.sides if found else []
-        places += [f"{row.place}, {side}" if side else row.place for side in sides]
+        names = objective.names(config, values) if found else ()
+        places += [f"{row.place}, {name}" if name else row.place for name in names]
         notes += _fate(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
             break
@@ -119,7 +118,7 @@ def _rows(
 ) -> Iterator[ShownRow]:
     packed = pack_documents(documents, config) if config.packs_rows else {}
     layout = layout_of(documents, packed, config, batch_size, tokenizer.pad_id)
-    offsets = layout.offsets
+    offsets, worse = layout.offsets, tuple(f", {name}" for name in layout.objective.worse)
     if layout.kind == "flat":
         offsets = np.append(offsets[:-1:batch_size], offsets[-1])
     for first, end in pairwise(offsets):
@@ -133,7 +132,7 @@ def _rows(
             if (used == 0) if layout.joined else not begins_before:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
-            is_rejected = places[number].endswith(REJECTED)
+            is_rejected = places[number].endswith(worse)
             document = ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before, is_rejected)
             shown.append(document)
             used += length

@@ -59,11 +59,6 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     return Statistics(parts.report, lengths, num_targets)
 
 
-def prompt_tokens_twice(found: Statistics) -> int:
-    """Of pairs, the tokens of prompts that stand in front of both answers: what each has before its labels, once."""
-    return int((found.lengths - found.num_targets)[1::2].sum())
-
-
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:
     """What `max_length` does to sequences of `lengths` (N,), in batches of `batch_size` rows shuffled by `seed`."""
     cut = np.minimum(lengths, max_length).reshape(-1, sides)

@@ -36,6 +36,7 @@ from torch import Tensor
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
 from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
+from lean_ft.data.unpaired import Unpaired
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
@@ -208,9 +209,9 @@ def _filled(
     settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.device.type]
     num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
     if needs_mismatched:
-        first, num_epochs = batches.layout.first_mismatched, math.ceil(cfg.epochs)
-        assert first is not None
-        num_pairs = first + num_epochs * len(batches.layout.starts)
+        num_epochs, objective = math.ceil(cfg.epochs), batches.layout.objective
+        assert isinstance(objective, Unpaired)
+        num_pairs = objective.num_numbers(batches.layout, num_epochs)
         settings += [
             cfg.seed if cfg.data.shuffle else None,
             cfg.batch_size,
@@ -247,10 +248,10 @@ def _filled(
     is_missing = values.isinf()
     if ranks.size > 1:
         kept[~is_missing] = values[~is_missing]
-    what = "pairs" if sides == 2 else "answers"
     say(
         "reference",
-        f"log-probabilities of {num_computed:,} {what} computed, the others of {num_pairs:,} kept or not needed",
+        f"log-probabilities of {num_computed:,} {batches.layout.objective.unit} computed, the others of {num_pairs:,} kept or "
+        "not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lean_ft.data.preference import until_the_answer_ends
+from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype

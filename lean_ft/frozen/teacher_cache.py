@@ -88,7 +88,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
                     chunk_tokens=chunk_tokens,
                 )
                 assert batch.documents is not None
-                numbers = batch.documents - part.layout.first_pair
+                numbers = batch.documents - part.layout.first_row
                 writer.append(
                     {
                         "log_probs": said.log_probs.float().cpu().numpy().ravel(),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
 from lean_ft.data.batches import Layout
+from lean_ft.data.pairs import Pairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
 from lean_ft.online.rewards import Rewards, Scores
@@ -482,7 +483,7 @@ class PairRollouts(Rounds[PairBatch]):
             kind="padded",
             row_tokens=max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
             pad_id=self._pad_id,
-            values=np.zeros(len(texts), dtype=np.float32),
+            objective=Pairs(),
         )
         batch = layout.batch(np.arange(len(texts) // 2))
         assert isinstance(batch, PairBatch)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lean_ft.data import PairBatch, PolicyBatch, UnpairedBatch
+from lean_ft.data import Batch
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.launch import ENDED, LOOK_SECONDS, find_host, shared_store
@@ -207,10 +207,9 @@ class ManyRanks(Ranks):
             for name in ("input_ids", "labels", "is_token")
             if getattr(batch, name) is not None
         }
-        if isinstance(batch, PairBatch | PolicyBatch):
+        if batch.labels_whole_rows:
             del own["labels"]
-            if isinstance(batch, UnpairedBatch) and batch.mismatched is not None:
-                own["mismatched"] = self._own_tokens(batch.mismatched)
+            own |= {name: self._own_tokens(value) for name, value in vars(batch).items() if isinstance(value, Batch)}
             return replace(batch, **own)
         # Where shapes alone are planned, every token is a target.
         num_targets = int((own["labels"] != IGNORED).sum()) if stage() is None else num_rows * width

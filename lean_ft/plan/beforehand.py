@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from lean_ft.data.objective import objective_of
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
@@ -32,7 +33,6 @@ from lean_ft.settings import (
     DataConfig,
     GenerationConfig,
     ModelConfig,
-    PreferenceDataConfig,
     RecipeConfig,
     models_of,
 )
@@ -123,14 +123,9 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
     data, model = cfg.group(DataConfig), cfg.group(ModelConfig)
     if data is None or model is None or data.packs_rows or data.streaming:
         return cfg
-    tokenizer, are_pairs = load_tokenizer(model, data.chat_template), isinstance(data, PreferenceDataConfig)
-    batches, _ = prepare_batches(data, tokenizer, cfg.batch_size, cfg.seed, share_prompts=are_pairs)
-    longest = batches.longest if data.longest is None else min(data.longest, batches.longest)
-    update: dict[str, Any] = {"max_length": longest}
-    if are_pairs:
-        update["max_completion_length"] = batches.longest_answer
-    if data.batch_tokens is not None:
-        update["batch_tokens"] = min(data.batch_tokens, batches.num_rows * longest * len(data.sides))
+    tokenizer, objective = load_tokenizer(model, data.chat_template), objective_of(data)
+    batches, _ = prepare_batches(data, tokenizer, cfg.batch_size, cfg.seed, objective.shares_prompts)
+    update = objective.fitted(data, batches)
     name = next(name for name, value in cfg if value is data)
     batch_size = min(cfg.batch_size, batches.num_rows)
     return cfg.model_copy(update={name: data.model_copy(update=update), "batch_size": batch_size})

@@ -134,16 +134,15 @@ class PromptDataConfig(RowsConfig):
 
 
 class DataConfig(RowsConfig):
-    """What every objective's data has: where rows come from, how long they may be, and how they become batches.
+    """Settings of every objective's data: sources, lengths and batches.
 
-    A recipe's `data` is of a subclass, and that tells `lean_ft.data` how a row is rendered: SFTDataConfig,
-    PreferenceDataConfig, or a recipe's own subclass of one of them.
+    A recipe's `data` is an instance of a subclass, which names its objective, or of the recipe's own subclass of one.
     """
 
+    objective: ClassVar[str] = ""
+    """Module of lean_ft.data that reads the rows and makes the batches."""
     sides: ClassVar[tuple[str, ...]] = ("",)
-    """The sequences that a row of data becomes, by their names; they stay together in one batch."""
-    tells: ClassVar[Literal["", "label", "margin"]] = ""
-    """What a row tells of them beside their text."""
+    """Names of the sequences that a row of data becomes; they stay together in one batch."""
 
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Maximum sequence length in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
@@ -215,6 +214,8 @@ class DataConfig(RowsConfig):
 class SFTDataConfig(DataConfig):
     """Conversations or texts to train on."""
 
+    objective: ClassVar[str] = "sft"
+
     train_on: Literal["completion", "assistant", "last", "all"] = Field(
         "assistant",
         description="Which tokens of a chat are trained: every assistant message (`assistant`), only the completion of a "
@@ -256,6 +257,7 @@ class AnswerDataConfig(DataConfig):
 class PreferenceDataConfig(AnswerDataConfig):
     """Preference pairs: a chosen and a rejected completion."""
 
+    objective: ClassVar[str] = "pairs"
     sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
     shared_prompt: Literal["auto"] | bool = Field(
@@ -269,10 +271,8 @@ class PreferenceDataConfig(AnswerDataConfig):
 class UnpairedDataConfig(AnswerDataConfig):
     """Single completions, labeled desirable or not. A preference pair counts as two of them."""
 
-    tells: ClassVar[Literal["", "label", "margin"]] = "label"
+    objective: ClassVar[str] = "unpaired"
 
 
 class RewardDataConfig(PreferenceDataConfig):
     """Preference pairs, optionally with a `margin`: by how much the chosen completion is better."""
-
-    tells: ClassVar[Literal["", "label", "margin"]] = "margin"

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import RowReader, formats_of, read_token_row
-from lean_ft.data.preference import PairReader, UnpairedReader
+from lean_ft.data.formats import FORMATS, formats_of
+from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
+from lean_ft.data.sft import SFTReader, read_token_row
+from lean_ft.data.unpaired import UnpairedReader
 from lean_ft.settings import PreferenceDataConfig, RewardDataConfig, SFTDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import Passage
 
@@ -16,7 +18,7 @@ CHAT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
 
 def read(fields: dict[str, Any], tokenizer: Any, **settings: Any) -> Passage:
     row = Row(fields, "rows.jsonl, line 7")
-    return RowReader.of(SFTDataConfig(source="rows.jsonl", **settings), [row], tokenizer).passage(row)
+    return SFTReader.of(SFTDataConfig(source="rows.jsonl", **settings), [row], tokenizer).passages(row)[0]
 
 
 def trained(passage: Passage) -> list[str]:
@@ -69,7 +71,7 @@ def test_texts_without_template(plain_tokenizer):
     ],
 )
 def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenizer, chat_tokenizer):
-    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, RowReader)
+    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, SFTReader)
     config, row = settings(source="rows.jsonl", separator="\nA: "), Row(fields, "rows.jsonl, line 7")
     passage = reader.of(config, [row], plain_tokenizer).passages(row)[0]
     assert isinstance(passage, Passage)
@@ -81,8 +83,8 @@ def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenize
 @pytest.mark.parametrize(
     ("settings", "reader", "fields"),
     [
-        (SFTDataConfig, RowReader, {"prompt": "q", "completion": "a"}),
-        (SFTDataConfig, RowReader, {"instruction": "q", "input": "x", "output": "a"}),
+        (SFTDataConfig, SFTReader, {"prompt": "q", "completion": "a"}),
+        (SFTDataConfig, SFTReader, {"instruction": "q", "input": "x", "output": "a"}),
         (PreferenceDataConfig, PairReader, {"prompt": "q", "chosen": "a", "rejected": "b"}),
         (RewardDataConfig, PairReader, {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1.0}),
         (UnpairedDataConfig, UnpairedReader, {"prompt": "q", "completion": "a", "label": True}),
@@ -154,7 +156,7 @@ BEHIND = "<|im_start|>system\ns<|im_end|>\n" + CHAT
     ],
 )
 def test_a_system_message_stands_in_front_of_chats_without_one(fields, text, chat_tokenizer):
-    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, RowReader)
+    settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, SFTReader)
     row = Row(fields, "rows.jsonl, line 7")
     passage = reader.of(settings(source="rows.jsonl", system="s"), [row], chat_tokenizer).passages(row)[0]
     assert isinstance(passage, Passage)
@@ -204,7 +206,7 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
         ({"text": "a\ud800b"}, {}, r"line 7: the field `text`: half a surrogate pair \(\\ud800\) stands at character 1"),
         ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
         ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "preference pairs.*data.columns.completion=chosen"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "the rows are preference.*data.columns.completion=chosen"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
@@ -268,7 +270,10 @@ def test_detection(fields: dict[str, Any], name: str):
 
 def test_every_source_has_a_format():
     rows = [Row({"text": "x"}, "a", 0), Row({"prompt": "q", "completion": "a"}, "b", 2)]
-    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {0: ("text", {}), 2: ("prompt_completion", {})}
+    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {
+        0: ("text", {}, FORMATS["text"]),
+        2: ("prompt_completion", {}, FORMATS["prompt_completion"]),
+    }
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,7 @@ def test_what_cannot_be_told(fields, settings, message):
 def test_rows_that_could_not_be_read_tell_nothing():
     config = SFTDataConfig(source="a.jsonl", on_bad_row="skip")
     bad, good = Row({}, "a.jsonl, line 1", problem="malformed JSON"), Row({"text": "x"}, "a.jsonl, line 2")
-    assert formats_of(config, [bad, good]) == {0: ("text", {})}
+    assert formats_of(config, [bad, good])[0].name == "text"
     with pytest.raises(ValueError, match=r"line 1: malformed JSON\. None of the first rows"):
         formats_of(config, [bad])
 

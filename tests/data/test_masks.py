@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from lean_ft.data.documents import Renderer
-from lean_ft.data.formats import RowReader
 from lean_ft.data.rows import Row
+from lean_ft.data.sft import SFTReader
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from tests.tokenizers.conftest import byte_level_tokenizer
@@ -65,7 +65,7 @@ def ours(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 def render(tokenizer: Tokenizer, fields: dict[str, Any], **settings: Any) -> tuple[list[int], list[bool]]:
     config, row = SFTDataConfig(source="rows.jsonl", max_length=4096, **settings), Row(fields, "here")
-    ((ids, mask),), _ = Renderer(config, RowReader.of(config, [row], tokenizer), tokenizer)([row])
+    ((ids, mask),), _ = Renderer(config, SFTReader.of(config, [row], tokenizer), tokenizer)([row])
     return ids.tolist(), mask.tolist()
 
 
@@ -127,7 +127,7 @@ def test_messages_with_train_false(spelling: str, left_out: set[int], ours):
 def test_a_last_message_that_is_not_trained_leaves_nothing(ours):
     messages = [*TURNS[:6], {**TURNS[6], "weight": 0}]
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
-    _, report = Renderer(config, RowReader.of(config, [row], ours["plain"]), ours["plain"])([row])
+    _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
 
 
@@ -172,7 +172,7 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     chats = TURNS[5:], [TURNS[1], *TURNS[4:]], [TURNS[0], *TURNS[5:]]
     rows = [Row({"messages": messages}, "here") for messages in chats]
     config = SFTDataConfig(source="rows.jsonl", max_length=4096)
-    documents, report = Renderer(config, RowReader.of(config, rows, tokenizer), tokenizer)(rows)
+    documents, report = Renderer(config, SFTReader.of(config, rows, tokenizer), tokenizer)(rows)
     answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
     assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
     assert "; 1 answers trained without their end token" in str(report)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lean_ft.data import preference_batches
 from lean_ft.data.documents import Renderer
-from lean_ft.data.preference import Pair, PairReader, fit_pair
+from lean_ft.data.pairs import Pair, PairReader, fit_pair
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig

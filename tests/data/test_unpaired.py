@@ -93,7 +93,9 @@ def test_answers_are_cut_as_those_of_pairs_are_and_counted(render, chat_tokenize
 def test_a_column_called_label_changes_nothing_for_others(render):
     texts, values, report = render(SFTDataConfig, answer(False))
     assert (texts, values, report.format) == (["yes<|im_end|>"], [0.0], "prompt_completion")
-    with pytest.raises(ValueError, match="data.format=unpaired has answers that are good or bad"):
+    with pytest.raises(
+        ValueError, match="data.format=unpaired: this recipe does not read it; expected one of messages"
+    ):
         render(SFTDataConfig, answer(False), format="unpaired")
 
 

@@ -8,33 +8,41 @@ Cutting goes in this order: the end of the sequence is appended (to a chat by it
 prompt is cut to its last `max_prompt_length` tokens; each answer to its first `max_completion_length`; then the pair to
 `max_length`, as `overflow` says. A pair of which a side has no token left is dropped and counted, as is one whose sides
 are the same. A pair becomes two documents, the prompt with the chosen answer and the prompt with the rejected one, of
-which the answers are trained. Single answers with a label are read and cut as the sides of a pair are.
+which the answers are trained. `lean_ft.data.unpaired` reads and cuts single completions with a label the same way.
+
+Legend: P pairs of a batch, N labels of their completions, B rows of T positions.
 """
+
+from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from lean_ft.data.batch import Batch
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
 from lean_ft.data.formats import (
-    RowFormat,
+    RowReader,
     as_chat,
-    check_rendering,
-    formats_of,
     join,
     plain,
     reading,
     with_system,
     writes_chats,
 )
+from lean_ft.data.objective import Objective, Placed, empty_batch, zeros
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
-from lean_ft.settings import AnswerDataConfig, Sources
-from lean_ft.tokenizers import Passage, Tokenizer
+from lean_ft.settings import AnswerDataConfig, RewardDataConfig
+from lean_ft.tokenizers import Passage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lean_ft.data.batches import Batches, Layout
 
 NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
 
@@ -48,7 +56,7 @@ class Pair:
     rejected: Document  # (R,) the same
 
     @classmethod
-    def of(cls, chosen: Document, rejected: Document) -> "Pair":
+    def of(cls, chosen: Document, rejected: Document) -> Pair:
         """The pair of two sequences: their prompt is what both share before either answer begins."""
         most = min(int(chosen[1].argmax()), int(rejected[1].argmax()))
         differing = np.flatnonzero(chosen[0][:most] != rejected[0][:most])
@@ -69,56 +77,28 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class PairReader:
+class PairReader(RowReader):
     """Turns rows into the two texts of a pair."""
-
-    config: AnswerDataConfig
-    formats: dict[int, RowFormat]
-    """Of every source."""
-    tokenizer: Tokenizer
 
     takes: ClassVar[tuple[str, ...]] = ("preference",)
     expected: ClassVar[str] = (
-        "learns from pairs; expected the fields `chosen` and `rejected`, with a `prompt` or with one in both"
+        "learns from pairs; expected the fields `chosen` and `rejected`, with a `prompt` or with one in both. Rename with data.columns."
     )
-
-    @property
-    def format(self) -> str:
-        """The formats, for people to read."""
-        return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
-
-    @classmethod
-    def of(
-        cls,
-        config: AnswerDataConfig,
-        first_rows: Sequence[Row],
-        tokenizer: Tokenizer,
-        source: Sources | None = None,
-    ) -> Self:
-        """A reader for the rows of `source`, told by its first ones. Raises ValueError where they are of other formats than
-        it takes."""
-        formats = formats_of(config, first_rows, source)
-        check_rendering(config, tokenizer, formats.values())
-        if other := next((format.name for format in formats.values() if format.name not in cls.takes), None):
-            raise ValueError(
-                f"{first_rows[0].place}: the rows are {other}, and this recipe {cls.expected}. Rename with data.columns."
-            )
-        return cls(config, formats, tokenizer)
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Each side as one text, of which the answer is trained. Raises ValueError with the row's place."""
         with reading(row):
-            sides = self._passages(self.formats[row.source].fields_of(row))
+            sides = self._passages(self.fields_of(row))
             if not all(side.trained for side in sides):
                 raise ValueError("a side holds no answer of the assistant that is trained.")
             return [*sides]
 
     def values(self, row: Row) -> list[float]:
-        """The margin of the pair, for each of its sequences, where the settings have it read; 0 where it has none."""
-        if self.config.tells != "margin":
+        """The margin of the pair, for each of its sequences; 0 without one, and for recipes that read none."""
+        if not isinstance(self.config, RewardDataConfig):
             return [0.0, 0.0]
         with reading(row):
-            margin = self.formats[row.source].fields_of(row).get("margin", 0.0)
+            margin = self.fields_of(row).get("margin", 0.0)
             number = float(margin) if re.fullmatch(NUMBER, str(margin)) else math.nan  # CSV has text alone
             if not math.isfinite(number):
                 raise ValueError(f"`margin` is {kind(margin)} ({margin!r:.40}); expected a number, or none.")
@@ -177,58 +157,6 @@ class PairReader:
         return passages
 
 
-@dataclass(frozen=True)
-class UnpairedReader(PairReader):
-    """Turns rows of a prompt, an answer and a label into a text, and pairs into the texts of a good and a bad answer."""
-
-    takes: ClassVar[tuple[str, ...]] = ("unpaired", "preference")
-    expected: ClassVar[str] = (
-        "learns from answers that are good or bad; expected the fields `prompt`, `completion` and `label`, or pairs of "
-        "`chosen` and `rejected`"
-    )
-
-    def passages(self, row: Row) -> list[Passage | Document]:
-        if self.formats[row.source].name == "preference":
-            return super().passages(row)
-        with reading(row):
-            fields = self.formats[row.source].fields_of(row)
-            answer, _ = self._passages(fields | {"chosen": fields["completion"], "rejected": fields["completion"]})
-            if not answer.trained:
-                raise ValueError("`completion` holds no answer of the assistant that is trained.")
-            return [answer]
-
-    def values(self, row: Row) -> list[float]:
-        """1 for what is desirable, 0 for what is not."""
-        with reading(row):
-            fields = self.formats[row.source].fields_of(row)
-            if self.formats[row.source].name == "preference":
-                return [1.0, 0.0]
-            label = fields["label"]
-            label = label.strip().lower() if isinstance(label, str) else label
-            if not isinstance(label, bool | int | float | str) or label not in LABELS:
-                raise ValueError(
-                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true for a desirable answer or false for "
-                    "an undesirable one (1 or 0)."
-                )
-            return [float(LABELS[label])]
-
-    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The sequences within their lengths, or none if the row is dropped."""
-        if len(documents) == 2:
-            return super().fit(documents, place, report)
-        ids, mask = until_the_answer_ends(documents[0])
-        begin = int(mask.argmax())
-        cut = _fit_answers(ids[:begin], [(ids[begin:], mask[begin:])], self.config, place, report)
-        if cut is None:
-            return []
-        prompt, [(answer, trained)] = cut
-        report.count_lost(len(ids) - len(prompt) - len(answer))
-        return [(np.concatenate([prompt, answer]), np.concatenate([np.zeros(len(prompt), dtype=bool), trained]))]
-
-
-LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-
-
 def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataReport) -> Pair | None:
     """The pair within the lengths of `config`, or None if it is dropped; `report` counts what was lost.
 
@@ -239,7 +167,7 @@ def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataRepor
     if np.array_equal(pair.chosen[0], pair.rejected[0]):
         report.drop("chosen equals rejected")
         return None
-    cut = _fit_answers(pair.prompt, [pair.chosen, pair.rejected], config, place, report)
+    cut = fit_answers(pair.prompt, [pair.chosen, pair.rejected], config, place, report)
     if cut is None:
         return None
     prompt, (chosen, rejected) = cut
@@ -251,7 +179,7 @@ def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataRepor
     return kept
 
 
-def _fit_answers(
+def fit_answers(
     prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
 ) -> tuple[np.ndarray, list[Document]] | None:
     """A prompt and its answers within the lengths; None, counted, where one of them has no token left."""
@@ -305,3 +233,114 @@ def _num_shared_messages(chosen: Chat, rejected: Chat) -> int:
     # Sides that are the same to the end, or whose one continues the other, still end with an answer of their own.
     most = min(len(chosen.messages), len(rejected.messages)) - 1
     return min(count, most)
+
+
+# Batches ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBatch(Batch):
+    """A batch of P pairs. Its N labels stand pair after pair, those of the chosen completion first."""
+
+    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts the label
+    label: Tensor  # (N,) int64
+    answer_tokens: Tensor  # (P, 2) int64: number of labels of the chosen and the rejected completion
+    pairs: Tensor  # (P,) int64: the pairs' numbers in the prepared data; held-out pairs follow the training ones
+    last: Tensor  # (2 P,) int64: the flattened position of each sequence's last token
+    margins: Tensor  # (P,) float32: by how much the chosen completion is better, 0 if the rows do not say
+    num_pairs: int
+    prefixes: Tensor | None = None
+    """(documents, 2) int32, if prompts are shared: the flattened positions, first and end, of the prefix that each document
+    of cu_seqlens continues. A shared prompt predicts the first token of both completions; `labels` has the chosen one's."""
+    num_prefix_tokens: int = 0
+    """Sum of the lengths of all prefixes."""
+
+    labels_whole_rows: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
+
+    def without_targets(self) -> PairBatch:
+        names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
+        nothing: dict[str, Any] = {name: getattr(self, name)[:0] for name in names}
+        return replace(super().without_targets(), num_pairs=0, **nothing)
+
+
+class Pairs(Objective):
+    """Preference pairs. With `share_prompts`, a pair is one row or a part of one: the rejected completion stands behind the
+    chosen one and continues the prompt (`PairBatch.prefixes`)."""
+
+    reader = PairReader
+    batch_type = PairBatch
+    unit = "pairs"
+    worse = ("rejected",)
+    shares_prompts = True
+
+    def check(self, config: Any, share_prompts: bool) -> None:
+        if self.shares_prompts and config.shared_prompt is True and not share_prompts:
+            raise ValueError(
+                "data.shared_prompt=true, and this recipe computes every prompt for each answer. Leave it out; or in the "
+                "recipe, give preference_batches share_prompts=shares_prompts(cfg), and the model what the batch has of "
+                "prefixes."
+            )
+
+    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
+        return {
+            "num_pairs": len(documents) // layout.sides,
+            "pairs": layout.row_numbers(documents),
+            "answer_tokens": num_labels.reshape(-1, layout.sides),
+            "margins": layout.row_values(documents)[:, 0],
+        }
+
+    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+        fields = {"index": placed.index, "label": placed.label, "last": placed.last}
+        if placed.prefixes is None:
+            return fields
+        return fields | {
+            "prefixes": placed.prefixes,
+            "num_prefix_tokens": int(np.diff(placed.prefixes, axis=1).sum()),
+        }
+
+    def longest(self, config: AnswerDataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
+        """As in the base class; if prompts are shared, a row is a sequence of `max_length` and the longest completion."""
+        sides, length, answer = len(config.sides), config.max_length, config.max_length
+        if share_prompts and config.max_completion_length is not None:
+            answer = min(answer, config.max_completion_length)
+        shares_padded = share_prompts and not config.packs_rows
+        taken = length + answer if shares_padded else length * sides  # positions of a row of data
+        number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
+        num_documents = number * (3 if share_prompts else sides)
+        num_targets = number * 2 * answer if shares_padded else number * taken
+        batch = empty_batch(
+            (number, taken) if share_prompts else (number * sides, length),
+            num_documents if share_prompts or config.packing != "none" else None,
+            num_targets,
+        )
+        return PairBatch(
+            **vars(batch),
+            index=zeros(num_targets),
+            label=zeros(num_targets),
+            answer_tokens=zeros(number, sides),
+            pairs=zeros(number),
+            last=zeros(number * sides),
+            margins=zeros(number, dtype="float32"),
+            num_pairs=number,
+            prefixes=zeros(num_documents, 2, dtype="int32") if share_prompts else None,
+        )
+
+    def fitted(self, config: AnswerDataConfig, batches: Batches) -> dict[str, Any]:
+        fitted = super().fitted(config, batches)
+        return fitted | {"max_completion_length": batches.longest_answer} if self.shares_prompts else fitted
+
+    def remarks(self, lengths: np.ndarray, num_targets: np.ndarray) -> list[str]:
+        if not self.shares_prompts:
+            return []
+        spared = int((lengths - num_targets)[1::2].sum())  # prompts, which stand in front of the labels
+        return [
+            f"tokens of prompts that stand in both answers of a pair: {spared:,} ({spared / lengths.sum():.1%}), computed "
+            "once with data.shared_prompt"
+        ]
+
+
+OBJECTIVE = Pairs()

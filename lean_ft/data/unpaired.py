@@ -1,0 +1,169 @@
+"""Single completions with a label: desirable or not. A preference pair counts as two of them.
+
+A loss may compare completions with mismatched ones: each prompt of a batch with the completion of the sequence before it.
+
+Legend: P completions of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lean_ft.data.formats import FORMATS, Fields, reading
+from lean_ft.data.objective import Placed, zeros
+from lean_ft.data.pairs import PairBatch, PairReader, Pairs, fit_answers, until_the_answer_ends
+from lean_ft.data.report import DataReport
+from lean_ft.data.rows import Document, Row, kind
+from lean_ft.settings import UnpairedDataConfig
+from lean_ft.tokenizers import Passage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lean_ft.data.batches import Layout
+
+LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
+@dataclass(frozen=True)
+class UnpairedReader(PairReader):
+    """Turns rows of a prompt, an answer and a label into a text, and pairs into the texts of a good and a bad answer."""
+
+    known: ClassVar[dict[str, Fields]] = {
+        "unpaired": Fields(("prompt", "completion", "label"), ("tools",), holds_strings=True),
+        **FORMATS,
+    }
+    takes: ClassVar[tuple[str, ...]] = ("unpaired", "preference")
+    expected: ClassVar[str] = (
+        "learns from answers that are good or bad; expected the fields `prompt`, `completion` and `label`, or pairs of "
+        "`chosen` and `rejected`. Rename with data.columns."
+    )
+
+    def passages(self, row: Row) -> list[Passage | Document]:
+        if self.formats[row.source].name == "preference":
+            return super().passages(row)
+        with reading(row):
+            fields = self.fields_of(row)
+            answer, _ = self._passages(fields | {"chosen": fields["completion"], "rejected": fields["completion"]})
+            if not answer.trained:
+                raise ValueError("`completion` holds no answer of the assistant that is trained.")
+            return [answer]
+
+    def values(self, row: Row) -> list[float]:
+        """1 for what is desirable, 0 for what is not."""
+        with reading(row):
+            fields = self.fields_of(row)
+            if self.formats[row.source].name == "preference":
+                return [1.0, 0.0]
+            label = fields["label"]
+            label = label.strip().lower() if isinstance(label, str) else label
+            if not isinstance(label, bool | int | float | str) or label not in LABELS:
+                raise ValueError(
+                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true for a desirable answer or false for "
+                    "an undesirable one (1 or 0)."
+                )
+            return [float(LABELS[label])]
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        """The sequences within their lengths, or none if the row is dropped."""
+        if len(documents) == 2:
+            return super().fit(documents, place, report)
+        ids, mask = until_the_answer_ends(documents[0])
+        begin = int(mask.argmax())
+        cut = fit_answers(ids[:begin], [(ids[begin:], mask[begin:])], self.config, place, report)
+        if cut is None:
+            return []
+        prompt, [(answer, trained)] = cut
+        report.count_lost(len(ids) - len(prompt) - len(answer))
+        return [(np.concatenate([prompt, answer]), np.concatenate([np.zeros(len(prompt), dtype=bool), trained]))]
+
+
+# Batches ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedBatch(PairBatch):
+    """A batch of P completions. Each is a pair with one side, so `answer_tokens` is (P, 1)."""
+
+    is_desirable: Tensor  # (P,) bool
+    mismatched: UnpairedBatch | None = None
+    """Each prompt with the completion of the sequence before it, the first with the last one's; None in this batch itself.
+    Its `pairs` are numbers behind those of all completions, and differ in each epoch."""
+
+    def without_targets(self) -> UnpairedBatch:
+        return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class Unpaired(Pairs):
+    """Single completions, with mismatched ones."""
+
+    adds_mismatched: bool = True
+
+    reader = UnpairedReader
+    batch_type = UnpairedBatch
+    unit = "answers"
+    worse = ("undesirable",)
+    shares_prompts = False
+
+    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
+        fields = super().row_fields(layout, documents, num_labels)
+        return fields | {"is_desirable": fields["margins"] > 0}
+
+    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+        fields = super().token_fields(layout, placed, epoch)
+        return fields | {"mismatched": self._mismatched(layout, placed.documents, epoch)}
+
+    def longest(self, config: UnpairedDataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
+        pairs = super().longest(config, batch_size)
+        batch = UnpairedBatch(**vars(pairs), is_desirable=zeros(pairs.num_pairs, dtype="bool"))
+        return replace(batch, mismatched=batch)
+
+    def names(self, config: UnpairedDataConfig, values: Sequence[float]) -> list[str]:
+        return ["desirable" if value else "undesirable" for value in values]
+
+    def num_numbers(self, layout: Layout, num_epochs: int) -> int:
+        """How many numbers `pairs` has, with those of mismatched completions in so many epochs; layout: the training one."""
+        return _first_mismatched(layout) + num_epochs * len(layout.starts)
+
+    def _mismatched(self, layout: Layout, documents: np.ndarray, epoch: int) -> UnpairedBatch | None:
+        """Each of the documents with the completion of the one before it; one row if the documents are packed."""
+        if not self.adds_mismatched:
+            return None
+        spans = [slice(layout.starts[i], layout.starts[i] + layout.lengths[i]) for i in documents]
+        begins = [span.start + int(layout.trained[span].argmax()) for span in spans]  # of completions
+        pieces = []
+        for i, span in enumerate(spans):
+            room = layout.row_tokens - (begins[i] - span.start)
+            pieces += [slice(span.start, begins[i]), slice(begins[i - 1], min(spans[i - 1].stop, begins[i - 1] + room))]
+        lengths = np.array([piece.stop - piece.start for piece in pieces]).reshape(-1, 2).sum(1)
+        alone = replace(
+            layout,
+            tokens=np.concatenate([layout.tokens[piece] for piece in pieces]),
+            trained=np.concatenate([layout.trained[piece] for piece in pieces]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            order=np.arange(len(lengths)),
+            offsets=np.arange(len(lengths) + 1),
+            kind="padded" if layout.kind == "padded" else "flat",
+            batch_size=layout.batch_size * layout.most_in_a_row,
+            most_in_a_row=1,
+            objective=Unpaired(adds_mismatched=False),
+        )
+        batch = alone.batch(np.arange(len(lengths)))
+        assert isinstance(batch, UnpairedBatch)
+        numbers = _first_mismatched(layout) + epoch * len(layout.starts) + documents
+        return replace(batch, pairs=batch.pairs.new_tensor(numbers))
+
+
+def _first_mismatched(layout: Layout) -> int:
+    """Numbers of mismatched completions follow those of all rows: first the held-out ones, then the training ones of epoch
+    after epoch."""
+    return 2 * layout.num_rows_in_all - layout.first_row - len(layout.starts)
+
+
+OBJECTIVE = Unpaired()
