@@ -34,6 +34,7 @@ SETTINGS = (
     "batch_size=4",
     "max_steps=6",
     "device=cpu",
+    "plan=false",
 )
 LIVE = ("distill.teacher=tiny",)
 V = 768  # of the embedded model

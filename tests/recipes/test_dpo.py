@@ -38,6 +38,7 @@ SETTINGS = (
     "batch_size=4",
     "max_steps=6",
     "device=cpu",
+    "plan=false",
 )
 Train = Callable[..., list[dict[str, Any]]]
 UNLIKE = TIMES | {"tokens"}  # may differ between runs with equal results

@@ -176,7 +176,7 @@ def test_answers_match_exactly_or_by_pattern(recipe: ModuleType, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([], r"expected tasks=\[...\], data.source=FILE, or both"),
+        ([], r"set tasks=\[...\], data.source=FILE, or both"),
         (["tasks=[nowhere.yaml]"], "there is no file nowhere.yaml"),
         # Slow: the harness reads all of its tasks.
         pytest.param(

@@ -15,6 +15,7 @@ SETTINGS = (
     "batch_size=8",
     "max_steps=8",
     "device=cpu",
+    "plan=false",
 )
 
 
