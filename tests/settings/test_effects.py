@@ -1,0 +1,438 @@
+"""Every setting of every recipe has an effect: changing it changes a run, its plan, or raises an error that names it.
+
+Each case runs a recipe twice on the embedded model and a few rows: as it is, and with one setting changed. The two must
+differ in what a user gets: numbers of the metrics, files of the run directory, printed text. Echoes of the settings do not
+count: config.yaml, the log's lines and recorded settings are left out. Settings of a GPU, of several devices and of the
+compiler are compared by the planner's trace of a step instead.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lean_ft.cli.run import run_recipe
+from lean_ft.generation import texts
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.plan.devices import CPU, Machines, find_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings.text import Setting, describe, load_config
+from lean_ft.system import catalog
+
+TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
+PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
+ROWS = "data.source=IN/rows.jsonl data.validation_source=IN/held_out.jsonl data.max_length=64"
+ONLINE = (
+    f"{TRAIN} data.source=IN/rows.jsonl data.validation_source=IN/held_out.jsonl data.chat=false rewards=[IN/rewards.py:score] "
+    "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
+)
+ASK = "model.path=tiny model.dtype=float32 device=cpu"
+BASE = {
+    "finetune": f"{TRAIN} {ROWS}",
+    "full_finetune_single_device": f"{TRAIN} {ROWS}",
+    "distill": f"{TRAIN} {ROWS} distill.teacher=IN/other",
+    "dpo": PAIRS,
+    "kto": PAIRS,
+    "reward": PAIRS,
+    "grpo": f"{ONLINE} generation.num_answers=2",
+    "online_dpo": f"{ONLINE} batch_size=2",
+    "ppo": ONLINE,
+    "quantize": f"model.path=tiny model.dtype=float32 kind=int8 output=out {ROWS}",
+    "generate": f"{ASK} prompt=River max_new_tokens=6",
+    "chat": f"{ASK} max_new_tokens=6",
+    "evaluate": f"{ASK} {ROWS} output=out.json",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`value` replaces the setting's value in a run with `companions`; `plan` names the cards to plan for instead."""
+
+    value: str
+    companions: str = ""
+    plan: str = ""  # such as `2 x A100 80GB`
+    counts: tuple[str, ...] = ()  # what else is compared: `log`, errors or calls
+    refused: str = ""  # part of the error, if it names neither the setting nor the value
+
+
+GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
+SAMPLED = "temperature=2 seed=3"
+# Where the setting's type does not tell a value, or the effect needs another setting.
+CASES = {
+    "model.path": Case("IN/other"),
+    "model.dtype": Case("bfloat16"),
+    "model.new_tokens": Case("[<new>]"),
+    "model.router_aux_loss_coef": Case("0.5", "model.path=IN/experts model.random_init=true"),
+    "epochs": Case("0.5", "max_steps=null"),
+    "compile": Case("true", "memory.loss_chunk_tokens=32", GPU),
+    "freeze": Case("[mlp]"),
+    "train": Case("[mlp]"),
+    "eval_every": Case("1"),
+    "stop_after_evals": Case("1", "eval_every=1 max_steps=3 optimizer.lr=0"),
+    "eval_answers": Case("2", counts=("log",)),
+    "eval_pattern": Case("()", "eval_answers=2", counts=("log",)),
+    "eval_tasks": Case("[IN/task.yaml]"),
+    "eval_tasks_every": Case("1", "eval_tasks=[IN/task.yaml]"),
+    "eval_tasks_limit": Case("1", "eval_tasks=[IN/task.yaml]"),
+    "save_every": Case("1"),
+    "save_async": Case("true", "save_every=1", counts=("log",)),
+    "keep_last": Case("1", "save_every=1"),
+    "keep_every": Case("2", "save_every=1 keep_last=1 max_steps=3"),
+    "keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1 max_steps=3 schedule.name=constant optimizer.lr=1"),
+    "max_bad_steps": Case("0", "neftune_alpha=1e300"),
+    "log_every": Case("2", counts=("log",)),
+    "profile": Case("true", "max_steps=6 epochs=4"),
+    "log.to": Case("[csv]"),
+    "log.project": Case("another", "log.to=[wandb]", counts=("wandb",)),
+    "log.name": Case("another", "log.to=[wandb]", counts=("wandb",)),
+    "log.offline": Case("true", "log.to=[wandb]", counts=("wandb",)),
+    "profile_steps": Case("[0, 1, 1]", "profile=true"),
+    "device": Case("cuda"),
+    "plan": Case("true", counts=("log",)),
+    "output_dir": Case("other"),
+    "resume": Case("IN/none"),
+    "data.source": Case("IN/others.jsonl"),
+    "data.format": Case("messages"),
+    "data.columns": Case("{prompt: completion}"),
+    "data.subset": Case("part"),
+    "data.split": Case("train[:50%]", "data.validation_source=null"),
+    "data.on_bad_row": Case("raise", "data.source=IN/bad.jsonl data.on_bad_row=skip", refused="expected a string"),
+    "data.max_bad_rows": Case("0", "data.source=IN/bad.jsonl data.on_bad_row=skip"),
+    "data.validation_source": Case("IN/rows.jsonl"),
+    "data.validation_fraction": Case("0.5", "data.validation_source=null"),
+    "data.chat_template": Case("IN/template.jinja", "data.chat=auto"),
+    "data.system": Case("Answer.", "data.chat=auto"),
+    "data.separator": Case(" so ", "data.chat=false"),
+    "data.max_length": Case("16"),
+    "data.overflow": Case("raise", "data.max_length=16"),
+    "data.truncation_side": Case("left", "data.max_length=16"),
+    "data.packing": Case("bfd"),
+    "data.batch_tokens": Case("256"),
+    "data.num_processes": Case("3", "data.cache_dir=cache", counts=("workers",)),
+    "data.cache_dir": Case("cache"),
+    "data.cache_gib": Case("1e-9", "data.cache_dir=cache", counts=("cache",)),
+    "data.train_on": Case("all"),
+    "data.max_prompt_length": Case("9"),
+    "data.max_completion_length": Case("2"),
+    "data.shared_prompt": Case("false"),
+    "lora.dtype": Case("model", "model.dtype=bfloat16"),
+    "lora.targets": Case("[q_proj]"),
+    "lora.rslora": Case("true", "lora.alpha=8"),
+    "quantize.group_size": Case("16", "quantize.train=int4"),
+    "optimizer.name": Case("sgd"),
+    "optimizer.state": Case("streamed", "", GPU),
+    "optimizer.in_backward": Case("true", "", GPU),
+    "optimizer.momentum": Case("0.5", "optimizer.name=sgd max_steps=3"),
+    "optimizer.stochastic_rounding": Case("true", "model.dtype=bfloat16"),
+    "optimizer.weight_decay": Case("0.5"),
+    "optimizer.eps": Case("0.1"),
+    "optimizer.update_clipping": Case("true", "optimizer.betas=[0.9,0.95] optimizer.lr=1e-2 max_steps=4"),
+    "schedule.name": Case("linear", "max_steps=3"),
+    "schedule.warmup_ratio": Case("0.5"),
+    "memory.selective_keeps": Case("products", "memory.activation_checkpointing=selective", GPU),
+    "memory.activation_checkpointing": Case("full", "", GPU),
+    "memory.activation_budget": Case("0", "memory.activation_checkpointing=budget compile=true", GPU),
+    "memory.checkpoint_every_n": Case("3", "memory.activation_checkpointing=every_n", GPU),
+    "memory.loss_chunk_tokens": Case("8", "", GPU),
+    "memory.activation_offload": Case("true", "batch_size=64 data.max_length=512", GPU),
+    "memory.tile_mlp": Case("2", "", GPU),
+    "memory.tied_gradient": Case("separate", "", GPU),
+    "memory.float8_products": Case("true"),
+    "memory.loss_accumulation_dtype": Case("weight", "model.dtype=bfloat16 memory.loss_chunk_tokens=8"),
+    "memory.host_pool": Case("false", "", "cpu"),
+    "parallel.replicate": Case("2", "", TWO_GPUS),
+    "parallel.shard": Case("1", "", TWO_GPUS),
+    "parallel.context": Case("2", "", TWO_GPUS),
+    "parallel.tensor": Case("2", "", TWO_GPUS),
+    "parallel.experts": Case("2", "model.path=IN/experts model.random_init=true", TWO_GPUS),
+    "parallel.reshard_after_forward": Case("false", "", TWO_GPUS),
+    "parallel.vocabulary": Case("cut", "", TWO_GPUS),
+    "parallel.timeout_minutes": Case("7", "", TWO_GPUS, counts=("process group",)),
+    "reference.kind": Case("none"),
+    "adapter": Case("IN/none", refused="does not exist"),
+    "max_new_tokens": Case("3"),
+    "temperature": Case("2"),
+    "top_k": Case("1", SAMPLED),
+    "top_p": Case("0.01", SAMPLED),
+    "min_p": Case("1", SAMPLED),
+    "stop": Case("[a, e, i, o]"),
+    "tasks": Case("[IN/task.yaml]"),
+    "num_fewshot": Case("2", "tasks=[IN/task.yaml]"),
+    "limit": Case("1"),
+    "pattern": Case("zzz"),
+    "output": Case("elsewhere"),
+    "distill.teacher": Case("tiny"),
+    "distill.cached": Case("IN/none"),
+    "distill.teacher_streamed": Case("true", "", GPU),
+    "distill.beta": Case("0.2", "distill.divergence=jsd"),
+    "distill.on_policy": Case("1"),
+    "generation.eval_temperature": Case("0"),
+    "generation.top_k": Case("1"),
+    "generation.top_p": Case("0.01"),
+    "generation.min_p": Case("1"),
+    "generation.stop": Case("[o]"),
+    "generation.most_attempts": Case("2", "rewards=[IN/rewards.py:constant]"),
+    "generation.cache_gib": Case("1e-9"),
+    "generation.compile": Case("true", counts=("compiler",)),
+    "generation.offload_training_state": Case("true", "", GPU),
+    "generation.gather": Case("whole", "", TWO_GPUS),
+    "generation.engine_url": Case(
+        "http://127.0.0.1:2", "generation.engine=vllm loss.correction=token_truncate", counts=("error",)
+    ),
+    "sample_every": Case("1"),
+    "rewards": Case("[IN/rewards.py:constant]"),
+    "value.path": Case("IN/other"),
+    "loss.advantage": Case("mean"),
+    "loss.gamma": Case("0.5", "loss.name=simpo"),
+    "loss.alpha": Case("0.5", "loss.name=cpo"),
+    "loss.beta": Case("0.5"),
+    "loss.ld_alpha": Case("0.5"),
+    "loss.label_smoothing": Case("0.3"),
+    "loss.epsilon_max": Case("0.5", "loss.name=cispo"),
+    "loss.kl": Case("k2", "loss.kl_weight=1 generation.passes=2"),
+    "loss.epsilon": Case("0.01", "generation.passes=2"),
+    "loss.epsilon_high": Case("0.01", "generation.passes=2"),
+    "loss.correction": Case("none", "loss.correction=token_truncate generation.top_p=0.5"),
+    "loss.correction_max": Case("0.1", "loss.correction=token_truncate generation.top_p=0.5"),
+    "loss.mask_truncated": Case("true"),
+    "loss.entropy_share": Case("0.2"),
+    "pad_token": Case("<|system|>"),
+    "prompt": Case("Who"),
+    "prompts_file": Case("IN/prompts.txt", refused="came both"),
+    "kind": Case("int4"),
+    "system": Case("Answer."),
+}
+OF_RECIPE = {
+    "ppo loss.gamma": Case("0.5"),
+    "ppo loss.kl_weight": Case("1", "generation.passes=1"),
+    "grpo reference.kind": Case("none", "loss.kl_weight=1 generation.passes=2"),
+    "online_dpo reference.kind": Case("none"),
+    "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
+    "generate chat": Case("false"),
+    "evaluate chat": Case("true", "tasks=[IN/task.yaml]"),
+}
+REWARDS = """
+def constant(completions):
+    return [1.0 for _ in completions]
+
+def score(completions):
+    return [sum(map(ord, text)) / 100 for text in completions]
+"""
+TASK = """
+task: ours
+dataset_path: json
+dataset_kwargs: {data_files: {test: IN/questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["wide", "long", "Rakora"]
+doc_to_target: "{{answer}}"
+metric_list: [{metric: brier_score}]
+"""
+VOLATILE = re.compile(r"seconds|per_second|memory|rss")  # fields of metrics.jsonl that differ between equal runs
+RECORDS_OF_SETTINGS = ("config.yaml", "run.json", "manifest.json", ".lock", "metrics.jsonl", "loggers.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The folder that IN in the settings stands for."""
+    global INPUTS
+    INPUTS = folder = tmp_path_factory.mktemp("inputs")
+    tiny, other = resolve_model_path("tiny"), folder / "other"
+    shutil.copytree(tiny, other)
+    weights = {name: tensor.roll(1, 0) for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    shutil.copytree(tiny, folder / "experts")
+    config = json.loads((tiny / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+    (folder / "experts" / "config.json").write_text(json.dumps(config))
+    (folder / "experts" / "model.safetensors").unlink()
+    rows = [
+        {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
+    ]
+    held_out = [{"prompt": f"What is {i} minus 1?", "completion": f"It is {i - 1}."} for i in range(7, 9)]
+    for name, chosen in {
+        "rows": rows,
+        "others": rows[1:],
+        "held_out": held_out,
+        "bad": [*rows, {"prompt": 3, "completion": "No."}],
+    }.items():
+        text = "".join(json.dumps({**row, "answer": "4"}) + "\n" for row in chosen)
+        (folder / f"{name}.jsonl").write_text(text)
+    for name, chosen in {
+        "pairs": rows,
+        "held_out_pairs": held_out,
+        "other_pairs": rows[1:],
+        "bad_pairs": [*rows, {"prompt": 3, "completion": "No."}],
+    }.items():
+        pairs = [{**row, "chosen": row.get("completion"), "rejected": "No. " * (i + 1)} for i, row in enumerate(chosen)]
+        for pair in pairs:
+            pair.pop("completion", None)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    questions = [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
+    (folder / "prompts.txt").write_text("Who\nWhat\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    yield
+    observed.cache_clear()
+
+
+def case_of(recipe: str, setting: Setting) -> Case:
+    """The row of the tables above, or a value that the setting's type tells."""
+    if case := OF_RECIPE.get(f"{recipe} {setting.key}") or CASES.get(setting.key):
+        return case
+    companions = "lora.rank=4" if setting.key.startswith("lora.") else ""
+    if "true or false" in setting.type:
+        return Case(json.dumps(setting.default is not True), companions)
+    if " | " in setting.type:
+        choices = setting.type.split(" or ")[0].split(" | ")
+        return Case(next(choice for choice in choices if choice != setting.default), companions)
+    number = setting.default or 0
+    if "whole number" in setting.type:
+        return Case(str(number + 1), companions)
+    if "each number" in setting.type:
+        return Case(str([number_ / 2 for number_ in number]), companions)
+    assert "number" in setting.type, f"no value for {setting.key}: add it to CASES"
+    return Case(str(number / 2 or 0.5), companions)
+
+
+@cache
+def settings_of(recipe: str) -> dict[str, Setting]:
+    return {setting.key: setting for setting in describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)}
+
+
+@cache
+def observed(recipe: str, settings: str, plan: str, counts: tuple[str, ...]) -> dict[str, Any]:
+    """What a run of the recipe, or its plan, gives its user; or the error that it raises."""
+    module = catalog.load_recipe(catalog.find_recipe(recipe))
+    given = [word.strip().replace("IN/", f"{INPUTS}/") for word in re.split(r" +(?=[\w.]+=)", settings)]
+    try:
+        cfg = load_config(module.Config, None, given)
+        with contextlib.ExitStack() as stack:
+            calls = {name: stack.enter_context(spy) for name, spy in spies().items() if name in (*counts, "rows")}
+            seen = planned(module, cfg, plan) if plan else ran(module, cfg, "log" in counts)
+    except (ValueError, RuntimeError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return seen | {name: str(calls[name].call_args) for name in counts if name in calls}
+
+
+def spies() -> dict[str, Any]:
+    """Calls to what a test cannot watch from outside: a service, workers, a cache that is full, a process group."""
+    workers = mock.patch("lean_ft.data.documents.map_in_processes", side_effect=lambda f, items, number: map(f, items))
+    return {
+        "wandb": mock.patch("wandb.init", return_value=mock.MagicMock(id="run")),
+        "workers": workers,
+        "cache": mock.patch("lean_ft.data.prepare.limit_size"),
+        "compiler": mock.patch("lean_ft.generation.decoding.CompiledLayers", return_value=contextlib.nullcontext()),
+        "batches": mock.patch("lean_ft.generation.texts.sample", wraps=texts.sample),
+        "process group": mock.patch("torch.distributed.new_group", wraps=torch.distributed.new_group),
+        "rows": mock.patch("lean_ft.data.documents.FEW_ROWS", 2),
+    }
+
+
+def planned(module: Any, cfg: Any, plan: str) -> dict[str, Any]:
+    number, _, card = plan.partition(" x ")
+    device = CPU if plan == "cpu" else find_device(card)
+    rehearsal = rehearse(module, cfg, device, Machines(int(number) if card else 1, 1))
+    facts = ("peak", "timeline", "pinned_bytes", "reserved_bytes", "step_seconds", "sent_bytes", "exchange_seconds")
+    return {name: str(getattr(rehearsal, name)) for name in facts}
+
+
+def ran(module: Any, cfg: Any, counts_log: bool) -> dict[str, Any]:
+    """Numbers of the metrics, checksums of the files, and what was printed to stdout."""
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(io.StringIO()),
+        mock.patch("sys.stdin", io.StringIO("What is it?\n")),
+    ):
+        run_recipe(module, cfg)
+        seen: dict[str, Any] = {}
+        for file in filter(Path.is_file, Path().rglob("*")):
+            name = str(file.parent / re.sub(r"\d{5,}.*", "", file.name))
+            if file.name == "metrics.jsonl":
+                lines = [json.loads(line) for line in file.read_text().splitlines()]
+                seen[name] = [{k: v for k, v in line.items() if not VOLATILE.search(k)} for line in lines]
+            elif file.name == "training_state.json":
+                seen[name] = {k: v for k, v in json.loads(file.read_text()).items() if k != "settings"}
+            elif file.name not in RECORDS_OF_SETTINGS:
+                seen[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    is_log = not hasattr(cfg, "max_new_tokens")
+    if counts_log or not is_log:
+        seen["printed"] = re.sub(r"[\d.]+ (s|GiB|tok/s|tokens a second)|/tmp/\S+", "", printed.getvalue())
+    return seen
+
+
+# Fields of a list's items: the setting before and after.
+ITEMS = [
+    ("data.source", "[{path: IN/rows.jsonl}]", f"[{{path: IN/rows.jsonl, {field}}}]")
+    for field in ("weight: 2", "format: text", "columns: {prompt: completion}", "subset: a", "split: 'train[:50%]'")
+] + [
+    ("data.source", "[{path: IN/rows.jsonl}]", "[{path: IN/others.jsonl}]"),
+    ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:score, weight: 2}]"),
+    ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:constant}]"),
+    ("rewards", "[{function: IN/rewards.py:score}]", "[{model: IN/none}]"),
+    ("rewards", "[{function: format, pattern: zz}]", "[{function: format, pattern: '.*'}]"),
+]
+
+
+@pytest.mark.parametrize(("key", "before", "after"), ITEMS)
+def test_a_field_of_a_lists_item_has_an_effect_or_is_refused(key: str, before: str, after: str) -> None:
+    recipe = "grpo" if key == "rewards" else "finetune"
+    first, second = (observed.__wrapped__(recipe, f"{BASE[recipe]} {key}={value}", "", ()) for value in (before, after))
+    assert "error" not in first, first
+    assert first != second
+
+
+# Each takes seconds of CPU time: a compiler, a profiler or lm-evaluation-harness.
+SLOW = {"compile", "memory.activation_budget", "profile", "profile_steps", "eval_tasks_every", "eval_tasks_limit"}
+
+
+def walk() -> Iterator[Any]:
+    """Every setting of every recipe. Those that an earlier recipe has too, with the same default, are marked `long`."""
+    seen = set()
+    for recipe in BASE:
+        for key, setting in settings_of(recipe).items():
+            is_new = (same := (key, setting.type, str(setting.default))) not in seen
+            seen.add(same)
+            marks = () if is_new and key not in SLOW else pytest.mark.long
+            yield pytest.param(recipe, key, marks=marks, id=f"{recipe}-{key}")
+
+
+def test_all_recipes_are_walked() -> None:
+    assert set(BASE) == set(catalog.recipes())
+
+
+@pytest.mark.parametrize(("recipe", "key"), list(walk()))
+def test_a_setting_has_an_effect_or_is_refused(recipe: str, key: str) -> None:
+    setting = settings_of(recipe)[key]
+    case = case_of(recipe, setting)
+    base = f"{BASE[recipe]} {case.companions}"
+    if case.plan.startswith("2 x"):
+        base += " gradient_accumulation_steps=2"
+    before = observed(recipe, base, case.plan, case.counts)
+    assert "error" not in before or "error" in case.counts, before
+    after = observed.__wrapped__(recipe, f"{base} {key}={case.value}", case.plan, case.counts)
+    if "error" in after:
+        reasons = [case.refused] if case.refused else [key.rpartition(".")[2], case.value.strip("[]")]
+        assert any(reason in after["error"] for reason in reasons), after
+    assert after != before, f"{key}={case.value} changes nothing"
