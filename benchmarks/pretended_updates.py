@@ -93,7 +93,7 @@ def measure() -> None:
                 for _ in range(2):  # the first compiles
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
-                    optimizer._hand_to_rules([state])
+                    optimizer.apply_rules([state])
                     taken = torch.cuda.max_memory_allocated() - before
                 largest = max(largest, taken)
                 state.whole.grad = None

@@ -74,8 +74,7 @@ def load_reference(
     Raises ValueError where the loss reads no reference but one is asked for, or the model has no adapter to be off.
     """
     kind, why = choose_kind(cfg)
-    if stage() is None:
-        say("reference", f"{kind}{why}")
+    say("reference", f"{kind}{why}")
     device = model.device
     if kind == "none":
         return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
@@ -103,8 +102,7 @@ def load_policy_reference(
     kind, why = choose_kind(cfg)
     if kind == "none":
         return None
-    if stage() is None:
-        say("reference", f"{kind}{why}")
+    say("reference", f"{kind}{why}")
     if kind in SECOND_MODELS:
         return _of_second_model(cfg, kind, model.device, log_probs, ranks)
     return _without_adapter(model, log_probs)

@@ -54,10 +54,9 @@ def load_teacher(
         parallel=cfg.parallel,
         ranks=ranks,
     )
-    if stage() is None:
-        num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
-        layers = "" if link is None else ", and its layers in the host's memory"
-        say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student{layers}")
+    num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
+    layers = "" if link is None else ", and its layers in the host's memory"
+    say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student{layers}")
 
     @torch.no_grad()
     def ask(batch: Batch) -> TeacherStates:

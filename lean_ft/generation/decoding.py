@@ -31,7 +31,7 @@ from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import counted_as, stage
+from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
@@ -197,7 +197,7 @@ def _decode_rows(
     )
     running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     if stage() is not None:
-        _rehearse(model, running, capacity)
+        rehearse_generation(model, running, capacity)
         return
     caches, hidden = yield from _read(model, running, capacity, prompt_part)
     few_rows, compiled = FewRows(model), CompiledLayers(model) if compile else None
@@ -296,8 +296,7 @@ def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | Non
         return model(ids, cache=caches, return_hidden=True, lengths=lengths)
 
 
-@counted_as("generation", "generation")
-def _rehearse(model: Decoder, rows: list[_Row], capacity: int) -> None:
+def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int) -> None:
     """What generation takes on shapes alone: the cache, the prompts' pass, and the last token's."""
     longest = max(len(row.prompt) for row in rows)
     caches = model.new_cache(len(rows), capacity)

@@ -37,12 +37,10 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
 )
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.system.shapes_only import counted_as
 
 IGNORED_LABEL = -100
 
 
-@counted_as("loss")
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -49,7 +49,6 @@ from lean_ft.losses.chunked_softmax import (
 )
 from lean_ft.losses.linear_cross_entropy import SumOfLosses, select_targets
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.system.shapes_only import counted_as
 
 # What is told of each token, behind its loss, IS_RIGHT and ENTROPY, and what one pass tells the next.
 CROSS_ENTROPY, DIVERGENCE, KL, LOG_Z, LOG_Z_STUDENT, LOG_Z_TEACHER = range(3, 9)
@@ -85,7 +84,6 @@ class Mixture(NamedTuple):
     softcap: float | None
 
 
-@counted_as("loss")
 def linear_distillation(
     hidden: Tensor,
     weight: Tensor,
@@ -189,7 +187,6 @@ def linear_distillation(
     return loss
 
 
-@counted_as("loss")
 @torch.no_grad()
 def top_log_probs(
     teacher: TeacherStates,

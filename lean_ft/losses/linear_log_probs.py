@@ -35,10 +35,8 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
 )
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.system.shapes_only import counted_as
 
 
-@counted_as("loss")
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -152,12 +150,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 raise RuntimeError("linear_log_probs gives its gradients once; call it again for a second backward")
             grad_hidden, ctx.grad_hidden = ctx.grad_hidden.mul_(grad[:, None]), None
             return grad_hidden, *(None,) * 8
-        with_gradients = _recomputed(grad, *ctx.saved_tensors, *ctx.settings, needs_hidden=ctx.needs_input_grad[0])
+        with_gradients = recomputed_log_probs(
+            grad, *ctx.saved_tensors, *ctx.settings, needs_hidden=ctx.needs_input_grad[0]
+        )
         return *with_gradients, *(None,) * 7
 
 
-@counted_as("loss")
-def _recomputed(
+def recomputed_log_probs(
     grad: Tensor,
     hidden: Tensor,
     weight: Tensor,

@@ -26,7 +26,7 @@ from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_d
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.models.source import source_of
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.system.shapes_only import counted_as, outside, stage
+from lean_ft.system.shapes_only import outside, stage
 from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json, write_json, write_whole
 from lean_ft.tokenizers import load_tokenizer
@@ -60,7 +60,6 @@ class Unread:
             self.fill(name, tensor)
 
 
-@counted_as("weights")
 def load_model(
     path: str | Path | ModelConfig,
     device: str | torch.device = "cpu",
@@ -129,7 +128,6 @@ def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
 
 
 @torch.no_grad()
-@counted_as("weights")
 def read_weights(model: Decoder, device: str | torch.device) -> None:
     """Gives memory and values to a model that was loaded onto `meta`; where it is cut, to the rows that are here alone."""
     assert model.source.unread is not None, "it has its weights already"

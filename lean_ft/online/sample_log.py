@@ -6,7 +6,6 @@ from typing import Any
 
 from lean_ft.online.rollouts import Rounds
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.units import number
 from lean_ft.system.whole_files import open_in_place
 from lean_ft.training.answers import one_line
@@ -22,7 +21,7 @@ class SampleLog:
     """The samples.jsonl of a run that was opened; what came behind the step that it goes on from is cut off."""
 
     def __init__(self, run: Run, every: int) -> None:
-        self._run, self._every, self._writes = run, every, stage() is None and run.ranks.rank == 0
+        self._run, self._every, self._writes = run, every, run.writes
         if self._writes:
             self._path = run.directory / FILE
             trim_metrics(self._path, run.start_step, has_every_step=False)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from lean_ft.losses import AnswerTokens, hidden_states, on_grid
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder
-from lean_ft.parallel import cut, parallelize, shard_layer
+from lean_ft.parallel import cut, parallelize, sharded_linear
 from lean_ft.peft import load_with_adapter
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import outside, stage
 from lean_ft.system.shards import ALONE, Ranks, local
 
 
@@ -48,13 +47,10 @@ class ValueModel(nn.Module):
                     "lora: the value model would be an output layer on the policy, which is not supported where that has an "
                     "output layer with a bias. Set lora=null."
                 )
-            with outside():  # of shapes alone, until it is cut
-                self.score = nn.Linear(model.config.hidden_size, 1, bias=False, device="meta")
-            shard_layer(self.score, ranks)
+            self.score = sharded_linear(model.config.hidden_size, 1, ranks)
             self.score.to_empty(device=device)
             nn.init.zeros_(local(self.score.weight))
-        if stage() is None:
-            say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
+        say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
 
     @property
     def output_weight(self) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from lean_ft.optim.adamw import AdamW, Moment
 from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
-from lean_ft.system.shapes_only import device_type, stage
+from lean_ft.system.shapes_only import device_type
 
 BLOCK = 256  # elements that share a scale; a constant, because Dynamo would turn an attribute into a variable
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
@@ -38,7 +38,7 @@ class Moment8bit(Moment):
         self.code, self._paged = code, paged
 
     def init_state(self, name: str, param: Tensor) -> dict[str, Tensor]:
-        if self._paged and stage() is None and not param.is_meta and param.numel() >= MIN_PAGED_ELEMENTS:
+        if self._paged and param.is_cuda and param.numel() >= MIN_PAGED_ELEMENTS:
             import bitsandbytes.functional as bnb
 
             codes = bnb.get_paged(*param.shape, dtype=torch.uint8, device=param.device)
@@ -78,8 +78,8 @@ class AdamW8bit(AdamW):
                 self.update_in_slices(state, step)
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
-        if stage() is not None:
-            return  # the kernel needs no workspace
+        if not state.param.is_cuda:
+            return  # planned for a GPU: the kernel takes no workspace
         import bitsandbytes.functional as bnb
 
         codes, scales, codes_sq, scales_sq = state.tensors.values()

@@ -21,7 +21,7 @@ from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.system.bitsandbytes_library import why_unusable
-from lean_ft.system.shapes_only import counted_as, device_type, stage
+from lean_ft.system.shapes_only import device_type
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
@@ -34,7 +34,6 @@ MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
 
 
-@counted_as("optimizer state")
 def build_optimizer(
     model: nn.Module,
     recipe_cfg: TrainingConfig,
@@ -59,7 +58,7 @@ def build_optimizer(
                 )
     devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
-        _refuse_without_kernel(cfg)
+        _refuse_without_kernel(cfg, on_gpu=any(param.is_cuda for _, param in trainable))
     if cfg.state == "paged" and devices and devices != {"cuda"}:
         raise ValueError(
             "optimizer.state=paged keeps state in CUDA managed memory, but the model is on "
@@ -176,7 +175,7 @@ def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     return lambda param: param.ndim >= 2 and param not in others
 
 
-def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
+def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:
     """On a GPU, bitsandbytes' kernel makes the plain update, and only it can use paged state."""
     lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
     if lacking and (cfg.name == "paged_adamw_8bit" or cfg.state == "paged"):
@@ -184,7 +183,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig) -> None:
             f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, and only that kernel can use paged state. Set "
             f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
-    if not lacking and (reason := why_unusable(on_gpu=stage() is None)) is not None:
+    if not lacking and (reason := why_unusable(on_gpu=on_gpu)) is not None:
         raise ValueError(
             f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or set "
             "optimizer.name=adamw_8bit_torchao."

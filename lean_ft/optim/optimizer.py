@@ -34,7 +34,7 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import SMALLEST_BYTES, StreamedState
 from lean_ft.system.host_link import HostLink
-from lean_ft.system.shapes_only import counted_as, stage
+from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of
 
 
@@ -93,9 +93,7 @@ class Optimizer:
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: gradient norms of the updated parameters
         if (watcher := stage()) is not None:
-            watcher.watch_optimizer(
-                ((state.name, state.whole) for state in self._states), self.state_bytes, streamed=streamed is not None
-            )
+            watcher.watch_optimizer(self, self._states)
         if in_backward:
             for state in self._states:
                 state.whole.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state))
@@ -115,8 +113,6 @@ class Optimizer:
         self._updates_now = last and self.in_backward
         if self._updates_now:
             self._skips = self._any_rank(not all_finite(self._losses))
-        if (watcher := stage()) is not None:
-            watcher.begin_backward()
         return self.scaler.scale(loss)
 
     @torch.no_grad()
@@ -149,7 +145,7 @@ class Optimizer:
         if self.in_backward:
             self._update_leftovers()
         elif not self._skips:
-            self._update([state for state in self._states if state.whole.grad is not None])
+            self.apply_rules([state for state in self._states if state.whole.grad is not None])
         self.step_count += not self._skips
         self.skipped_steps += self._skips
         self._noise_seed = None
@@ -181,9 +177,8 @@ class Optimizer:
         try:
             yield
         finally:
-            with counted_as("optimizer state"):
-                for tensors, name in moved:
-                    tensors[name] = link.bring_back(tensors[name])
+            for tensors, name in moved:
+                tensors[name] = link.bring_back(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<parameter>.<state>` -> the live tensor, and `step`, `skipped_steps` -> int64 scalars."""
@@ -250,7 +245,7 @@ class Optimizer:
         self._norms[state.index] = norm = self._norm_of_all_rows(gradient_norm(state.grad))
         assert state.whole.grad is not None
         zero_unless_finite(local(state.whole.grad), norm)
-        self._update([state])
+        self.apply_rules([state])
         state.whole.grad = None
 
     def _update_leftovers(self) -> None:
@@ -267,13 +262,7 @@ class Optimizer:
     def _any_rank(self, flag: bool) -> bool:
         return bool(self.ranks.highest(flag)[0])
 
-    def _update(self, states: Sequence[ParameterState]) -> None:
-        if (watcher := stage()) is not None:
-            watcher.update(states, self._hand_to_rules)
-        else:
-            self._hand_to_rules(states)
-
-    def _hand_to_rules(self, states: Sequence[ParameterState]) -> None:
+    def apply_rules(self, states: Sequence[ParameterState]) -> None:
         """Update parameters, those with the same rule and learning rate in one call."""
         self.is_whole = False
         if self._noise_seed is None and any(rule.draws_noise for rule in self.rules):

@@ -23,7 +23,7 @@ from lean_ft.parallel.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.parallel.vocabulary import CutVocabulary, why_whole
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import outside, stage
+from lean_ft.system.shapes_only import outside
 from lean_ft.system.shards import Cut, Ranks, remember_cuts
 
 
@@ -71,8 +71,7 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:
         how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
-    if stage() is None:
-        say("vocabulary", f"gathered: {gathered}" if gathered else f"stays cut over {ranks.num_shards} processes")
+    say("vocabulary", f"gathered: {gathered}" if gathered else f"stays cut over {ranks.num_shards} processes")
     ends: list[nn.Module] = [trunk.norm]
     if gathered:
         ends.append(trunk.embed_tokens if model.head is None else model.head)
@@ -90,17 +89,17 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     _sum_gradients(model)
 
 
-def shard_layer(layer: nn.Module, ranks: Ranks) -> None:
-    """Cuts a layer of shapes alone that trains beside a model, by rows; on one device does nothing. It is gathered where it is
-    called."""
-    if not isinstance(ranks, ManyRanks):
-        return
-    from torch.distributed.fsdp import fully_shard
-
+def sharded_linear(in_features: int, out_features: int, ranks: Ranks) -> nn.Linear:
+    """Return a linear layer without bias on the meta device, its rows sharded over the ranks. FSDP gathers it when it is called."""
     with outside():
-        fully_shard(layer, mesh=ranks.mesh_of(None))
-        _sum_gradients(layer)
-    ranks.cut_models.append(layer)
+        layer = nn.Linear(in_features, out_features, bias=False, device="meta")
+        if isinstance(ranks, ManyRanks):
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(layer, mesh=ranks.mesh_of(None))
+            _sum_gradients(layer)
+            ranks.cut_models.append(layer)
+    return layer
 
 
 def _sum_gradients(model: nn.Module) -> None:

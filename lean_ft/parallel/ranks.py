@@ -55,7 +55,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
         _meet(size, device, timeout, cfg)
     with outside():
         mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-        return ManyRanks(mesh, device, timeout, cfg)
+        return (ManyRanks if watcher is None else watcher.ranks_type)(mesh, device, timeout, cfg)
 
 
 def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
@@ -130,14 +130,17 @@ class ManyRanks(Ranks):
     a layer's experts; `groups` has those of this rank by the setting's name, and all that share its tokens as `tokens`.
     """
 
+    hosts_backend = "gloo"
+
     def __init__(self, mesh: Any, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
         self.mesh, self.device = mesh, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
         self._hosts: Any
         self._hosts_beside: Any
-        backend = "gloo" if stage() is None else "fake"
-        self._hosts, self._hosts_beside = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+        self._hosts, self._hosts_beside = (
+            dist.new_group(backend=self.hosts_backend, timeout=timeout) for _ in range(2)
+        )
         self._shards = mesh.get_group(SHARD)
         self.num_sharing = cfg.context * cfg.tensor
         self.num_alike = cfg.tensor
@@ -173,11 +176,6 @@ class ManyRanks(Ranks):
         return other
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        if stage() is not None:  # they are this rank's already
-            for micro_batch, is_last in ALONE.share(micro_batches):
-                self._complete_gradients(is_last)
-                yield self._own_tokens(micro_batch), is_last
-            return
         size, rank = self.size // self.num_sharing, self.rank // self.num_sharing
         rounds = -(-len(micro_batches) // size)
         for i in range(rounds):
@@ -211,9 +209,10 @@ class ManyRanks(Ranks):
             del own["labels"]
             own |= {name: self._own_tokens(value) for name, value in vars(batch).items() if isinstance(value, Batch)}
             return replace(batch, **own)
-        # Where shapes alone are planned, every token is a target.
-        num_targets = int((own["labels"] != IGNORED).sum()) if stage() is None else num_rows * width
-        return replace(batch, **own, num_targets=num_targets, num_tokens=num_rows * width)
+        return replace(batch, **own, num_targets=self._count_targets(own["labels"]), num_tokens=num_rows * width)
+
+    def _count_targets(self, labels: Tensor) -> int:
+        return int((labels != IGNORED).sum())
 
     def _complete_gradients(self, is_last: bool) -> None:
         """Copies of a model add up their own gradients first, and then once with one another."""
@@ -230,12 +229,10 @@ class ManyRanks(Ranks):
         return value
 
     def highest(self, *numbers: int) -> list[int]:
-        # Where shapes alone are planned all are alike.
-        return list(numbers) if stage() is not None else self.highest_of(torch.tensor(numbers)).tolist()
+        return self.highest_of(torch.tensor(numbers)).tolist()
 
     def highest_of(self, values: Tensor) -> Tensor:
-        if stage() is None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._hosts)
         return values
 
     def total(self, number: int) -> int:
@@ -244,8 +241,6 @@ class ManyRanks(Ranks):
         return int(value)
 
     def first(self, work: Callable[[], T]) -> T:
-        if stage() is not None:
-            return work()
         result: list[Any] = [None, None]
         error: Exception | None = None
         if self.rank == 0:
@@ -261,8 +256,6 @@ class ManyRanks(Ranks):
         return result[0]
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        if stage() is not None:
-            return [work()]
         mine: list[Any] = [None, None]  # what it returned, and what is told of an error
         error: Exception | None = None
         try:

@@ -41,7 +41,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, SumOfLosses, sele
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
-from lean_ft.system.shapes_only import counted_as, repeated
+from lean_ft.system.shapes_only import repeated
 
 LOOKED_UP_TOKENS = 4096  # of all ranks, whose rows of the embedding are exchanged at a time
 SMALL_WEIGHT_BYTES = 256 * 2**20  # up to which `auto` gathers: so little is no matter, and the sums stay one process's
@@ -129,7 +129,6 @@ class CutVocabulary:
             return _rows(self.embedding)
         return self._handed_on
 
-    @counted_as("loss")
     def cross_entropy(
         self,
         hidden: Tensor,

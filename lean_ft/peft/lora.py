@@ -20,7 +20,6 @@ from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import NF4Linear, check_available
 from lean_ft.settings import LoRAConfig, ModelConfig
-from lean_ft.system.shapes_only import counted_as
 from lean_ft.system.shards import ALONE, Ranks
 
 _OUTPUT = "lm_head"
@@ -59,7 +58,6 @@ def load_with_adapter(
     return model
 
 
-@counted_as("weights")
 def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are. Rows of
     tokens that are new to the model train beside it, or alone where there are no targets.

@@ -4,7 +4,8 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from lean_ft.plan.rehearsal import LABELS, Rehearsal
+from lean_ft.plan.labels import LABELS
+from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.system.units import GIB, gibibytes
 
 _SMALLEST_SHOWN = 0.002  # of the peak: what is less would be an entry of the legend and no area

@@ -7,17 +7,47 @@ Source: PyTorch's fake process group, which its own tests of parallelism run on.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from lean_ft.parallel.ranks import ManyRanks
 from lean_ft.plan.trace import Trace
+from lean_ft.system.shards import ALONE
 from lean_ft.torch_private import wrapped_gathering
 
+T = TypeVar("T")
+
 GATHERED = "gathered weights"
+
+
+class PlannedRanks(ManyRanks):
+    """The first rank of a run whose other ranks do not exist: it agrees with itself, and its batches are its own already."""
+
+    hosts_backend = "fake"
+
+    def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        for micro_batch, is_last in ALONE.share(micro_batches):
+            self._complete_gradients(is_last)
+            yield self._own_tokens(micro_batch), is_last
+
+    def _count_targets(self, labels: Tensor) -> int:
+        return labels.numel()  # a plan's batch has a target at every token
+
+    def highest(self, *numbers: int) -> list[int]:
+        return list(numbers)
+
+    def highest_of(self, values: Tensor) -> Tensor:
+        return values
+
+    def first(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        return [work()]
 
 
 @contextlib.contextmanager
@@ -42,7 +72,7 @@ def watched_sharding(trace: Trace) -> AbstractContextManager[None]:
 
     def watched(function: Callable[..., Any], resizes: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with trace.labelled(GATHERED, trace.where):
+            with trace.labelled(GATHERED, trace.current[1]):
                 result = function(*args, **kwargs)
                 if resizes:
                     trace.note([arg for arg in args if isinstance(arg, Tensor)])

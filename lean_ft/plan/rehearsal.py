@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,19 +24,17 @@ from lean_ft.memory import wants_host_pool
 from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
-from lean_ft.plan.ranks import pretended_ranks
+from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
+from lean_ft.plan.ranks import PlannedRanks, pretended_ranks
 from lean_ft.plan.trace import Moment, Trace
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
+from lean_ft.system.log import console
 from lean_ft.system.shapes_only import StepTaken, shapes_only
 from lean_ft.torch_private import FakeTensorMode, functorch_config, unset_fake_temporarily
 
 T = TypeVar("T")
-
-WEIGHTS, STATES, GRADIENTS = "weights", "optimizer state", "gradients"
-BATCH, ACTIVATIONS, LOSS, WORKSPACE = "batch", "activations", "loss", "workspace"
-LABELS = (WEIGHTS, STATES, GRADIENTS, ACTIVATIONS, LOSS, WORKSPACE, BATCH)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def rehearse(
         with (
             pretended_ranks(trace),
             shapes_only(stage),
-            _quiet_compiler(),
+            _quiet(),
             functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
             torch.compiler.set_stance("default", force_backend=fusing_backend(trace)),
             stage.fake_mode,
@@ -122,14 +120,16 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """What the compiler has to say of the recipe it says in the run; here nobody asked it."""
-    before = logging.root.manager.disable
+def _quiet() -> Iterator[None]:
+    """Print none of the recipe's log lines and compiler warnings: the run prints them."""
+    before = logging.root.manager.disable, console.quiet
     logging.disable(logging.ERROR)
+    console.quiet = True
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(before[0])
+        console.quiet = before[1]
 
 
 class NotSimulatedError(RuntimeError):
@@ -165,16 +165,13 @@ class WatchedStage:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
         self.num_ranks = trace.machines.num_devices
+        self.ranks_type = PlannedRanks
         self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # planned for; tensors are on the CPU all the same
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
         self._cublas_workspaces: list[Tensor] = []
         self._updated: set[tuple] = set()  # shapes and types of parameters
-
-    def counted_as(self, label: str, where: str) -> contextlib.AbstractContextManager[None]:
-        """What is made inside carries the label; where: how far the step is, in words."""
-        return self.trace.labelled(label, where)
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
@@ -199,26 +196,45 @@ class WatchedStage:
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
-    def watch_optimizer(
-        self, named_parameters: Iterable[tuple[str, Tensor]], state_bytes: int, *, streamed: bool
-    ) -> None:
-        """Tells gradients apart as they are completed, before the optimizer's own hooks come to them."""
-        for name, parameter in named_parameters:
-            parameter.register_post_accumulate_grad_hook(self._note_gradient(name))
-        if streamed:  # one step alone fetches nothing ahead
-            with self.trace.on_stream("copying"):
-                self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, state_bytes), dtype=torch.uint8)
+    def watch_optimizer(self, optimizer: Any, states: Sequence[ParameterState]) -> None:
+        """Follow the optimizer's step: where backward begins, each gradient as it is completed, and the update.
 
-    def begin_step(self) -> None:
+        Called before the optimizer registers its own hooks, so that a gradient is noted before it is used.
+        """
+        for state in states:
+            state.whole.register_post_accumulate_grad_hook(self._note_gradient(state.name))
+        if optimizer.streamed is not None:  # one step alone fetches nothing ahead
+            with self.trace.on_stream("copying"):
+                self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, optimizer.state_bytes), dtype=torch.uint8)
+        scale, apply_rules = optimizer.scale, optimizer.apply_rules
+
+        def scale_and_enter(loss: Tensor, *, last: bool) -> Tensor:
+            scaled = scale(loss, last=last)
+            self._enter(WORKSPACE, "backward, at its start")
+            return scaled
+
+        optimizer.scale = scale_and_enter
+        optimizer.apply_rules = lambda states: self._update(states, apply_rules)
+
+    def watch_run(self, run: Any) -> None:
+        """Have the run's loop take one step, which ends the rehearsal when it is logged."""
+
+        def steps() -> Iterator[int]:
+            self._begin_step()
+            yield 0
+
+        def log(**metrics: Any) -> None:
+            raise StepTaken
+
+        run.steps, run.log = steps, log
+
+    def _begin_step(self) -> None:
         if not self._takes_step:
             raise StepTaken
         self.trace.begin_step()
         if num_bytes := self.trace.device.cublas_workspace_bytes:
             with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
                 self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
-
-    def begin_backward(self) -> None:
-        self._enter(WORKSPACE, "backward, at its start")
 
     def _enter(self, label: str, where: str) -> None:
         self.trace.label, self.trace.where = label, where
@@ -235,7 +251,7 @@ class WatchedStage:
         """A link to the host's memory that copies nothing."""
         return _PlannedLink(self.trace)
 
-    def update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
+    def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
         """Rehearses an update for the first parameter of each shape, and takes the time of all.
 
         Its time is that of its traffic: gradients and states are read, states and weights are read and written.
@@ -318,6 +334,10 @@ class _PlannedLink(HostLink):
     def _copy(self, source: Tensor, target: Tensor) -> Any:
         self._trace.travel(source.nbytes)
         return "the end of this copy"
+
+    def bring_back(self, host: Tensor) -> Tensor:
+        with self._trace.labelled(STATES):
+            return super().bring_back(host)
 
     def _finish(self) -> None:
         pass

@@ -41,6 +41,7 @@ from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
+from lean_ft.plan.labels import LOSS, label_of_caller
 from lean_ft.system.shards import local
 from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, storage_key, tree_iter
 
@@ -50,7 +51,7 @@ _FIRST_FACTOR = {
     **dict.fromkeys(("aten.mm", "aten.bmm", "lean_ft.sum_of_products", "lean_ft.grouped_matmul"), 0),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), 1),
 }
-WAITS_FOR_OTHERS = "loss"  # the label under which nothing goes on until a collective is over
+WAITS_FOR_OTHERS = LOSS  # the label under which nothing goes on until a collective is over
 FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
 
 
@@ -94,7 +95,8 @@ class _Storage:
 class Trace(TorchDispatchMode):
     """A dispatch mode that fills `peak`, `timeline` and `spent`, on a CPU with or without `memory.host_pool`.
 
-    `label` names what is made from now on; `where` says in words how far the step is.
+    A storage's label is the one set by `labelled`, else that of the function which allocates it (`lean_ft.plan.labels`),
+    else `label`. `where` says how far the step is.
     """
 
     def __init__(self, device: Device, host_pool: bool = False, machines: Machines = ONE_DEVICE) -> None:
@@ -105,6 +107,7 @@ class Trace(TorchDispatchMode):
         self._heap_limit = SMALLEST_BYTES if host_pool else MMAP_THRESHOLD_BYTES
         self.label = "other"
         self.where = ""
+        self._label_is_set = False  # by `labelled`, whatever function allocates
         self.live: Counter[str] = Counter()
         self.live_bytes = 0
         self.peak = Moment()
@@ -139,6 +142,12 @@ class Trace(TorchDispatchMode):
                 self.charge(func, args, kwargs or {}, result)
         return result
 
+    @property
+    def current(self) -> tuple[str, str]:
+        """The label of a storage allocated now, and how far the step is."""
+        label = None if self._label_is_set else label_of_caller()
+        return (self.label, self.where) if label is None else (label, label)
+
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def note(self, tensors: Any, written: bool = True) -> None:
@@ -158,7 +167,7 @@ class Trace(TorchDispatchMode):
         known = self._storages.get(address)
         if known is None:
             weakref.finalize(storage, self._free, address)
-            self._storages[address] = known = _Storage(num_bytes, 0, self.label)
+            self._storages[address] = known = _Storage(num_bytes, 0, self.current[0])
         elif known.num_bytes == num_bytes:
             return
         resident_bytes = num_bytes if written else min(known.resident_bytes, num_bytes)
@@ -181,7 +190,7 @@ class Trace(TorchDispatchMode):
         """Counts `result` where `tensor` lay, which nobody reads any more, if it is as large and not counted yet."""
         before, after = (local(t).untyped_storage() for t in (tensor, result))
         if self._known(tensor) and not self._known(result) and before.nbytes() == after.nbytes():
-            self.relabel(tensor, self.label)
+            self.relabel(tensor, self.current[0])
             self._storages[storage_key(after)] = self._storages.pop(storage_key(before))
             weakref.finalize(after, self._free, storage_key(after))
 
@@ -210,7 +219,7 @@ class Trace(TorchDispatchMode):
             freed = self._heap_top - self._heap_bytes
         if self.live_bytes + freed > self._peak_bytes:
             self._peak_bytes = self.live_bytes + freed
-            self.peak = Moment(self.where, {label: count for label, count in self.live.items() if count})
+            self.peak = Moment(self.current[1], {label: count for label, count in self.live.items() if count})
             if freed:
                 self.peak.bytes_by_label[FREED] = freed
 
@@ -224,7 +233,8 @@ class Trace(TorchDispatchMode):
     def _occupy(self, sizes: list[int]) -> None:
         """Counts so much memory for a moment."""
         allocator = self._allocators[self.stream]
-        taken = [_Storage(num_bytes, 0, self.label, allocator.allocate(num_bytes)) for num_bytes in sizes]
+        label = self.current[0]
+        taken = [_Storage(num_bytes, 0, label, allocator.allocate(num_bytes)) for num_bytes in sizes]
         for storage in taken:
             self._count(storage, storage.num_bytes)
         for storage in taken:
@@ -333,7 +343,7 @@ class Trace(TorchDispatchMode):
             self.spent.sent_away_bytes += sent
         else:
             self.spent.sent_bytes += sent
-        if self.label == WAITS_FOR_OTHERS:
+        if self.current[0] == WAITS_FOR_OTHERS:
             self.spent.seconds += seconds
         else:
             self.spent.exchange_seconds += seconds
@@ -368,12 +378,12 @@ class Trace(TorchDispatchMode):
     @contextlib.contextmanager
     def labelled(self, label: str, where: str = "") -> Iterator[None]:
         """What is made inside carries `label`."""
-        before = self.label, self.where
-        self.label, self.where = label, where or label
+        before = self.label, self.where, self._label_is_set
+        self.label, self.where, self._label_is_set = label, where or label, True
         try:
             yield
         finally:
-            self.label, self.where = before
+            self.label, self.where, self._label_is_set = before
 
 
 # Bytes that each of n ranks sends, by those of an operation's first and second argument. What is not here sends a few.

@@ -1,11 +1,12 @@
-"""Shapes only: the mode in which a recipe takes one step on tensors without contents, for a planner that watches it.
+"""Shapes-only mode: a recipe takes one step on tensors without contents, while the planner counts memory and time.
 
-Inside it tensors are fake: they have shapes, types and lifetimes, and what is read from one is 1 or True. Nearly all of
-the library need not know. What would touch a disk, a device or a clock asks `stage()`, which is None in a real run:
-`start`, `load_model`, `load_tokenizer`, the batches, `Run`, the optimizer's update and the link to host memory. What repeats
-itself goes through `repeated`, so that a few rounds stand for all; and what a planner tells apart says so by `counted_as`.
+Tensors are fake in this mode: they have shapes, dtypes and lifetimes, and every value read from them is 1 or True. Most of
+the library is unaware of the mode. Code that reads a disk, a device or a clock asks for `stage()`, which is None in a real
+run. Code that repeats the same work loops through `repeated`, so that a few iterations stand for all. The planner finds out
+by itself which function allocates (`lean_ft.plan.labels`), and it replaces the methods of `Run`, `Optimizer` and `Ranks`
+that behave differently in a plan.
 
-A recipe, also a copied and edited one, is thus planned as it is written, as long as it calls the library.
+A recipe, also a copied and edited one, is planned as it is written, as long as it calls the library.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,20 +18,20 @@ T = TypeVar("T")
 
 
 class StepTaken(BaseException):
-    """The step has been taken; nothing after it matters to a planner."""
+    """Raised after the planned step, to end the recipe."""
 
 
 _stage: ContextVar[Any] = ContextVar("stage", default=None)
 
 
 def stage() -> Any:
-    """The planner's stage where shapes alone are computed, `lean_ft.plan.rehearsal.WatchedStage`; None in a real run."""
+    """The planner's `lean_ft.plan.rehearsal.WatchedStage` in shapes-only mode; None in a real run."""
     return _stage.get()
 
 
 @contextmanager
 def shapes_only(stage: Any) -> Iterator[None]:
-    """Turns the mode on; the caller brings the fake tensors."""
+    """Turn the mode on. The caller provides the fake tensor mode."""
     token = _stage.set(stage)
     try:
         yield
@@ -38,27 +39,19 @@ def shapes_only(stage: Any) -> Iterator[None]:
         _stage.reset(token)
 
 
-@contextmanager
-def counted_as(label: str, where: str = "") -> Iterator[None]:
-    """What is made inside is counted under `label` by a planner; `where` is how far the step is. Also a decorator."""
-    watcher = stage()
-    with nullcontext() if watcher is None else watcher.counted_as(label, where):
-        yield
-
-
 def outside() -> AbstractContextManager[None]:
-    """Inside, tensors are real even where shapes alone are computed, and no planner counts them."""
+    """Context manager in which tensors are real and uncounted, also in shapes-only mode."""
     watcher = stage()
     return nullcontext() if watcher is None else watcher.outside()
 
 
 def repeated(parts: Sequence[T], shown: int = 1) -> Iterable[T]:
-    """The parts of one piece of work, all alike but for the first `shown`; to a planner that many stand for all."""
+    """The parts of a loop that all do the same work after the first `shown`. A plan runs `shown` of them."""
     watcher = stage()
     return parts if watcher is None else watcher.repeated(parts, shown)
 
 
 def device_type(device: Any) -> str:
-    """The type of a tensor's device; that of the device which is planned for, where shapes alone are computed."""
+    """The type of a tensor's device; in shapes-only mode, the type of the planned device."""
     watcher = stage()
     return device.type if watcher is None else watcher.device_type

@@ -34,7 +34,7 @@ from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import StepTaken, stage
+from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import gibibytes, number
 from lean_ft.tokenizers import Tokenizer
@@ -111,6 +111,7 @@ class Run:
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self._held_out = held_out
         self.start_step, self.total_steps = 0, 1
+        self.writes = False  # whether this process writes metrics and samples
         check_applied(model, cfg)
         settings = cfg.group(ModelConfig)
         if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
@@ -121,8 +122,10 @@ class Run:
             raise ValueError(
                 f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
             )
-        if stage() is not None:
+        if (watcher := stage()) is not None:
+            watcher.watch_run(self)
             return
+        self.writes = ranks.rank == 0
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
 
@@ -137,16 +140,14 @@ class Run:
         self._begun: Place | None = None  # where the step under way began
         self._logged = False  # whether the step under way has called log()
         self._random_state: RandomState | None = None
-        self._metrics = Metrics(
-            self.directory / METRICS_FILE, self.device, self.steps_per_epoch, writes=ranks.rank == 0
-        )
+        self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch, writes=self.writes)
         self._totals = Totals()
         self._bad_steps = BadSteps(
             self.directory,
             tokenizer,
             cfg.max_bad_steps,
             model.config.vocab_size if isinstance(model, Decoder) else None,
-            writes=ranks.rank == 0,
+            writes=self.writes,
         )
         self._skipped_before = 0  # what the optimizer counted when the step under way began
         self._growth_said = False
@@ -300,10 +301,6 @@ class Run:
                 `log_every` steps late. Or the weights are not finite, and so are not saved. Or a checkpoint could not be
                 written; with `save_async` raised after a later step.
         """
-        if (watcher := stage()) is not None:
-            watcher.begin_step()
-            yield 0
-            return
         if self.start_step >= self.total_steps:
             try:
                 yield from self._evaluate_again()
@@ -406,8 +403,6 @@ class Run:
         loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
         values for the step's line, None left out.
         """
-        if stage() is not None:
-            raise StepTaken
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
         self._logged = True

@@ -10,7 +10,6 @@ import torch
 
 from lean_ft.models import Decoder, empty_model
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import outside, stage
 
 
 def shares_prompts(cfg: Any) -> bool:
@@ -21,8 +20,7 @@ def shares_prompts(cfg: Any) -> bool:
     """
     if cfg.data.shared_prompt is False:
         return False
-    with outside():
-        model = empty_model(cfg.model.path, torch.float32, cfg.model.router_aux_loss_coef)
+    model = empty_model(cfg.model.path, torch.float32, cfg.model.router_aux_loss_coef)
     asked, why_not = cfg.data.shared_prompt is True, _why_not(model, cfg.data.max_length)
     if asked and why_not:
         raise ValueError(
@@ -31,11 +29,7 @@ def shares_prompts(cfg: Any) -> bool:
         )
     if not asked and not why_not and model.router_aux_loss_coef:
         why_not = "the router's loss is a mean over all positions"
-    if stage() is None:
-        say(
-            "prompts",
-            f"computed for each answer, as {why_not}" if why_not else "each computed once for both its answers",
-        )
+    say("prompts", f"computed for each answer, as {why_not}" if why_not else "each computed once for both its answers")
     return not why_not
 
 

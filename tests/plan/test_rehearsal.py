@@ -15,6 +15,7 @@ from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
 from lean_ft.plan import rehearsal
 from lean_ft.plan.devices import CPU, find_device
+from lean_ft.plan.labels import STATES
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.plan.trace import Trace
 from lean_ft.settings.text import load_config
@@ -161,7 +162,7 @@ def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tm
     monkeypatch.setattr(rehearsal, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(HostLink.__init__, "__defaults__", (0,))
     streamed = planned(tmp_path, *settings, "optimizer.state=streamed", device=card)
-    state_bytes = on_device.peak.bytes_by_label[rehearsal.STATES]
+    state_bytes = on_device.peak.bytes_by_label[STATES]
     assert on_device.pinned_bytes == 0 and 0.98 * state_bytes < streamed.pinned_bytes <= state_bytes
     assert streamed.peak_bytes < on_device.peak_bytes - 0.5 * state_bytes
 

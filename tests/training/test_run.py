@@ -174,8 +174,8 @@ def raise_at(call, where, function):
         ("torch.nn.functional.cross_entropy", 1, "after", 0),  # in the first step: there is nothing to save
         ("tests.training.toy_recipe.Batches.take", 5, "after", 5),
         ("torch.nn.functional.cross_entropy", 11, "after", 5),  # gradients of one of two micro-batches
-        ("lean_ft.optim.optimizer.Optimizer._hand_to_rules", "last", "before", "unless in backward"),
-        ("lean_ft.optim.optimizer.Optimizer._hand_to_rules", "last", "after", None),
+        ("lean_ft.optim.optimizer.Optimizer.apply_rules", "last", "before", "unless in backward"),
+        ("lean_ft.optim.optimizer.Optimizer.apply_rules", "last", "after", None),
         ("lean_ft.optim.optimizer.Optimizer.zero_grad", 5, "after", None),
         ("lean_ft.training.run.Run.log", 5, "before", None),
         ("lean_ft.training.run.Run.evaluation_due", 5, "after", 6),
