@@ -117,7 +117,7 @@ def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     patches = [mock.patch.object(recipe, name, value) for name, value in stand_ins.items()]
     patches += [
         mock.patch.object(optimizer_module, "all_finite", return_value=True),
-        mock.patch.object(Optimizer, "apply_rules", peaks.watch(Optimizer._hand_to_rules)),
+        mock.patch.object(Optimizer, "apply_rules", peaks.watch(Optimizer.apply_rules)),
     ]
     for patch in patches:
         patch.start()
