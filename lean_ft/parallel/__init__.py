@@ -1,4 +1,4 @@
-"""Several processes that train one model: who they are, and how the model and its work are cut over them."""
+"""Training one model with several processes: the process group, and sharding of the model and its computation."""
 
 from lean_ft.parallel.cutting import cut, refuse_cuts
 from lean_ft.parallel.generating import generating

@@ -1,7 +1,7 @@
-"""Collectives that gradients go through, on plain tensors: each one's backward pass is another of them.
+"""Differentiable collectives on plain tensors; the backward of each is another collective.
 
-They are autograd functions around PyTorch's own operators, which the compiler knows, and which return when the result is
-there. A group is given by its name, which to the compiler is a constant.
+They wrap PyTorch's operators, which the compiler supports, and wait for the result. A group is passed by name, which is a
+constant to the compiler.
 
 Shapes: B batch, T tokens of a row, n ranks of the group, D any further dimensions.
 """
@@ -15,41 +15,37 @@ from lean_ft.torch_private import collectives
 
 
 def gather_tokens(values: Tensor, group: str, size: int) -> Tensor:
-    """From each rank's tokens (B, T / n, D) those of all, (B, T, D), on each; gradients add up over the ranks."""
+    """Gather each rank's tokens (B, T / n, D) into (B, T, D) on every rank; backward sums gradients over the ranks."""
     return _GatherTokens.apply(values, group, size)
 
 
 def scatter_tokens(values: Tensor, group: str, size: int) -> Tensor:
-    """Sums (B, T, D) over the ranks, and gives each its tokens of the sum, (B, T / n, D); the reverse of the other."""
+    """Sum (B, T, D) over the ranks and return this rank's tokens (B, T / n, D); the reverse of `gather_tokens`."""
     return _ScatterTokens.apply(values, group, size)
 
 
 def all_to_all(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    """Sends to rank i the next `send[i]` of the rows (M, D), and returns the `receive[i]` of each rank i, one after
-    another."""
+    """Send the next `send[i]` of the rows (M, D) to each rank i; return the `receive[i]` rows from each rank i."""
     return _AllToAll.apply(rows, receive, send, group)
 
 
 def sum_over(values: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, on each; a rank's gradient is the sum of what all of them give it."""
+    """The sum over the ranks, on every rank; backward sums gradients over the ranks."""
     return _Sum.apply(values, group)
 
 
 def _gathered(values: Tensor, group: str, size: int) -> Tensor:
-    every = collectives.all_gather_into_tensor(values.contiguous(), size, group)
-    every = collectives.wait_tensor(every)  # (n * B, T / n, D)
-    return every.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)
+    by_rank = collectives.wait_tensor(collectives.all_gather_into_tensor(values.contiguous(), size, group))
+    return by_rank.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # from (n * B, T / n, D)
 
 
 def _scattered(values: Tensor, group: str, size: int) -> Tensor:
     by_rank = values.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)  # (n * B, T / n, D)
-    own = collectives.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group)
-    return collectives.wait_tensor(own)
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group))
 
 
 def _exchanged(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    received = collectives.all_to_all_single(rows.contiguous(), receive, send, group)
-    return collectives.wait_tensor(received)
+    return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), receive, send, group))
 
 
 def _summed(values: Tensor, group: str) -> Tensor:

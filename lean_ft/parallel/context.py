@@ -1,13 +1,12 @@
-"""Context parallelism: the tokens of a row are cut over ranks, and attention gets whole rows of some of the heads.
+"""Context parallelism: a row's tokens are split over ranks; attention sees whole rows for some of the heads.
 
-All that a layer computes of each token by itself, it computes of the tokens that are here. Around attention the ranks
-exchange heads for tokens: each sends the others their heads of its tokens, so that it has all tokens of its own heads, and
-afterwards the reverse. So attention itself, its documents, windows, caps and sinks, is one device's, on whole rows; nothing
-is said twice, and no rank waits for another's block of keys. Where there are fewer key-value heads than ranks, each is sent
-to all the ranks whose queries see it.
+Each rank computes per-token operations for its own tokens. Before attention, ranks exchange heads for tokens, so that each
+rank has all tokens of its heads; afterwards they exchange back. Attention with its documents, windows, caps and sinks thus
+runs on whole rows, as on one device, and no rank waits for another's block of keys. If there are fewer key-value heads
+than ranks, each one is sent to all ranks whose queries use it.
 
-Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509. Left out: rings, which could go beyond as
-many ranks as there are query heads.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509. Left out: ring attention, which would
+allow more ranks than query heads.
 
 Shapes: B batch, T tokens of a row, n ranks, H heads, D features of a head.
 """
@@ -24,36 +23,35 @@ from lean_ft.parallel.ranks import CONTEXT, ManyRanks
 
 @dataclass
 class RowTokens:
-    """Of a row's T tokens the ones that are here, where several ranks share a row; `Decoder.tokens`."""
+    """How several ranks split the T tokens of a row."""
 
-    group: str  # of the ranks that share a row
-    num_slices: int  # that a row's tokens are cut into for attention's projections
-    place: int  # which of them is here
+    group: str  # name of the group of ranks that share a row
+    num_slices: int  # slices of a row's tokens for attention's projections
+    place: int  # this rank's slice
     num_ranks: int  # of the group
-    rows_are_whole: bool = False
-    """Whether the pass under way has all tokens of its rows here, as every pass with a cache; set as it begins."""
+    rows_are_whole: bool = False  # whether the current pass has all tokens of its rows here, as every pass with a cache
 
     @property
     def num_head_parts(self) -> int:
-        """Over how many ranks heads are cut, of which a cache here has one rank's."""
+        """Number of ranks that the heads are split over; a KV cache has one rank's heads."""
         return self.num_ranks // self.num_slices
 
     def of_attention(self, values: Tensor) -> Tensor:
-        """Of something of each token (B or 1, T) that of the tokens which a layer here projects for attention."""
+        """From values for each token (B or 1, T), those of the tokens that a layer projects here for attention."""
         return values.chunk(self.num_slices, 1)[self.place] if values.shape[1] > 1 else values
 
     def gather(self, values: Tensor) -> Tensor:
-        """Of something of each token here (B, T / n, ...) that of all tokens."""
+        """From values of this rank's tokens (B, T / n, ...), those of all tokens."""
         return gather_tokens(values, self.group, self.num_ranks)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks that share a row, through which gradients go."""
+        """The differentiable sum over the ranks that share a row."""
         return sum_over(values, self.group)
 
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Attention of a row whose tokens are cut over the ranks of a group, in the place of `attend`."""
+    """Replaces `attend` for rows whose tokens are split over the ranks of a group."""
 
     group: str
     size: int
@@ -69,7 +67,7 @@ class HeadExchange:
         sinks: Tensor | None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
-        """query (B, T / n, H, D), key and value (B, T / n, K, D) of this rank's tokens; returns (B, T / n, H, D)."""
+        """query (B, T / n, H, D), key and value (B, T / n, K, D) for this rank's tokens; returns (B, T / n, H, D)."""
         copies = max(1, self.size // key.shape[2])
         if copies > 1:
             key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)
@@ -84,7 +82,7 @@ class HeadExchange:
 
     def _to_tokens(self, x: Tensor) -> Tensor:
         """(B, T, H / n, D) to (B, T / n, H, D)."""
-        received = self._exchanged(x.transpose(0, 1))  # (n * T / n, B, H / n, D), from each rank its heads
+        received = self._exchanged(x.transpose(0, 1))  # (n * T / n, B, H / n, D), each rank's heads
         return received.unflatten(0, (self.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def _exchanged(self, rows: Tensor) -> Tensor:
@@ -93,20 +91,20 @@ class HeadExchange:
 
 
 def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
-    """Raises ValueError unless the heads that each of `num_tensor` ranks has can be exchanged over `num_context`."""
+    """Raise ValueError unless the heads of each of `num_tensor` ranks can be exchanged over `num_context` ranks."""
     config = model.config
     num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.numbers_of_kv_heads))
-    among = f", {num_tensor} parts of which parallel.tensor makes" if num_tensor > 1 else ""
     if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):
+        after = f" (before parallel.tensor={num_tensor} divides them)" if num_tensor > 1 else ""
         raise ValueError(
-            f"parallel.context={num_context} gives each process as many heads of attention, and the model has "
-            f"{config.num_heads} query and {' and '.join(map(str, config.numbers_of_kv_heads))} key-value heads{among}: the query heads have to "
-            "be a multiple of it, and the key-value heads a multiple or a divisor. Set another parallel.context."
+            f"parallel.context={num_context} splits attention heads evenly, and the model has {config.num_heads} query and "
+            f"{' and '.join(map(str, config.numbers_of_kv_heads))} key-value heads{after}. Set a parallel.context that divides "
+            "the query heads, and that divides or is a multiple of the key-value heads."
         )
 
 
 def exchange_heads(model: Decoder, ranks: ManyRanks) -> None:
-    """Has every layer attend by exchanging heads for tokens."""
+    """Make every layer's attention exchange heads for tokens."""
     group = ranks.groups[CONTEXT]
     exchange = HeadExchange(group.group_name, group.size(), group.rank())
     for layer in model.layers:

@@ -1,14 +1,15 @@
-"""What a layer computes, cut over ranks: by tokens of a row, by heads and features, by experts.
+"""Split the computation of layers over ranks: by tokens of a row, by heads and features, and by experts.
 
-The three go together. Neighbouring ranks share a micro-batch, whose tokens are cut over `parallel.context` x `parallel.tensor`
-of them; what every parameter gets from a rank's own tokens, FSDP sums over them as over ranks with other data. What cannot be
-cut is refused by name: from the settings alone before anything is read, from the model's shapes before it takes memory.
+The three can be combined. Neighboring ranks share a micro-batch, whose tokens are split over `parallel.context` x
+`parallel.tensor` ranks. Each rank computes gradients from its own tokens, and FSDP sums them as for ranks with different
+data. Unsupported combinations raise an error: from the settings before anything is loaded, from the model's shapes before
+it takes memory.
 """
 
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.models import Decoder
 from lean_ft.parallel import context, experts, tensor
-from lean_ft.parallel.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
+from lean_ft.parallel.ranks import CONTEXT, TENSOR, ManyRanks
 from lean_ft.settings import (
     DataConfig,
     DistillConfig,
@@ -22,10 +23,10 @@ from lean_ft.system.shards import Ranks
 
 
 def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
-    """Cuts the layers of the model as the settings say; where these are all 1, as on one device, does nothing.
+    """Split the model's layers as the settings say; a no-op for a single process.
 
-    Call it after adapters are there and before `apply_memory`. Raises ValueError, before it changes anything, where the
-    model cannot be cut so.
+    Call it after adding adapters and before `apply_memory`. Raises ValueError, before changing anything, if the model
+    cannot be split.
     """
     if not isinstance(ranks, ManyRanks):
         return
@@ -38,12 +39,9 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     if cfg.experts > 1:
         experts.check_experts(model, cfg.experts)
     if ranks.num_sharing > 1:
-        model.sharding.row_tokens = context.RowTokens(
-            ranks.groups["tokens"].group_name,
-            cfg.context,
-            ranks.rank % ranks.num_sharing // cfg.tensor,
-            ranks.num_sharing,
-        )
+        place = ranks.rank % ranks.num_sharing // cfg.tensor
+        group = ranks.groups["tokens"].group_name
+        model.sharding.row_tokens = context.RowTokens(group, cfg.context, place, ranks.num_sharing)
     if cfg.tensor > 1:
         tensor.cut_layers(model, ranks)
     if cfg.context > 1:
@@ -53,80 +51,75 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
 
 
 def refuse_cuts(cfg: RecipeConfig) -> None:
-    """Raises ValueError where settings of a run do not go with how `parallel` cuts layers."""
+    """Raise ValueError for settings that cannot be combined with `parallel`."""
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         return
     _refuse_rows(cfg, parallel)
     lora, optimizer = cfg.group(LoRAConfig), cfg.group(OptimizerConfig)
-    whole_layers = {
-        "lora.quantize=nf4": (
-            lora is not None and lora.quantize != "none",
-            "scales are shared by blocks of whole matrices",
-        ),
-        "lora.dora=true": (lora is not None and lora.dora, "the norm of a row would lie on several processes"),
-        "lora.dropout": (lora is not None and lora.dropout > 0, "each process would drop other features of a token"),
-        "optimizer.name=adafactor": (
-            optimizer is not None and optimizer.name == "adafactor",
-            "means of rows would lie on several processes",
-        ),
-    }
     reference, distill = cfg.group(ReferenceConfig), cfg.group(DistillConfig)
-    whole = "each process has its layers whole"
-    in_no_parts = {
-        "reference.kind=nf4": (reference is not None and reference.kind == "nf4", whole),
-        "reference.kind=streamed": (reference is not None and reference.kind == "streamed", whole),
-        "distill.teacher_dtype=nf4": (distill is not None and distill.teacher_dtype == "nf4", whole),
-        "distill.teacher_streamed=true": (distill is not None and distill.teacher_streamed, whole),
+    reference_kind, teacher_dtype = getattr(reference, "kind", None), getattr(distill, "teacher_dtype", None)
+    whole = "it needs whole layers on each process"
+    with_whole_layers = {
+        "reference.kind=nf4": (reference_kind == "nf4", whole),
+        "reference.kind=streamed": (reference_kind == "streamed", whole),
+        "distill.teacher_dtype=nf4": (teacher_dtype == "nf4", whole),
+        "distill.teacher_streamed=true": (getattr(distill, "teacher_streamed", False), whole),
     }
-    for name in (TENSOR, EXPERTS):
-        if (number := getattr(parallel, name)) > 1:
-            _refuse(f"parallel.{name}={number}", in_no_parts)
     if parallel.tensor > 1:
-        _refuse(f"parallel.tensor={parallel.tensor}", whole_layers)
+        with_whole_matrices = {
+            "lora.quantize=nf4": (getattr(lora, "quantize", "none") != "none", "blocks of whole matrices share scales"),
+            "lora.dora=true": (
+                getattr(lora, "dora", False),
+                "a row, whose norm DoRA needs, would be on several processes",
+            ),
+            "lora.dropout": (
+                getattr(lora, "dropout", 0.0) > 0,
+                "each process would drop different features of a token",
+            ),
+            "optimizer.name=adafactor": (
+                getattr(optimizer, "name", None) == "adafactor",
+                "a row, whose mean it needs, would be on several processes",
+            ),
+        }
+        _refuse(f"parallel.tensor={parallel.tensor}", with_whole_layers | with_whole_matrices)
     if parallel.experts > 1:
-        _refuse(
-            f"parallel.experts={parallel.experts}",
-            {"compile=true": (cfg.compile, "how many tokens come to an expert is known when the router has spoken")},
-        )
+        compiled = {"compile=true": (cfg.compile, "the number of tokens per expert is known only after routing")}
+        _refuse(f"parallel.experts={parallel.experts}", with_whole_layers | compiled)
 
 
 def _refuse_rows(cfg: RecipeConfig, parallel: ParallelConfig) -> None:
-    """Refuses rows of tokens that the ranks which share one do not divide, and what wants whole rows."""
+    """Refuse rows of tokens that the ranks sharing a row do not divide, and settings that need whole rows."""
     num_sharing, data, distill = parallel.context * parallel.tensor, cfg.group(DataConfig), cfg.group(DistillConfig)
     if num_sharing == 1:
         return
-    setting = " x ".join(f"{name}={n}" for name in (CONTEXT, TENSOR) if (n := getattr(parallel, name)) > 1)
-    _refuse(
-        f"parallel.{setting}",
-        {
-            f"neftune_alpha={cfg.neftune_alpha:g}": (cfg.neftune_alpha > 0, "the noise is of whole rows"),
-            "distill.cached": (
-                distill is not None and distill.cached is not None,
-                "what was kept of a document is of all its tokens",
-            ),
-        },
+    setting = "parallel." + " x ".join(
+        f"{name}={n}" for name in (CONTEXT, TENSOR) if (n := getattr(parallel, name)) > 1
     )
-    if data is None:  # answers of the model's own
-        if PADDED_TO_MULTIPLE_OF % num_sharing:
-            raise ValueError(
-                f"parallel.{setting} gives {num_sharing} processes as many tokens of each row, and rows of answers are padded to a "
-                f"multiple of {PADDED_TO_MULTIPLE_OF}. Set them so that they multiply to a divisor of that."
-            )
-        return
-    is_fixed = data.packing in ("bfd", "bfd_split", "wrapped")
-    if data.max_length % num_sharing or (not is_fixed and PADDED_TO_MULTIPLE_OF % num_sharing):
-        widths = f"data.max_length={data.max_length}" + (
-            "" if is_fixed else f" tokens, or a multiple of {PADDED_TO_MULTIPLE_OF},"
+    has_cache = distill is not None and distill.cached is not None
+    whole_rows = {
+        f"neftune_alpha={cfg.neftune_alpha:g}": (cfg.neftune_alpha > 0, "the noise is drawn for whole rows"),
+        "distill.cached": (has_cache, "the cache has whole documents"),
+    }
+    _refuse(setting, whole_rows)
+    is_fixed = data is not None and data.packing in ("bfd", "bfd_split", "wrapped")
+    padded = f"a multiple of {PADDED_TO_MULTIPLE_OF}"
+    if data is None:  # rows are sampled completions
+        widths = padded if PADDED_TO_MULTIPLE_OF % num_sharing else ""
+        fix = f"values whose product divides {PADDED_TO_MULTIPLE_OF}"
+    else:
+        divides = data.max_length % num_sharing == 0 and (is_fixed or PADDED_TO_MULTIPLE_OF % num_sharing == 0)
+        widths = (
+            "" if divides else f"data.max_length={data.max_length} tokens" + ("" if is_fixed else f", or {padded},")
         )
+        fix = f"a data.max_length that {num_sharing} divides" + ("" if is_fixed else ", with data.packing=bfd")
+    if widths:
         raise ValueError(
-            f"parallel.{setting} gives {num_sharing} processes as many tokens of each row, and rows of {widths} do not go "
-            f"round. Set a data.max_length that {num_sharing} divides"
-            + ("." if is_fixed else ", with data.packing=bfd.")
+            f"{setting} splits each row evenly over {num_sharing} processes, but rows of {widths} do not divide evenly. Set {fix}."
         )
 
 
 def _refuse(setting: str, reasons: dict[str, tuple[bool, str]]) -> None:
     for other, (is_set, reason) in reasons.items():
         if is_set:
-            raise ValueError(f"{setting} does not go with {other}: {reason}. Leave one of them out.")
+            raise ValueError(f"{setting} cannot be combined with {other}: {reason}. Remove one of them.")

@@ -1,18 +1,17 @@
-"""Expert parallelism: each rank has some experts of every mixture, and tokens go to where theirs are.
+"""Expert parallelism: each rank has some experts of every mixture, and tokens are sent to their experts.
 
-A rank sends each token to the ranks that have its experts, these compute it by the layer that one device has (`Experts`, of
-fewer experts), and send it back, where its experts' results are weighed and summed. Experts that are not here are never
-gathered. The ranks between which tokens go are those that a model is cut over anyway, so they have different tokens: an
-expert's gradient is that of all the tokens that came, and over what further ranks there are its rows are cut and its gradients
-summed as elsewhere.
+A rank sends each token to the ranks that have its experts. These compute it with the single-device layer (`Experts`, with
+fewer experts) and send the results back, where they are weighted and summed. Experts are never gathered. The ranks that
+exchange tokens also share the model and have different tokens, so an expert's gradient covers all tokens that it received.
+Over further ranks, its rows are sharded and its gradients are summed as usual.
 
-How many tokens each rank sends is known when the router has spoken, so the host waits for that once a layer, and no
-compiled graph can hold it. Dropping tokens to have equal numbers, which would avoid both, is left out: it is another model.
+The number of tokens to send is known only after routing, so the host waits once per layer and the layer cannot be
+compiled. Left out: dropping tokens to equalize the numbers, which would change the model.
 
 Source: Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668.
 
-Shapes: N tokens here, K experts a token, E experts in all, n ranks, M = N * K rows that are sent, L those that come,
-D features.
+Shapes: N tokens of this rank, K experts per token, E experts in total, n ranks, M = N * K rows sent, L rows received, D
+features.
 """
 
 from dataclasses import dataclass, replace
@@ -26,32 +25,32 @@ from torch import Tensor
 from lean_ft.models import Decoder
 from lean_ft.models.moe import Experts, MixtureOfExperts
 from lean_ft.parallel.collectives import all_to_all
-from lean_ft.parallel.parameters import cut_parameter
 from lean_ft.parallel.ranks import EXPERTS, ManyRanks
+from lean_ft.parallel.tensor import cut_parameter
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import Cut
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks between which tokens go."""
+    """The ranks that exchange tokens."""
 
     group: Any
-    num_experts: int  # of all ranks
+    num_experts: int  # on all ranks
 
     def forward(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor, *thin: Any) -> Tensor:
-        """As `Experts.forward`: tokens (N, D), weights (N, K) of the experts chosen (N, K); returns (N, D)."""
-        assert not thin, "an adapter beside experts was refused before"
+        """As `Experts.forward`: tokens (N, D), weights (N, K) of the chosen experts (N, K); returns (N, D)."""
+        assert not thin, "check_experts refuses adapters on experts"
         size, per_token = self.group.size(), chosen.shape[1]
         own = self.num_experts // size
         by_expert, order = chosen.flatten().sort(stable=True)  # (M,)
         every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(by_expert, every, right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows for each expert
-        come = torch.empty_like(sent)  # from each rank, for each expert that is here
+        come = torch.empty_like(sent)  # from each rank, for each expert of this rank
         dist.all_to_all_single(come, sent, group=self.group)
         counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
-        even = [[len(order) // size] * size] * 2  # what a plan, which routes nothing, goes by
+        even = [[len(order) // size] * size] * 2  # the planner's assumption, since it routes nothing
         send, receive = counts.tolist() if stage() is None else even
         rows = tokens.index_select(0, order // per_token)  # (M, D)
         if experts.config.weighs_input:
@@ -67,29 +66,25 @@ class ExpertRanks:
 
 
 def check_experts(model: Decoder, num_ranks: int) -> None:
-    """Raises ValueError where the model has no experts that so many ranks can share."""
+    """Raise ValueError if the model has no experts that `num_ranks` can share evenly."""
+    setting = f"parallel.experts={num_ranks}"
     if model.mixture is None:
         raise ValueError(
-            f"parallel.experts={num_ranks} cuts the experts of a mixture over processes, and this model has none. Leave it "
-            "out: parallel.shard cuts all of it."
+            f"{setting} is for a mixture of experts, and this model has no experts. Remove parallel.experts."
         )
     for layer in model.config.layers:
-        if layer.mixture is not None and layer.mixture.num_experts % num_ranks:
-            raise ValueError(
-                f"parallel.experts={num_ranks} gives each process as many experts, and the model has "
-                f"{layer.mixture.num_experts}. Set one that divides it."
-            )
+        if layer.mixture is not None and (number := layer.mixture.num_experts) % num_ranks:
+            raise ValueError(f"{setting} does not divide this model's {number} experts. Set a value that does.")
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts) and not isinstance(module.experts, Experts):
             raise ValueError(
-                f"parallel.experts={num_ranks}: {name}.experts has an adapter, whose matrices lie expert by expert within "
-                "rows and are not cut. Name other layers in lora.targets, as [q_proj,k_proj,v_proj,o_proj], or leave "
-                "parallel.experts out."
+                f"{setting} does not support the adapter of {name}.experts. Set other lora.targets, such as "
+                "[q_proj,k_proj,v_proj,o_proj], or remove parallel.experts."
             )
 
 
 def cut_experts(model: Decoder, ranks: ManyRanks) -> None:
-    """Leaves each rank its own experts of every layer, and has tokens go to where theirs are."""
+    """Keep this rank's experts of every layer, and send tokens to their experts."""
     group = ranks.groups[EXPERTS]
     cut = Cut(EXPERTS, 0, group.size(), group.rank())
     for name, module in list(model.named_modules()):

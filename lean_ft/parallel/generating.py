@@ -1,4 +1,4 @@
-"""Sampling from a model that is cut over ranks, by each of them for itself: its own prompts, as many tokens as these take."""
+"""Sampling from a sharded model on each rank independently: different prompts and numbers of tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,29 +13,29 @@ from lean_ft.system.shards import Ranks
 
 @contextmanager
 def generating(model: Decoder, ranks: Ranks, gather: Literal["layer", "whole"]) -> Iterator[None]:
-    """Inside, a rank may call the model without gradients as often as it likes, with a cache; all ranks enter and leave together.
+    """Context manager in which each rank may call the model with a cache as often as it needs; all ranks enter and leave.
 
-    `whole` gathers all weights at once and frees them at the end. `layer` gathers a layer while it computes, which takes all
-    ranks: before each pass they tell one another that one is to come, and who has none left makes one of a single token. So it
-    is, however weights are gathered, where experts are cut, which tokens of all ranks go through.
+    `whole` gathers all weights at the start and frees them at the end. `layer` gathers each layer while it computes, which
+    needs all ranks: a rank that has finished joins the others' passes with a single token. Expert parallelism does the same
+    with either choice, because tokens of all ranks pass through the experts.
     """
     if not isinstance(ranks, ManyRanks) or model not in ranks.cut_models:
         yield
         return
+    in_step = gather == "layer" or EXPERTS in ranks.groups
     try:
-        with _whole(model, ranks) if gather == "whole" else nullcontext():
-            if gather == "layer" or EXPERTS in ranks.groups:
-                with _in_step(model, ranks):
-                    yield
-            else:
-                yield
+        with (
+            _whole(model, ranks) if gather == "whole" else nullcontext(),
+            _in_step(model, ranks) if in_step else nullcontext(),
+        ):
+            yield
     finally:
         ranks.gather_no_more(model)
 
 
 @contextmanager
 def _in_step(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
-    """Inside, a pass of one rank is a pass of all."""
+    """Context manager in which all ranks take part in each rank's passes."""
     step = model.register_forward_pre_hook(lambda *_: ranks.highest(1) and None)
     try:
         yield

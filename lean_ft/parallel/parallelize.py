@@ -1,15 +1,15 @@
-"""Cuts a model's parameters over the ranks: FSDP2, with copies HSDP, and DDP where every rank has a copy.
+"""Shard a model's parameters over the ranks: FSDP2; HSDP with replicas; DDP if every rank has a replica.
 
-A layer is whole for as long as it computes: it is gathered before its forward and before its backward pass, and its
-gradients are summed and cut as soon as they are there. The sum is no mean, as the loss was divided by the targets of the
-whole step. So the optimizer, in backward too, sees rows of summed gradients, and the rest of the step is as on one device.
+A layer is gathered before its forward and before its backward pass, and its gradients are summed and sharded as soon as
+they are complete. Gradients are summed, not averaged, because the loss is divided by the step's number of targets. The
+optimizer thus gets rows of summed gradients, also in backward, and the rest of the step is as on one device.
 
-The output layer is used by the loss, outside of any forward pass. It forms a unit with the last norm, which stays whole from
-that norm's forward to its backward pass, and so its gradient, the largest there is, goes first. Where it is the embedding,
-that is in the unit too. Or both stay cut, and are no unit (`lean_ft.parallel.vocabulary`).
+The loss uses the output layer outside of any forward pass. So the output layer forms an FSDP unit with the last norm (and
+the embedding, if tied), which stays gathered from that norm's forward to its backward; its gradient, the largest one, is
+reduced first. Alternatively, embedding and output layer stay sharded and are not units (`lean_ft.parallel.vocabulary`).
 
-Source: PyTorch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277). Left out: its own mixed precision and offload, for
-which the settings `model.dtype` and `memory` stand.
+Source: PyTorch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277). Left out: its mixed precision and offload; use
+`model.dtype` and `memory` instead.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from lean_ft.models import Decoder, read_weights
 from lean_ft.models.moe import Router
 from lean_ft.parallel.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
-from lean_ft.parallel.vocabulary import CutVocabulary, why_whole
+from lean_ft.parallel.vocabulary import CutVocabulary, why_gathered
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import outside
@@ -28,11 +28,11 @@ from lean_ft.system.shards import Cut, Ranks, remember_cuts
 
 
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: int | None = None) -> None:
-    """Cuts the model over the ranks, and reads its weights where it has none yet; on one device does nothing.
+    """Shard the model over the ranks and load its weights if it has none; a no-op for a single process.
 
-    Call it after `apply_memory`, which goes by whole layers, and before whatever holds the parameters or hooks into them.
-    `tokens` are the most that a forward pass has, from a recipe whose loss is `CrossEntropy`, which alone can do with a
-    vocabulary that stays cut. Raises ValueError where `cfg` asks for one that cannot be.
+    Call it after `apply_memory`, which needs whole layers, and before anything that holds or hooks parameters. `tokens` is
+    the maximum of a forward pass; pass it only if the loss is `CrossEntropy`, the only one that supports a sharded
+    vocabulary. Raises ValueError for settings that the model does not support.
     """
     if not isinstance(ranks, ManyRanks):
         return
@@ -40,10 +40,10 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
         for name in (CONTEXT, TENSOR, EXPERTS):
             if getattr(cfg, name) > 1:
                 raise ValueError(
-                    f"parallel.{name}={getattr(cfg, name)} cuts layers, which this recipe does not. Set parallel.{name}=1, or, "
-                    "in a recipe of your own, call lean_ft.parallel.cut before apply_memory."
+                    f"parallel.{name}={getattr(cfg, name)} is not supported by this recipe. Set parallel.{name}=1, or, in your "
+                    "own recipe, call lean_ft.parallel.cut before apply_memory."
                 )
-    with outside():  # where shapes alone are computed the model has no memory yet, and FSDP2 asks for real shapes
+    with outside():  # FSDP2 needs real shapes while the planner computes with shapes only
         _cut(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)
     remember_cuts(model.named_parameters(), model.sharding.cuts)
@@ -57,10 +57,10 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
     placement = _placement(model, ranks)
-    units: list[nn.Module] = []  # that follow cfg.reshard_after_forward
+    units: list[nn.Module] = []  # with cfg.reshard_after_forward
     for layer in model.layers:
         routers = (module for module in layer.modules() if isinstance(module, Router) and module.weight.requires_grad)
-        for router in routers:  # FSDP2 gathers tensors of one dtype together
+        for router in routers:  # an FSDP2 unit has one dtype
             if router.weight.dtype != model.dtype:
                 fully_shard(router, reshard_after_forward=cfg.reshard_after_forward, **how)
                 units.append(router)
@@ -68,17 +68,17 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, shard_placement_fn=placement, **how)
     if cfg.reshard_after_forward:
         ranks.resharded.update(units)
-    gathered = why_whole(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
+    gathered = why_gathered(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:
         how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
-    say("vocabulary", f"gathered: {gathered}" if gathered else f"stays cut over {ranks.num_shards} processes")
+    say("vocabulary", f"gathered: {gathered}" if gathered else f"sharded over {ranks.num_shards} processes")
     ends: list[nn.Module] = [trunk.norm]
     if gathered:
         ends.append(trunk.embed_tokens if model.head is None else model.head)
     if gathered and model.head is not None:
         fully_shard(trunk.embed_tokens, reshard_after_forward=True, **how)
         ranks.resharded.add(trunk.embed_tokens)
-        if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward takes the ids alone
+        if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward needs only the ids
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]
     if model.config.layer_input_dim:
         fully_shard(trunk.embed_tokens_per_layer, reshard_after_forward=True, **how)
@@ -90,7 +90,7 @@ def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | No
 
 
 def sharded_linear(in_features: int, out_features: int, ranks: Ranks) -> nn.Linear:
-    """Return a linear layer without bias on the meta device, its rows sharded over the ranks. FSDP gathers it when it is called."""
+    """A linear layer without bias on the meta device, sharded by rows over the ranks."""
     with outside():
         layer = nn.Linear(in_features, out_features, bias=False, device="meta")
         if isinstance(ranks, ManyRanks):
@@ -103,17 +103,17 @@ def sharded_linear(in_features: int, out_features: int, ranks: Ranks) -> nn.Line
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """What FSDP2 makes of ranks' gradients is their sum, and no mean."""
+    """Make FSDP2 sum gradients instead of averaging them."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other that multiplies
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction here
 
 
 def _placement(model: Decoder, ranks: ManyRanks) -> Any:
-    """Tells where the rows of a parameter are cut: what a layer's cut left here, over fewer ranks than all the others."""
+    """FSDP2's placement function: parameters that `cut` has split are sharded over the remaining ranks only."""
     if not model.sharding.cuts:
         return None
     from torch.distributed.tensor import Shard
@@ -122,8 +122,7 @@ def _placement(model: Decoder, ranks: ManyRanks) -> Any:
 
     if not hasattr(fsdp_common, "ShardPlacementResult"):
         raise ValueError(
-            f"parallel.tensor and parallel.experts need an FSDP2 that cuts parameters over different ranks, which torch "
-            f"{torch.__version__} has not. Set them to 1, or take a newer torch."
+            f"parallel.tensor and parallel.experts need a newer torch than {torch.__version__}. Set them to 1, or install one."
         )
 
     meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.sharding.cuts.values()}}

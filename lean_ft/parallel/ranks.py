@@ -1,12 +1,12 @@
-"""Who else trains: the processes of one run, told by the environment that torchrun gives each of them.
+"""The process group of a run, from the environment that torchrun sets for each process.
 
-A run at any number of ranks is the same run. Its micro-batches are planned for all of them together, sums are divided by
-the targets of the whole step, and what decides the course of the run (a loss that is not finite, a signal, the time to save)
-is agreed upon, so that every rank does the same. What hosts agree on goes through a group of its own, over gloo: it
-waits for no GPU, and a thread that saves does not meet the collectives of the step under way.
+A run gives the same result with any number of ranks. Micro-batches are planned for all ranks together, sums are divided by
+the step's number of targets, and all ranks agree on what controls the run (a loss that is not finite, a signal, the time to
+save). Hosts agree through separate gloo groups, so that they do not wait for a GPU, and a saving thread does not interfere
+with the step's collectives.
 
-Left out: ranks that come and go within a run. One that dies ends the run; torchrun starts it again, at another number of
-ranks if need be, and it goes on from its newest checkpoint.
+Left out: ranks that join or leave within a run. If one dies, the run ends; torchrun restarts it, perhaps with another number
+of ranks, and it resumes from its newest checkpoint.
 """
 
 import copy
@@ -35,15 +35,15 @@ from lean_ft.system.shards import ALONE, Ranks
 
 T = TypeVar("T")
 
-REPLICATE, SHARD = "replicate", "shard"  # the names of the mesh's dimensions
-CONTEXT, TENSOR, EXPERTS = "context", "tensor", "experts"  # and of those that a copy's ranks have besides
+REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
+CONTEXT, TENSOR, EXPERTS = "context", "tensor", "experts"  # subdivisions of the shard dimension
 
 
 def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
-    """Meets the other processes of the run, and returns what connects this one with them; `ALONE` where there are none.
+    """Connect to the other processes of the run; returns `ALONE` for a single process.
 
-    Raises ValueError where the environment tells of others and not how to reach them, or where `parallel` does not
-    multiply to their number.
+    Raises ValueError if the environment is incomplete, or the `parallel` settings do not multiply to the number of
+    processes.
     """
     watcher = stage()
     size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
@@ -59,34 +59,35 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
 
 
 def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
-    """Begins the process group, as the environment tells, of ranks that are going to divide it alike."""
+    """Start the process group after checking that all ranks have the same `parallel` settings."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE={size} tells of {size} processes, but {', '.join(missing)} is not in the environment, so they "
-            "cannot meet. Start them by leanft run --nproc-per-node, or by torchrun."
+            f"WORLD_SIZE={size}, but {', '.join(missing)} is not in the environment. Start the processes with leanft run "
+            "--nproc-per-node or torchrun."
         )
-    if not dist.is_initialized():
-        host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-        find_host(host, f"MASTER_ADDR={host}")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        rank = int(os.environ["RANK"])
-        settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
-        try:
-            store = shared_store(timeout)
-            store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
-            all_of = _of_all(store, size, timeout)
-        except dist.DistError as error:
-            raise ValueError(
-                f"rank {rank} did not meet the others at MASTER_ADDR={host}, MASTER_PORT={port} within "
-                f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all of them with the same two."
-            ) from None
-        _refuse_different(all_of)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if dist.is_initialized():
+        return
+    host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+    find_host(host, f"MASTER_ADDR={host}")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    rank = int(os.environ["RANK"])
+    settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
+    try:
+        store = shared_store(timeout)
+        store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
+        by_rank = _settings_of_all(store, size, timeout)
+    except dist.DistError as error:
+        raise ValueError(
+            f"rank {rank} did not reach the other ranks at MASTER_ADDR={host}, MASTER_PORT={port} within "
+            f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all ranks with the same address and port."
+        ) from None
+    _refuse_different(by_rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
-    """What all ranks have told of their settings. Raises ValueError where one of them, on another machine, has ended instead."""
+def _settings_of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
+    """Host and settings of each rank. Raises ValueError if a process on another machine has ended instead."""
     names, deadline = [f"settings of {rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -100,34 +101,36 @@ def _of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
 
 
 def check_number(cfg: ParallelConfig, size: int) -> int:
-    """Over how many of `size` ranks a copy of the model is cut, in one way or another. Raises ValueError where the settings do
-    not multiply to them."""
+    """The number of ranks, of `size`, that share one replica of the model.
+
+    Raises ValueError if the settings do not multiply to `size`.
+    """
     names = [name for name in (CONTEXT, TENSOR) if getattr(cfg, name) > 1]
     names = ["replicate"] * (cfg.replicate > 1 or not names) + ["shard"] * (cfg.shard is not None) + names
     asked = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
     product = "parallel." + " x ".join(f"{name}={getattr(cfg, name)}" for name in names)
-    processes = "1 process" if size == 1 else f"{size} processes"
     if size % asked or (cfg.shard is not None and asked != size):
-        start = f"start {asked} (leanft run --nproc-per-node {asked})" if asked > 1 else "leave both out"
+        there = "there is 1 process" if size == 1 else f"there are {size} processes"
+        start = f"start {asked} processes (leanft run --nproc-per-node {asked})" if asked > 1 else "remove both"
         raise ValueError(
-            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and there "
-            f"{'is' if size == 1 else 'are'} {processes}. Set them so that they multiply to {size}, or {start}."
+            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and {there}. Set values whose "
+            f"product is {size}, or {start}."
         )
-    of_copy = size // cfg.replicate
-    if of_copy % cfg.experts:
+    num_shards = size // cfg.replicate
+    if num_shards % cfg.experts:
         raise ValueError(
-            f"parallel.experts={cfg.experts} is taken from the {of_copy} processes that share a copy of the model, of {processes} "
-            "in all, and does not divide them. Set one that does."
+            f"parallel.experts={cfg.experts} does not divide the {num_shards} processes that share a replica of the model. Set a "
+            "value that does."
         )
-    return of_copy
+    return num_shards
 
 
 class ManyRanks(Ranks):
-    """The ranks of a run, as `lean_ft.system.shards.Ranks` says.
+    """The ranks of a run with several processes; see `lean_ft.system.shards.Ranks`.
 
-    `mesh` has the dimensions `replicate` and `shard`. A model that `parallelize` cut belongs to them. Neighbours among the
-    ranks of a copy share a micro-batch's tokens (`parallel.context` x `parallel.tensor`, of which the latter are nearest) or
-    a layer's experts; `groups` has those of this rank by the setting's name, and all that share its tokens as `tokens`.
+    `mesh` has the dimensions `replicate` and `shard`. Neighboring ranks of a replica share a micro-batch's tokens
+    (`parallel.context` x `parallel.tensor`, the latter innermost) or a layer's experts. `groups` has this rank's groups by
+    the setting's name, and the group that shares its tokens as `tokens`.
     """
 
     hosts_backend = "gloo"
@@ -154,18 +157,18 @@ class ManyRanks(Ranks):
             if number > 1:
                 self._meshes[over] = self._divided((over, number))
                 self.groups[over] = self._meshes[over].get_group(over)
-        self.layers_are_cut = WeakSet[nn.Module]()  # those that `cut` was given
+        self.layers_are_cut = WeakSet[nn.Module]()  # models that `cut` was called with
         self.resharded = WeakSet[nn.Module]()  # FSDP units that free their gathered weights after forward
-        self.cut_models: list[nn.Module] = []  # those that `parallelize` was given
+        self.cut_models: list[nn.Module] = []  # models that `parallelize` was called with
 
     def _divided(self, *parts: tuple[str, int]) -> Any:
-        """The mesh with its second dimension divided further, by neighbours."""
+        """The mesh with its second dimension divided further, innermost last."""
         names, numbers = zip(*parts, strict=True)
         shape = (self.mesh.size(0), self.num_shards // math.prod(numbers), *numbers)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD, *names))
 
     def mesh_of(self, over: str | None) -> Any:
-        """Where rows of a parameter are cut that is cut by this setting already, or by none: with copies of two dimensions."""
+        """The mesh that shards a parameter's rows, if the setting `over` already splits the parameter; 2-D with replicas."""
         mesh = self.mesh if over is None else self._meshes[over]
         return mesh[SHARD] if mesh.size(0) == 1 else mesh[REPLICATE, SHARD]
 
@@ -183,21 +186,20 @@ class ManyRanks(Ranks):
             self._complete_gradients(is_last)
             if place < len(micro_batches):
                 yield self._own_tokens(micro_batches[place]), is_last
-            else:  # one that adds zero to every gradient
+            else:  # a micro-batch that adds zero to every gradient
                 filler: Any = micro_batches[len(micro_batches) - 1]
                 yield self._own_tokens(filler.without_targets()), is_last
 
     def _own_tokens(self, batch: Any) -> Any:
-        """Of a micro-batch the tokens that are here: of each row as many as on every other rank that shares it. What it tells of
-        whole answers each of these ranks has."""
+        """This rank's slice of each row of a micro-batch. Values per completion stay on every rank that shares the row."""
         if self.num_sharing == 1:
             return batch
         batch = batch.built
         num_rows, num_tokens = batch.input_ids.shape
         if num_tokens % self.num_sharing:
             raise ValueError(
-                f"{self.num_sharing} processes share each row (parallel.context x tensor), and the rows of this batch have "
-                f"{num_tokens} tokens, which they do not divide. Set data.packing=bfd with a data.max_length that they divide."
+                f"{self.num_sharing} processes share each row (parallel.context x tensor), but do not divide the {num_tokens} "
+                "tokens of this batch's rows. Set data.packing=bfd with a data.max_length that they divide."
             )
         place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
         own: dict[str, Any] = {
@@ -215,7 +217,7 @@ class ManyRanks(Ranks):
         return int((labels != IGNORED).sum())
 
     def _complete_gradients(self, is_last: bool) -> None:
-        """Copies of a model add up their own gradients first, and then once with one another."""
+        """Replicas accumulate gradients locally, and all-reduce them only after the last micro-batch."""
         for model in self.cut_models:
             model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
@@ -241,40 +243,40 @@ class ManyRanks(Ranks):
         return int(value)
 
     def first(self, work: Callable[[], T]) -> T:
-        result: list[Any] = [None, None]
+        result: list[Any] = [None, None]  # return value, description of an error
         error: Exception | None = None
         if self.rank == 0:
             try:
                 result[0] = work()
             except Exception as raised:
-                error, result[1] = raised, _told(raised)
+                error, result[1] = raised, _describe(raised)
         dist.broadcast_object_list(result, src=0, group=self._hosts)
         if error is not None:
             raise error
         if result[1] is not None:
-            raise _error_again(result[1], 0)
+            raise _as_error(result[1], 0)
         return result[0]
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        mine: list[Any] = [None, None]  # what it returned, and what is told of an error
+        mine: list[Any] = [None, None]  # return value, description of an error
         error: Exception | None = None
         try:
             mine[0] = work()
         except Exception as raised:
-            error, mine[1] = raised, _told(raised)
-        all_of: list[Any] = [None] * self.size
-        dist.all_gather_object(all_of, mine, group=self._hosts)
+            error, mine[1] = raised, _describe(raised)
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, mine, group=self._hosts)
         if error is not None:
             raise error
-        for rank, (_, told) in enumerate(all_of):
-            if told is not None:
-                raise _error_again(told, rank)
-        return [result for result, _ in all_of]
+        for rank, (_, description) in enumerate(by_rank):
+            if description is not None:
+                raise _as_error(description, rank)
+        return [result for result, _ in by_rank]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        all_of: list[Any] = [None] * self.size
-        dist.all_gather_object(all_of, (platform.node(), what), group=self._hosts)
-        _refuse_different(all_of)
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, (platform.node(), what), group=self._hosts)
+        _refuse_different(by_rank)
 
     def gather_no_more(self, model: Any) -> None:
         for module in model.modules():
@@ -282,9 +284,9 @@ class ManyRanks(Ranks):
                 module.reshard()
 
 
-def _refuse_different(all_of: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Raises ValueError unless all ranks, of each of which the host is given and plain data, have the same data."""
-    (first_host, first), *others = all_of
+def _refuse_different(by_rank: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise ValueError unless all ranks have the same data; `by_rank` has each rank's host and data."""
+    (first_host, first), *others = by_rank
     for rank, (host, other) in enumerate(others, start=1):
         different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if different:
@@ -292,22 +294,22 @@ def _refuse_different(all_of: Sequence[tuple[str, dict[str, Any]]]) -> None:
                 f"\n  {key}: {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in different
             )
             raise ValueError(
-                f"rank {rank} ({host}) is of another run than rank 0 ({first_host}):{lines}\n"
-                "Start all with the same command, on the same files."
+                f"rank {rank} ({host}) differs from rank 0 ({first_host}):{lines}\n"
+                "Start all ranks with the same command, on the same files."
             )
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """What the other ranks are told of an error: of which kind it is, and its message."""
+def _describe(error: Exception) -> tuple[str, str]:
+    """Kind and message of an error, for the other ranks."""
     for kind in (ValueError, OSError):
         if isinstance(error, kind):
             return kind.__name__, str(error)
     return "RuntimeError", f"{type(error).__name__}: {error}"
 
 
-def _error_again(told: tuple[str, str], rank: int) -> Exception:
-    """What another rank raised, as one of the same kind."""
-    kind, message = told
+def _as_error(description: tuple[str, str], rank: int) -> Exception:
+    """An error of the kind that another rank raised."""
+    kind, message = description
     if kind == "ValueError":
         return ValueError(message)
     return {"OSError": OSError, "RuntimeError": RuntimeError}[kind](f"rank {rank}: {message}")

@@ -1,16 +1,16 @@
-"""Tensor parallelism: heads of attention and inner features of feed-forward layers are cut over ranks.
+"""Tensor parallelism: attention heads and inner features of feed-forward layers are split over ranks.
 
-Projections into a layer's inside are cut by rows, so that a rank has some heads and some inner features whole; the
-projection out of it is cut by columns, and its products add up over the ranks. Between the two, where all is per token, the
-ranks have different tokens: into a layer the tokens are gathered, out of it the sums are scattered. So nothing is
-computed or kept twice, and what is not cut (norms, routers, the A of an adapter on a projection in and the B of one on a
-projection out) has on each rank the gradient of its own tokens or heads, which FSDP sums like those of other data.
+Input projections of a layer are split by rows, so each rank has some heads and inner features. The output projection is
+split by columns, and its products are summed over the ranks. Outside of these layers, each rank has different tokens: the
+tokens are gathered before a layer, and the sums are scattered after it. So nothing is computed or kept twice.
+Parameters that are not split (norms, routers, A of an adapter on an input projection, B of one on an output projection)
+get the gradient of a rank's own tokens or heads, which FSDP sums as for ranks with different data.
 
-A mixture of experts is left as it is: its tokens are cut already, and `parallel.experts` cuts its experts. Where tokens are
-generated there is one a row, which cannot be cut: then each of the ranks has all rows, and the sums go to all.
+Mixtures of experts are not split: their tokens already are, and `parallel.experts` splits the experts. During generation
+each row has one token, so every rank has all rows, and the sums go to all ranks.
 
-Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, with the tokens cut as in Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198. Left out: layers whose projections in are one matrix, and norms over all heads together.
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, with tokens split as in Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198. Left out: fused input projections, and norms over all heads together.
 """
 
 from collections.abc import Iterator
@@ -26,21 +26,27 @@ from lean_ft.models.attention.attention import Attention
 from lean_ft.models.layers import MLP
 from lean_ft.parallel.collectives import gather_tokens, scatter_tokens, sum_over
 from lean_ft.parallel.context import RowTokens
-from lean_ft.parallel.parameters import cut_parameter
 from lean_ft.parallel.ranks import TENSOR, ManyRanks
-from lean_ft.system.shards import Cut
+from lean_ft.system.shards import Cut, remember_cuts
 
-ROWS, COLUMNS = 0, 1  # of a weight, (outputs, inputs)
-_SIDES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ROWS),
-    "o_proj": COLUMNS,
-    "down_proj": COLUMNS,
-}
+ROWS, COLUMNS = 0, 1  # dimensions of a weight (outputs, inputs)
+_SIDES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ROWS)
+_SIDES |= dict.fromkeys(("o_proj", "down_proj"), COLUMNS)
+
+
+def cut_parameter(model: Decoder, owner: nn.Module, place: str, name: str, cut: Cut) -> None:
+    """Replace the parameter `name` of `owner`, the model's module `place`, by this rank's part."""
+    whole = owner.get_parameter(name)
+    assert whole.shape[cut.dim] % cut.num_parts == 0, "sizes that do not divide evenly are refused earlier"
+    part = whole.detach().chunk(cut.num_parts, cut.dim)[cut.part].clone()
+    setattr(owner, name, nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad))
+    model.sharding.cuts[f"{place}.{name}"] = cut
+    remember_cuts([(name, owner.get_parameter(name))], {name: cut})
 
 
 @dataclass(frozen=True)
 class TokenExchange:
-    """Gathers the tokens in front of a layer, and scatters the sums behind it; of whole rows they are here, and stay."""
+    """Hooks that gather tokens before a layer and scatter the sums after it; with whole rows, they only sum."""
 
     group: str
     size: int
@@ -55,64 +61,51 @@ class TokenExchange:
         else:
             total = scatter_tokens(partial, self.group, self.size)
         out_of_layer = layer.get_submodule("o_proj" if isinstance(layer, Attention) else "down_proj")
-        bias = getattr(out_of_layer, "bias", None)  # once, and not on every rank
+        bias = getattr(out_of_layer, "bias", None)  # added once, after the sum over ranks
         return total if bias is None else total + bias
 
 
 def check_divides(model: Decoder, num_ranks: int) -> None:
-    """Raises ValueError where a layer of the model cannot be cut over so many ranks."""
+    """Raise ValueError if a layer of the model cannot be split over `num_ranks`."""
     config, setting = model.config, f"parallel.tensor={num_ranks}"
     refuse_states(model, setting)
-    if config.fused_qkv or config.fused_gate_up:
-        raise ValueError(
-            f"{setting} cuts projections by heads and features, and this model has one matrix for queries, keys and values, "
-            "or for the gate and what it gates. Set parallel.tensor=1, with more of parallel.shard or parallel.context."
-        )
-    if config.latent is not None:
-        raise ValueError(
-            f"{setting} cuts attention by heads, and this model makes those of keys and values from one latent. Set "
-            "parallel.tensor=1, with more of parallel.shard."
-        )
-    if config.givers:
-        raise ValueError(
-            f"{setting} cuts attention by heads, and layers of this model attend to the keys of another's. Set "
-            "parallel.tensor=1, with more of parallel.shard or parallel.context."
-        )
-    if config.qk_norm == "projection":
-        raise ValueError(
-            f"{setting} gives each process some heads, and this model norms the queries and keys of all heads as one vector. "
-            "Set parallel.tensor=1, with more of parallel.shard or parallel.context."
-        )
+    unsupported = {
+        "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
+        "keys and values made from one latent vector": config.latent is not None,
+        "layers that use another layer's keys": bool(config.givers),
+        "norms over the queries and keys of all heads together": config.qk_norm == "projection",
+    }
+    for what, is_present in unsupported.items():
+        if is_present:
+            raise ValueError(
+                f"{setting} does not support this model's {what}. Set parallel.tensor=1 and use parallel.shard."
+            )
     sizes = {"query heads": config.num_heads}
     sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.numbers_of_kv_heads)}
     if any(isinstance(layer.mlp, MLP) for layer in model.layers):
         sizes["inner features of its feed-forward layers"] = config.intermediate_size
     for what, number in sizes.items():
         if number % num_ranks:
-            raise ValueError(
-                f"{setting} cuts the {number} {what} of this model into equal parts, which does not go round. Set a "
-                "parallel.tensor that divides it."
-            )
+            raise ValueError(f"{setting} does not divide this model's {number} {what}. Set a value that does.")
     for name, projection, side in _projections(model):
         base = getattr(projection, "base_layer", projection)
         if side == COLUMNS and base is not projection and base.bias is not None:
             raise ValueError(
-                f"{setting}: {name} has a bias, which is added where its products are summed, and an adapter, which would "
-                "add it before. Take it from lora.targets, or set parallel.tensor=1."
+                f"{setting} does not support an adapter on {name}, because that layer has a bias. Remove it from lora.targets, "
+                "or set parallel.tensor=1."
             )
 
 
 def refuse_states(model: Decoder, setting: str) -> None:
-    """Raises ValueError for a model whose layers are not all attention."""
+    """Raise ValueError for a model with recurrent layers."""
     if model.config.has_states:
         raise ValueError(
-            f"{setting} cuts attention by heads, and layers of this model keep a state over each row, which is not cut. Set it "
-            "to 1, with more of parallel.shard."
+            f"{setting} does not support this model's recurrent layers. Set it to 1 and use parallel.shard."
         )
 
 
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
-    """Cuts the projections of every layer, and puts the exchange of tokens around them."""
+    """Split the projections of every layer, and add hooks that exchange tokens."""
     group = ranks.groups[TENSOR]
     assert model.sharding.row_tokens is not None
     exchange = TokenExchange(group.group_name, group.size(), model.sharding.row_tokens)
@@ -137,7 +130,7 @@ def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
 
 
 def _cut_parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """What is cut, by name: attention, and feed-forward layers but for those inside a mixture, which has its tokens cut."""
+    """The layers to split, by name: attention, and feed-forward layers outside of mixtures."""
     for i, layer in enumerate(model.layers):
         for name in ("self_attn", "mlp"):
             part = getattr(layer, name, None)
@@ -146,7 +139,7 @@ def _cut_parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Any, int]]:
-    """Each projection that is cut: its name, itself or what has an adapter in its place, and along what."""
+    """Each projection to split: its name, the module (perhaps with an adapter), and the dimension."""
     for place, part in _cut_parts(model):
         for name, side in _SIDES.items():
             if hasattr(part, name):

@@ -1,20 +1,20 @@
-"""A vocabulary that stays cut: each rank keeps its rows of the embedding and of the output layer, and none has them whole.
+"""Vocabulary parallelism: each rank keeps its rows of the embedding and output layer, which are never gathered.
 
-Hidden states travel in place of weights. Of each chunk of target tokens all ranks gather the hidden states, multiply them
-by their own rows, tell one another six numbers a token (`chunked_softmax.whole_of_parts`), and so know the softmax of the
-whole; the gradient of the hidden states is summed back to where they came from, in float32, and that of the rows is the
-sum over all ranks already. The embedding likewise: ids are gathered, each rank looks up the rows it has, and what comes
-back is their sum. A tied weight is one part with one gradient.
+Ranks exchange hidden states instead of weights. For each chunk of target tokens, all ranks gather the hidden states,
+multiply them by their own rows, and exchange 6 numbers per token (`chunked_softmax.whole_of_parts`) to compute the full
+softmax. The gradient of the hidden states is reduced to the ranks that they came from, in float32; the gradient of the
+rows already covers all ranks' tokens. For the embedding, ids are gathered, each rank looks up its rows, and the results are
+summed. A tied weight is one part with one gradient.
 
-That sends about 10 D bytes a token and rank, where gathering two weights of (V, D) for a pass and summing their gradients
-sends 8 V D: less as long as the ranks have fewer than V tokens at a time together. It always takes less memory.
+This sends about 10 D bytes per token and rank. Gathering two (V, D) weights and reducing their gradients sends 8 V D bytes,
+which is more if the ranks together have fewer than V tokens at a time. A sharded vocabulary always takes less memory.
 
-Source: the parts of the softmax are Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019,
-arXiv:1909.08053), here over data-parallel ranks and in chunks. Left out: losses other than the cross-entropy, adapters on the
-embedding or the output layer, and gradients of `logits`.
+Source: Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053), here over data-parallel
+ranks and in chunks. Left out: losses other than cross-entropy, adapters on the embedding or output layer, and gradients of
+`logits`.
 
-Shapes: n ranks that a copy of the model is cut over, N tokens of this one, C tokens a chunk and rank, D hidden size, V
-vocabulary, P rows of it that are here.
+Shapes: n ranks that share a replica, N tokens of this rank, C tokens per chunk and rank, D hidden size, V vocabulary, P rows
+of this rank.
 """
 
 from typing import Any, Literal
@@ -43,52 +43,51 @@ from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.shapes_only import repeated
 
-LOOKED_UP_TOKENS = 4096  # of all ranks, whose rows of the embedding are exchanged at a time
-SMALL_WEIGHT_BYTES = 256 * 2**20  # up to which `auto` gathers: so little is no matter, and the sums stay one process's
+LOOKED_UP_TOKENS = 4096  # tokens of all ranks per exchange of embedding rows
+SMALL_WEIGHT_BYTES = 256 * 2**20  # `auto` gathers smaller weights: little memory, and sums in one process's order
 
 
-def why_whole(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> str:
-    """Why the vocabulary is gathered and not cut, in words that end a sentence; empty where it is to be cut.
+def why_gathered(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> str:
+    """The reason to gather the vocabulary; empty if it stays sharded.
 
-    `tokens` are the most that a forward pass of one rank has, None with a loss that wants a whole output weight. Raises
-    ValueError where `parallel.vocabulary=cut` cannot be had.
+    `tokens` is the maximum of one rank's forward pass, or None if the loss needs the whole output weight. Raises ValueError
+    if `parallel.vocabulary=cut` is not supported.
     """
     if cfg.vocabulary == "gathered":
-        return "as parallel.vocabulary=gathered says"
+        return "parallel.vocabulary=gathered"
     embedding, head, num_ranks = model.model.embed_tokens, model.head, ranks.num_shards
     vocab_size = model.config.vocab_size
     rows = -(-vocab_size // num_ranks)
     cannot = ""
     if num_ranks == 1:
-        cannot = "each process has a copy of the model (parallel.shard=1)"
+        cannot = "each process has a replica of the model (parallel.shard=1)"
     elif tokens is None:
-        cannot = "this recipe's loss wants the whole output layer"
+        cannot = "this recipe's loss needs the whole output layer"
     elif model.config.head_bias:
         cannot = "the output layer has a bias"
     elif type(embedding) is not nn.Embedding or (head is not None and type(head) is not nn.Linear):
-        cannot = "there is an adapter on the embedding or the output layer"
+        cannot = "the embedding or the output layer has an adapter"
     elif rows * (num_ranks - 1) >= vocab_size:
-        cannot = f"its {vocab_size} words do not go round over {num_ranks} processes"
+        cannot = f"a vocabulary of {vocab_size} tokens is too small for {num_ranks} processes"
     if cfg.vocabulary == "cut":
         if cannot:
             raise ValueError(f"parallel.vocabulary=cut: {cannot}. Set parallel.vocabulary=auto.")
         return ""
     assert tokens is not None or cannot
     if not cannot and model.config.hidden_size * vocab_size * embedding.weight.element_size() < SMALL_WEIGHT_BYTES:
-        return f"its weight takes less than {SMALL_WEIGHT_BYTES // 2**20} MiB"
+        return f"the weight is smaller than {SMALL_WEIGHT_BYTES // 2**20} MiB"
     if not cannot and tokens is not None and num_ranks * tokens > vocab_size:
         return (
-            f"the {num_ranks * tokens:,} tokens of {num_ranks} processes would send more than its {vocab_size:,} words "
-            "(parallel.vocabulary=cut takes less memory)"
+            f"exchanging the {num_ranks * tokens:,} tokens of {num_ranks} processes would send more than gathering "
+            f"{vocab_size:,} rows (parallel.vocabulary=cut takes less memory)"
         )
     return cannot
 
 
 class CutVocabulary:
-    """The embedding and the output layer of a model, of which each rank keeps some rows."""
+    """A model's embedding and output layer, sharded by rows over `mesh`; replaces the embedding's forward."""
 
     def __init__(self, model: Decoder, ranks: ManyRanks, mesh: Any) -> None:
-        """Cuts the weights of `model` over `mesh`, and has the model look them up and multiply by them here."""
         self.ranks, self.group, self.size = ranks, ranks.mesh.get_group(SHARD), ranks.num_shards
         self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
         self.vocab_size = model.config.vocab_size
@@ -97,8 +96,8 @@ class CutVocabulary:
         self.parameters = {
             self._cut(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
         }
-        self._handed_on: Tensor | None = None  # (P, D) the tied rows as the last look-up gave them
-        setattr(self.embedding, "forward", self.look_up)  # noqa: B010  (the instance's, which no stub knows)
+        self._tied_rows: Tensor | None = None  # (P, D), an output of the last look-up's autograd node
+        setattr(self.embedding, "forward", self.look_up)  # noqa: B010  (pyright: an attribute of the instance)
         model.tied_output_weight = None
         model.sharding.vocabulary = self
 
@@ -117,17 +116,17 @@ class CutVocabulary:
         """The embedding's rows (..., D) of `ids` (...)."""
         flat = ids.flatten()
         (most,) = self.ranks.highest(len(flat))
-        rows, handed_on = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
-        self._handed_on = handed_on if self.head is None else None
+        rows, tied_rows = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
+        self._tied_rows = tied_rows if self.head is None else None
         return rows.view(*ids.shape, -1)
 
     def _output_rows(self) -> Tensor:
-        """(P, D): the output layer's rows here, or the embedding's as the last look-up handed them on."""
+        """(P, D): the output layer's rows of this rank; if tied, those of the last look-up."""
         if self.head is not None:
             return _rows(self.head)
-        if self._handed_on is None or not torch.is_grad_enabled():
+        if self._tied_rows is None or not torch.is_grad_enabled():
             return _rows(self.embedding)
-        return self._handed_on
+        return self._tied_rows
 
     def cross_entropy(
         self,
@@ -143,10 +142,10 @@ class CutVocabulary:
         statistics: TokenStatistics | None = None,
         compile: bool = False,
     ) -> Tensor:
-        """What `linear_cross_entropy` gives for this rank's `hidden` (..., D) and `labels` (...), whose settings these are.
+        """`linear_cross_entropy` of this rank's `hidden` (..., D) and `labels` (...), with the same settings.
 
-        All ranks call it, and each goes backward from its sum times the same factor: the gradient of the rows is of all
-        ranks' tokens. A chunk's logits are of `chunk_tokens` tokens of all ranks together.
+        All ranks call it, and all call backward on the result times the same factor, because the gradient of the rows covers
+        all ranks' tokens. A chunk has `chunk_tokens` tokens of all ranks together.
         """
         labels, hidden = select_targets(labels, num_targets, hidden)
         (most,) = self.ranks.highest(num_targets)
@@ -168,63 +167,60 @@ class CutVocabulary:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) of hidden (..., D), without gradients. All ranks call it."""
+        """(..., V) from hidden (..., D), without gradients. All ranks call it."""
         flat = hidden.flatten(0, -2)
         (most,) = self.ranks.highest(len(flat))
-        everyones = self.gather(_padded(flat, most))  # (n N, D)
+        gathered = self.gather(_padded(flat, most))  # (n N, D)
         rows = -(-self.vocab_size // self.size)
         own = self._output_rows()
-        parts = hidden.new_zeros(len(everyones), rows)
-        parts[:, : len(own)] = everyones @ own.T
+        parts = hidden.new_zeros(len(gathered), rows)
+        parts[:, : len(own)] = gathered @ own.T
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self.group)
         whole = received.view(self.size, most, rows).transpose(0, 1).reshape(most, -1)
         return whole[: len(flat), : self.vocab_size].view(*hidden.shape[:-1], -1)
 
-    # What is exchanged -------------------------------------------------------------------------------------------------
-
     def gather(self, own: Tensor) -> Tensor:
-        """(n C, ...) of all ranks from (C, ...) of each."""
-        everyones = own.new_empty(self.size * len(own), *own.shape[1:])
+        """All-gather: (n C, ...) from each rank's (C, ...)."""
+        gathered = own.new_empty(self.size * len(own), *own.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(everyones, own.contiguous(), group=self.group)
-        return everyones
+        gather(gathered, own.contiguous(), group=self.group)
+        return gathered
 
-    def sum_back(self, everyones: Tensor) -> Tensor:
-        """(C, ...): the sum over ranks of what each has, in (n C, ...), for this one."""
-        own = everyones.new_empty(len(everyones) // self.size, *everyones.shape[1:])
+    def sum_back(self, gathered: Tensor) -> Tensor:
+        """Reduce-scatter: this rank's (C, ...) of the sum of all ranks' (n C, ...)."""
+        own = gathered.new_empty(len(gathered) // self.size, *gathered.shape[1:])
         sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        sum_back(own, everyones, group=self.group)
+        sum_back(own, gathered, group=self.group)
         return own
 
     def sum_copies(self, gradient: Tensor) -> Tensor:
-        """The sum over the copies of the model, in place."""
+        """Sum a gradient over the model's replicas, in place."""
         if self.copies is not None:
             dist.all_reduce(gradient, group=self.copies)
         return gradient
 
     def place(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Which of the `num_rows` rows here each id's is, and whether it is here; of one that is not the row is any."""
+        """Each id's row of this rank's `num_rows`, and whether the rank has it; otherwise the row is arbitrary."""
         row = ids - self.first
         is_here = (row >= 0) & (row < num_rows)
         return row.remainder(num_rows), is_here
 
 
 def _rows(module: Any) -> Tensor:
-    """(P, D): those of the module's weight that are here, with the weight as the node that made them."""
+    """(P, D): this rank's rows of the module's weight, with their gradient."""
     return module.weight.to_local()
 
 
 def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
-    """The values (N, ...) with more of `fill` behind, (length, ...)."""
+    """The values (N, ...) padded with `fill` to (length, ...)."""
     if len(values) == length:
         return values
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of the embedding for this rank's ids, and its own part of the weight, through which a tied output layer's
-    gradient comes."""
+    """Returns the embedding rows of this rank's ids and the rank's part of the weight, for a tied output layer's gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int) -> tuple[Tensor, Tensor]:
@@ -232,8 +228,8 @@ class _LookUp(torch.autograd.Function):
         ctx.cut, ctx.most, ctx.shape, ctx.dtype = cut, most, weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
         rows = weight.new_empty(len(ids), weight.shape[1])
-        for chunk, everyones in _ids_in_chunks(ids, most, cut):
-            row, is_here = cut.place(everyones, len(weight))
+        for chunk, gathered in _ids_in_chunks(ids, most, cut):
+            row, is_here = cut.place(gathered, len(weight))
             found = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
             rows[chunk] = cut.sum_back(found)[: len(rows[chunk])]
         return rows, weight.detach()
@@ -246,17 +242,17 @@ class _LookUp(torch.autograd.Function):
             return None, None if gradient is None else ctx.cut.sum_copies(gradient.clone()), None, None
         wide = torch.promote_types(ctx.dtype, torch.float32)
         total = torch.zeros(ctx.shape, dtype=wide, device=grad_rows.device)
-        for chunk, everyones in _ids_in_chunks(ids, ctx.most, ctx.cut):
-            row, is_here = ctx.cut.place(everyones, len(total))
-            gradients = ctx.cut.gather(_padded(grad_rows[chunk], len(everyones) // ctx.cut.size))
+        for chunk, gathered in _ids_in_chunks(ids, ctx.most, ctx.cut):
+            row, is_here = ctx.cut.place(gathered, len(total))
+            gradients = ctx.cut.gather(_padded(grad_rows[chunk], len(gathered) // ctx.cut.size))
             total.index_add_(0, row, gradients.to(wide).masked_fill_(~is_here[:, None], 0))
-        # Written over in place: a loss makes it for this node alone.
+        # In place: the loss made this gradient for this node alone.
         gradient = total.to(ctx.dtype) if gradient is None else gradient.contiguous().add_(total)
         return None, ctx.cut.sum_copies(gradient), None, None
 
 
 def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
-    """Where each chunk lies in this rank's ids (N,), and those of all ranks; as many chunks on every rank."""
+    """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all ranks."""
     length = max(1, LOOKED_UP_TOKENS // cut.size)
     for start in repeated(range(0, most, length)):
         chunk = slice(start, start + length)
@@ -289,11 +285,11 @@ class _CrossEntropy(torch.autograd.Function):
             length = min(chunk_tokens, most - start)
             chunk = slice(start, start + length)
             own = hidden[chunk].to(compute_dtype)
-            everyones = cut.gather(_padded(own, length))  # (n C, D)
+            gathered = cut.gather(_padded(own, length))  # (n C, D)
             ids = cut.gather(_padded(labels[chunk], length, fill=IGNORED_LABEL))  # (n C,)
             if len(logits) != len(ids):
                 logits.resize_(len(ids), logits.shape[1])
-            torch.mm(everyones, projection.T, out=logits)  # (n C, P)
+            torch.mm(gathered, projection.T, out=logits)  # (n C, P)
             parts = torch.empty(len(ids), NUM_PART_COLUMNS, dtype=wide, device=hidden.device)
             describe(logits, ids - cut.first, parts)
             rows = whole_of_parts(cut.gather(parts).view(cut.size, len(ids), NUM_PART_COLUMNS), terms)
@@ -303,19 +299,17 @@ class _CrossEntropy(torch.autograd.Function):
                 continue
             write_gradient(logits, ids - cut.first, rows[1], (ids != IGNORED_LABEL).to(wide))
             if grad_hidden is not None:
-                # Parts of it are larger than their sum, so they are summed in float32.
+                # In float32, because the parts are larger than their sum.
                 grad_hidden[chunk] = cut.sum_back((logits @ projection).to(wide))[: len(own)]
             if weight_sum is not None:
-                weight_sum.add(logits, everyones)
-        ctx.grad_hidden, ctx.weight_sum = grad_hidden, weight_sum
-        ctx.cut = cut
-        loss, statistics = sums[LOSS].clone(), sums
-        ctx.mark_non_differentiable(statistics)
-        return loss, statistics
+                weight_sum.add(logits, gathered)
+        ctx.grad_hidden, ctx.weight_sum, ctx.cut = grad_hidden, weight_sum, cut
+        ctx.mark_non_differentiable(sums)
+        return sums[LOSS].clone(), sums
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, *others = SumOfLosses.backward(ctx, *grad_outputs)
-        if grad_weight is not None and ctx.cut.head is not None:  # a tied one goes on to the look-up's backward
+        if grad_weight is not None and ctx.cut.head is not None:  # for a tied weight, the look-up's backward does this
             grad_weight = ctx.cut.sum_copies(grad_weight)
         return grad_hidden, grad_weight, *others

@@ -1,9 +1,9 @@
-"""Weights and adapter of a model that was cut over ranks before it had any: each rank takes what is its own.
+"""Load the frozen weights and initialize the adapter of a model that was sharded on the meta device.
 
-Frozen weights are read by rows. Some are first read whole, a matrix at a time, as what is kept of them depends on all of
-their values: what is quantised, whose scales share a mean, below DoRA, which keeps the norms of rows, and where the rows of new
-tokens train, whose mean all others have. The adapter is
-drawn whole, in the order in which one process draws it, so its values do not depend on how many there are.
+Each rank reads its own rows of the frozen weights. Some weights are read whole, one matrix at a time, because what is
+kept depends on all of their values: quantized weights, whose scales share a mean; weights below DoRA, which needs row
+norms; and weights with trained rows of new tokens. The adapter is drawn whole, in the order of a single process, so its
+values do not depend on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ BASE = ".base_layer"
 
 
 class UnreadBesideAdapter(Unread):
-    """Of a model whose adapters are in place, and of shapes alone."""
+    """Weights of a model on the meta device whose adapters are in place."""
 
     def into(self, model: Decoder) -> None:
         adapters = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
@@ -65,7 +65,7 @@ def _keep(part: Part, whole: Tensor) -> None:
 
 
 def _measure(layer: AdaptedLayer, weight: Tensor) -> None:
-    """What DoRA keeps of the frozen weight as it is used."""
+    """Set DoRA's norms of the frozen weight."""
     assert layer.lora_magnitude_vector is not None
     norms = row_norms(weight.T if isinstance(layer.base_layer, nn.Embedding) else weight)
     layer.square_norms.copy_(norms.square())
@@ -79,7 +79,7 @@ def _begin(layer: TrainedRows, ids: Sequence[int], weight: Tensor) -> None:
 
 
 def _draw(layer: AdaptedLayer) -> None:
-    """Draws the pair whole, as a layer on one process does, and keeps what is here."""
+    """Draw the pair whole, as a single process does, and keep this rank's part."""
     parts = layer.lora_A, layer.lora_B
     layer.lora_A, layer.lora_B = (
         nn.Parameter(torch.empty(whole_shape(part), dtype=part.dtype, device=local(part).device)) for part in parts

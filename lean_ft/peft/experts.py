@@ -1,10 +1,9 @@
-"""Adapters of a mixture's experts: a pair of thin matrices for each expert, beside each of the two stacked projections.
+"""Adapters for a mixture's experts: one low-rank pair per expert for each of the two stacked projections.
 
-The experts' own backward pass adds the thin products, so no expert's sum W + scaling * B A is formed,
-and what is kept for backward is what the frozen experts keep. DoRA, dropout and PiSSA are not for stacks: PEFT has no
-such adapters, and nothing could read them.
+The experts' backward pass adds the low-rank products, so W + scaling * B A is never formed and nothing more is kept for
+backward. DoRA, dropout and PiSSA are not supported for stacks, because PEFT has no format for them.
 
-Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685; the layout is that of PEFT's `target_parameters`.
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, with the layout of PEFT's `target_parameters`.
 
 Shapes: E experts, R rank, I inputs, O outputs of the projection.
 """
@@ -20,7 +19,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 class ExpertsAdapter(AdaptedLayer):
-    """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), as PEFT lays them out."""
+    """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), in PEFT's layout."""
 
     def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -42,11 +41,11 @@ class ExpertsAdapter(AdaptedLayer):
         return self.base_layer.config
 
     def linear_weight(self) -> Tensor:
-        """The frozen weights as linear maps (E, O, I), or as what PEFT takes for such."""
+        """The frozen weights as linear maps (E, O, I), in PEFT's interpretation."""
         return self.frozen_weight.mT if self._config.input_first_in_adapters else self.frozen_weight
 
     def thin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The two factors, (E, I, R) and (E, R, O), whose product is added to what multiplies a row from the right."""
+        """The factors (E, I, R) and (E, R, O), whose product is added to the matrix that a row is multiplied by."""
         a = self.lora_A.unflatten(0, (self.num_experts, -1)) * self.shape.scaling  # (E, R, I)
         b = self.lora_B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)  # (E, O, R)
         a, b = a.to(dtype), b.to(dtype)
@@ -62,7 +61,7 @@ class ExpertsAdapter(AdaptedLayer):
 
 
 class LoRAExperts(nn.Module):
-    """A mixture's frozen experts with an adapter beside one projection or both."""
+    """A mixture's frozen experts with an adapter on one or both projections."""
 
     def __init__(self, base_layer: Experts) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class LoRAExperts(nn.Module):
         self.down_proj: ExpertsAdapter | None = None
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """tokens (N, D); weights (N, K) of the experts chosen (N, K); returns (N, D)."""
+        """tokens (N, D); weights (N, K) of the chosen experts (N, K); returns (N, D)."""
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)

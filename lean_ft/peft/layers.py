@@ -1,22 +1,22 @@
-"""Layers with an adapter: a frozen layer, and two thin matrices that train beside it.
+"""Layers with an adapter: a frozen layer plus two trained low-rank matrices.
 
     LoRA  y = W x + scaling * B A x + bias
     DoRA  y = m / |W + scaling * B A| * (W + scaling * B A) x + bias, where | | is the norm of each row
 
-DoRA's magnitude m scales the product and never the bias, and its norm is a constant to backward, as the paper has it
-(section 4.3). The norm's square is |W|^2 + 2 scaling (W A^T) . B + scaling^2 (B A A^T) . B, row by row, which takes
-products as thin as the adapter: W + scaling * B A is never formed. Dropout is of what A is given alone.
+DoRA's magnitude m scales the product but not the bias, and backward treats the norm as a constant (paper, section 4.3).
+The squared norm of each row is |W|^2 + 2 scaling (W A^T) . B + scaling^2 (B A A^T) . B, which needs only low-rank
+products: W + scaling * B A is never formed. Dropout applies only to the input of A.
 
-PiSSA starts from W's largest singular directions. W itself stays as it is: the product at the start, B0 A0, is taken
-off again, W + scaling * (B A - B0 A0), which is the paper's residual and its adapter in one sum. The two pairs are one
-adapter of twice the rank, and so it is saved.
+PiSSA starts from W's largest singular directions. W does not change; instead the initial product B0 A0 is subtracted:
+W + scaling * (B A - B0 A0), which equals the paper's residual plus adapter. The two pairs form one adapter of twice the
+rank, which is how it is saved.
 
 Sources: Hu et al. 2021, https://arxiv.org/abs/2106.09685 (LoRA); Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
 (scaling by alpha / sqrt(rank)); Liu et al. 2024, https://arxiv.org/abs/2402.09353 (DoRA); Meng et al. 2024,
 https://arxiv.org/abs/2404.02948 (PiSSA).
 
-Shapes: I inputs, O outputs, R rank, V vocabulary, D hidden size. As a linear map an embedding has V inputs and D
-outputs, and its weight is stored transposed.
+Shapes: I inputs, O outputs, R rank, V vocabulary, D hidden size. An embedding is a linear map with V inputs and D
+outputs whose weight is stored transposed.
 """
 
 import math
@@ -30,13 +30,13 @@ from lean_ft.models.moe import Router
 from lean_ft.peft.low_rank import low_rank_linear
 from lean_ft.quantize.nf4 import NF4Linear
 
-_PISSA_OVERSAMPLING = 16  # further singular directions that are found, so that the ones wanted are found well
+_PISSA_OVERSAMPLING = 16  # additional singular directions, for accuracy
 _PISSA_ITERATIONS = 4
 
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What an adapter of one layer is, beside its tensors."""
+    """The hyperparameters of one layer's adapter."""
 
     rank: int
     alpha: float
@@ -46,21 +46,19 @@ class AdapterShape:
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class AdaptedLayer(nn.Module):
-    """Base of the layers with an adapter: a frozen `base_layer`, and `lora_A` (R, I), `lora_B` (O, R) that train."""
+    """Base class: a frozen `base_layer`, and trained `lora_A` (R, I) and `lora_B` (O, R)."""
 
     base_layer: nn.Module
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     start_A: Tensor | None
     start_B: Tensor | None
-    square_norms: Tensor  # of the frozen weight's rows, for DoRA alone
-    is_on = True
-    """False: the layer computes what the frozen one does, by the same operations. `adapter_off` sets it."""
+    square_norms: Tensor  # of the frozen weight's rows; only for DoRA
+    is_on = True  # `adapter_off` sets False: the layer then computes what the frozen layer does
 
     def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,38 +81,37 @@ class AdaptedLayer(nn.Module):
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        """The frozen weight as the model has it; of a quantised layer there is none."""
+        """The frozen weight parameter; a quantized layer has none."""
         return self.base_layer.weight  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def start_at_zero(self) -> None:
-        """Draws A and sets B to zero, so that at the start the layer is the frozen one."""
+        """Draw A and set B to zero: the layer starts equal to the frozen layer."""
         bound = 1.0 / math.sqrt(self.lora_A.shape[1])
         self.lora_A.uniform_(-bound, bound)
         self.lora_B.zero_()
 
     @torch.no_grad()
     def start_at_largest_singular_directions(self) -> None:
-        """Sets scaling * B A to the best approximation of the weight of this rank, and takes it off the weight.
+        """PiSSA: set scaling * B A to the weight's best approximation of this rank, and subtract the same product.
 
-        Raises ValueError where the weight has fewer directions than the rank.
+        Raises ValueError if the weight has fewer singular directions than the rank.
         """
         weight, rank = self.linear_weight().float(), self.shape.rank
         if rank > min(weight.shape):
             raise ValueError(
-                f"lora.rank={rank} is more than the {min(weight.shape)} singular directions of a weight of shape "
-                f"{tuple(weight.shape)}, which lora.init=pissa starts from. Set a smaller rank, or lora.init=zero."
+                f"lora.rank={rank} exceeds the {min(weight.shape)} singular directions of a weight of shape "
+                f"{tuple(weight.shape)}. Set a smaller rank, or lora.init=zero instead of pissa."
             )
         num_directions = min(rank + _PISSA_OVERSAMPLING, *weight.shape)
         left, values, right = torch.svd_lowrank(weight, q=num_directions, niter=_PISSA_ITERATIONS)
         roots = (values[:rank] / self.shape.scaling).sqrt()
         self.lora_A.copy_(roots[:, None] * right[:, :rank].T)
         self.lora_B.copy_(left[:, :rank] * roots)
-        # What is taken off the weight from now on, whatever A and B become.
         self.start_A, self.start_B = self.lora_A.detach().clone(), self.lora_B.detach().clone()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """All pairs as one: A (R, I) and B (O, R), R being twice the rank with PiSSA, and 0 while the adapter is off."""
+        """A (R, I) and B (O, R) of all pairs; R is twice the rank with PiSSA, and 0 while the adapter is off."""
         if not self.is_on:
             return self.lora_A[:0], self.lora_B[:, :0]
         if self.start_A is None or self.start_B is None:
@@ -122,7 +119,7 @@ class AdaptedLayer(nn.Module):
         return torch.cat([self.lora_A, self.start_A]), torch.cat([self.lora_B, -self.start_B], dim=1)
 
     def magnitude_ratio(self, a: Tensor, b: Tensor) -> Tensor:
-        """DoRA's m / |W + scaling * b a|, (O,) in the magnitude's dtype; the norm is a constant to backward."""
+        """DoRA's m / |W + scaling * b a|, (O,), in the magnitude's dtype; backward treats the norm as a constant."""
         assert self.lora_magnitude_vector is not None
         with torch.no_grad():
             weight, scaling = self.linear_weight(), self.shape.scaling
@@ -134,7 +131,7 @@ class AdaptedLayer(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """The weight with the adapter in it, a new float32 tensor of the frozen weight's shape; nothing is rounded."""
+        """The weight with the adapter merged, a new float32 tensor of the frozen weight's shape."""
         a, b = (factor.float() for factor in self.factors())
         merged = torch.addmm(self.linear_weight().float(), b, a, alpha=self.shape.scaling)
         if self.lora_magnitude_vector is not None:
@@ -143,21 +140,20 @@ class AdaptedLayer(nn.Module):
 
 
 class LoRALinear(AdaptedLayer):
-    """A frozen linear layer, quantised or not, with an adapter."""
+    """A frozen linear layer, quantized or not, with an adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
         base, shape = self.base_layer, self.shape
         assert isinstance(base, nn.Linear | NF4Linear | Router)
-        frozen, stays_whole = (
-            (base.frozen, base.stays_whole) if isinstance(base, NF4Linear) else ((base.weight,), False)
-        )
-        # Evaluations and answers during training come without gradients, and without dropout.
+        is_quantized = isinstance(base, NF4Linear)
+        frozen, stays_whole = (base.frozen, base.stays_whole) if is_quantized else ((base.weight,), False)
+        # Evaluation and sampling during training run without gradients, and without dropout.
         dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
         a, b = self.factors()
         if self.lora_magnitude_vector is None or not self.is_on:
             return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout, stays_whole)
         product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout, stays_whole)
-        # Rounded as its difference from 1, near which it is: in bfloat16 little would be left of that otherwise.
+        # Round the ratio's difference from 1, because bfloat16 has little precision near 1.
         change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
         scaled = torch.addcmul(product, product, change)
         return scaled if base.bias is None else scaled + base.bias
@@ -192,13 +188,13 @@ class LoRAEmbedding(AdaptedLayer):
 class LoRAOutput(AdaptedLayer):
     """The frozen output layer with an adapter.
 
-    Losses take the output layer as a weight and multiply it themselves, a chunk of tokens at a time; so here the
-    adapter is added to a copy of the weight, through which its gradient comes.
+    Losses take the output layer as a weight and multiply by it chunk by chunk. So the adapter is added to a copy of the
+    weight, and its gradient comes through that copy.
     """
 
     @property
     def weight(self) -> Tensor:
-        """The weight (V, D) with the adapter in it, in the frozen weight's dtype; a new tensor each time."""
+        """The weight (V, D) with the adapter added, in the frozen weight's dtype; a new tensor on each access."""
         a, b = self.factors()
         weight = self.linear_weight()
         if not self.is_on:
@@ -213,5 +209,5 @@ class LoRAOutput(AdaptedLayer):
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """(O,) float32 of (O, I), without a float32 copy of it."""
+    """Norms (O,), at least float32, of the rows of (O, I), without a float32 copy."""
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""Adapters on a model: put there, found again, and their learning rates.
+"""Add adapters to a model, find them, and turn them off.
 
-A technique of one call: `apply_lora(model, cfg.lora)` freezes the model and puts an adapter beside each layer that the
-settings name. Everything after it sees a model whose few trained parameters are the adapter's.
+`apply_lora(model, cfg.lora)` freezes the model and adds an adapter to each layer that the settings name. Afterwards only
+the adapters' parameters are trained.
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ def load_with_adapter(
     ranks: Ranks = ALONE,
     scores: bool = False,
 ) -> Decoder:
-    """Returns the model of the settings with an adapter beside its frozen layers; without `lora` the model as it is.
+    """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
-    One that is going to be cut over many `ranks` is of shapes alone until then (`cut_loading`). Quantised layers replace
-    the others while it loads, so that it never stands in memory whole. What is frozen needs no float32 copy: with
-    `model.dtype=float16` it is in that type. `scores` makes it a reward model, as `load_model` does, whose output layer
-    trains beside an adapter. Raises as `load_model` and `apply_lora` do.
+    With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Layers are quantized one by
+    one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are float16.
+    `scores` loads a reward model, whose output layer is trained in addition to an adapter. Raises the errors of
+    `load_model` and `apply_lora`.
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
@@ -59,43 +59,39 @@ def load_with_adapter(
 
 
 def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
-    """Freezes the model, puts an adapter on each layer that `cfg.targets` matches, and returns how many those are. Rows of
-    tokens that are new to the model train beside it, or alone where there are no targets.
+    """Freeze the model, add an adapter to each layer that `cfg.targets` matches, and return their number.
 
-    Raises ValueError where a target matches nothing or takes no adapter, or settings contradict the model.
+    Rows of new tokens (`model.new_tokens`) are trained too. Raises ValueError if a target matches nothing or takes no
+    adapter, or if settings contradict the model.
     """
     if has_adapter(model):
-        raise ValueError("the model has an adapter already; load it anew to give it another.")
+        raise ValueError("the model already has an adapter; load it again to add another one.")
     if not cfg.targets and not model.source.new_ids:
         raise ValueError(
-            "lora.targets=[] trains the rows of model.new_tokens alone, and there are none. Name tokens there, or layers, as "
-            "[all-linear]."
+            "lora.targets=[] trains only the rows of model.new_tokens, and there are none. Set model.new_tokens, or targets "
+            "such as [all-linear]."
         )
     weight = model.output_weight
     if cfg.dtype == "model" and weight.dtype == torch.float16:
-        raise ValueError(
-            "lora.dtype=model would train float16 weights, in which small updates vanish. Set lora.dtype=float32."
-        )
+        raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")
     names = find_targets(model, cfg.targets)
     if model.config.head_bias and (_OUTPUT in names or model.source.new_ids):
         asked = "model.new_tokens" if model.source.new_ids else f"{_OUTPUT} in lora.targets"
-        raise ValueError(
-            f"{asked}: this model's output layer has a bias, beside which no adapter is supported. Leave it out."
-        )
+        raise ValueError(f"{asked} is not supported for an output layer with a bias, as this model has. Leave it out.")
     if _OUTPUT in names and cfg.dropout:
         raise ValueError(
-            f"lora.dropout={cfg.dropout:g} drops inputs of the adapter, and that of {_OUTPUT} is added to the weight, "
-            f"which has none. Set lora.dropout=0, or take {_OUTPUT} from lora.targets."
+            f"lora.dropout={cfg.dropout:g} is not supported for {_OUTPUT}, whose adapter is added to the weight. Set "
+            f"lora.dropout=0, or remove {_OUTPUT} from lora.targets."
         )
     shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
     for name in names:
         if is_parameter_to_peft(model, name):
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
-        raise ValueError(f"lora.targets: {SCORE} is one row and trains whole beside an adapter. Leave it out.")
+        raise ValueError(f"lora.targets: {SCORE} is one row, which is trained whole. Remove it from lora.targets.")
     if model.source.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
         raise ValueError(
-            f"lora.targets has {min(taken)}, of which the rows of model.new_tokens train. Take it from lora.targets."
+            f"lora.targets has {min(taken)}, but model.new_tokens trains rows of it. Remove it from lora.targets."
         )
     model.requires_grad_(False)
     dtype = weight.dtype if cfg.dtype == "model" else torch.float32
@@ -113,25 +109,22 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
 
 
 def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: bool) -> None:
-    """Raises ValueError for an adapter that PEFT does not have for what it adapts as a parameter."""
+    """Raise ValueError for an adapter that PEFT's `target_parameters` does not support."""
     asked = {
         "lora.dora": shape.dora,
         f"lora.dropout={shape.dropout:g}": is_stack and shape.dropout > 0,
         f"lora.init={init}": is_stack and init != "zero",
     }
     if wrong := [setting for setting, is_set in asked.items() if is_set]:
-        what = "is a stack of experts, whose adapters are" if is_stack else "is to PEFT a parameter, whose adapter is"
+        what = "a stack of experts" if is_stack else "a parameter to PEFT"
         raise ValueError(
-            f"{name} {what} plain LoRA there, so that nothing could read another: {', '.join(wrong)} cannot be "
-            "honoured. Leave it out, or name other layers in lora.targets, as [q_proj,k_proj,v_proj,o_proj]."
+            f"{name} is {what}, for which PEFT's format has only plain LoRA: {', '.join(wrong)} is not supported. Leave it "
+            "out, or set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj]."
         )
 
 
 def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
-    """Replaces the layer `name` of the model by one with an adapter, whose values are not set, and returns it.
-
-    A projection of a mixture's experts counts as a layer of its own.
-    """
+    """Replace the layer `name`, or projection of experts, by one with an uninitialized adapter, and return it."""
     if is_projection_of_experts(model, name):
         return _put_experts_adapter(model, name, shape, dtype)
     base = model.get_submodule(name)
@@ -154,7 +147,7 @@ def _put_experts_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: 
 
 
 def take_adapters_off(model: nn.Module) -> None:
-    """Puts every adapted layer's frozen one back in its place."""
+    """Replace every adapted layer by its frozen layer."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRAExperts) or (
             isinstance(module, AdaptedLayer | TrainedRows) and not isinstance(module, ExpertsAdapter)
@@ -163,22 +156,23 @@ def take_adapters_off(model: nn.Module) -> None:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether layers of the model have an adapter, or rows that train alone."""
+    """Whether any layer of the model has an adapter or trained rows."""
     return any(isinstance(module, AdaptedLayer | TrainedRows) for module in model.modules())
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """The layers with an adapter by name; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it would without its adapter, bit for bit what it does while that is zero. Raises
-    ValueError for a model without one."""
+    """Context manager in which the model computes without its adapter, bitwise as with an adapter of zeros.
+
+    Raises ValueError for a model without an adapter.
+    """
     layers = [module for module in model.modules() if isinstance(module, AdaptedLayer | TrainedRows)]
     if not layers:
-        raise ValueError("the model has no adapter that could be off.")
+        raise ValueError("the model has no adapter to turn off.")
     for layer in layers:
         layer.is_on = False
     try:
@@ -189,18 +183,15 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
-    """LoRA+ for `build_optimizer`: ends of parameter names, with what their learning rate is multiplied by.
-
-    Source: Hayou et al. 2024, https://arxiv.org/abs/2402.12354.
-    """
+    """LoRA+ (Hayou et al. 2024, https://arxiv.org/abs/2402.12354): `lr_ratios` for `build_optimizer`."""
     return {} if cfg is None or cfg.lr_ratio == 1.0 else {".lora_B": cfg.lr_ratio}
 
 
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
-    """For `load_model` to call after each module: replaces a linear one by its quantised self; None quantises none.
+    """A function for `load_model` to call after each module, which quantizes linear layers; None without quantization.
 
-    The output layer, a reward model's too, and the embedding stay as they are. Raises ValueError where bitsandbytes cannot be used (on a GPU: at
-    the first module), and for a mixture of experts, whose stacks of matrices are not quantised.
+    The embedding and the output layer are not quantized. Raises ValueError if bitsandbytes cannot be used (on a GPU: at
+    the first module), or for a mixture of experts.
     """
     if cfg.quantize == "none":
         return None
@@ -209,10 +200,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
     def quantize(model: Decoder, name: str) -> None:
         module = model.get_submodule(name)
         if isinstance(module, Experts):
-            raise ValueError(
-                "lora.quantize=nf4: the experts of this model are stacks of matrices, which are not quantised, and they "
-                "are most of it. Set lora.quantize=none."
-            )
+            raise ValueError("lora.quantize=nf4 does not support this model's stacked experts. Set lora.quantize=none.")
         if isinstance(module, nn.Linear) and name not in (_OUTPUT, SCORE):
             check_available(on_gpu=module.weight.is_cuda)
             model.set_submodule(name, NF4Linear(module))

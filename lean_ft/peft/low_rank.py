@@ -1,17 +1,16 @@
-"""A frozen linear layer plus the product of two thin matrices, in one autograd function that keeps little.
+"""A frozen linear layer plus a low-rank product, in one autograd function that keeps little for backward.
 
     y = x W^T + b + scaling * dropout(x) A^T B^T
 
-Written out of PyTorch's own operations this keeps the input twice (once more where it is scaled or dropped), two
-results the size of y, and adds two gradients the size of x. Here the thin product is added in place, forward and
-backward; x is kept once, and beside it only what has the width of the rank. W gets no gradient, so nothing is kept or
-computed for one. A quantised W is made whole for the product and let go, in forward and again in backward.
+Composed of PyTorch operations, this would keep the input two or three times and two results the size of y, and add two
+gradients the size of x. Here the low-rank product is added in place in forward and backward, and backward keeps only x
+and a tensor as wide as the rank. W is frozen, so nothing is kept or computed for its gradient. A quantized W is
+dequantized for the product and freed, in forward and again in backward.
 
-The product and what is added to it are one custom op, `sum_of_products`: the compiler, which knows no operation in
-place, would copy the whole of y to add to it, and checkpointing that keeps products keeps the sum and not its parts.
+The product and the sum are one custom op, `sum_of_products`. The compiler has no in-place operations and would copy y,
+and checkpointing that keeps products then keeps the sum instead of its parts.
 
-Dropout keeps its mask, a byte an element, and none at all where it is 0: PyTorch then draws it, so that checkpointing
-and the compiler restore it as they restore everything random.
+Dropout keeps its mask, one byte per element. PyTorch draws the mask, so checkpointing and the compiler restore it.
 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 
@@ -37,14 +36,14 @@ def low_rank_linear(
     dropout: float,
     stays_whole: bool = False,
 ) -> Tensor:
-    """Returns x W^T + bias + scaling * dropout(x) A^T B^T, shape (..., O), in the dtype of x (..., I).
+    """Return x W^T + bias + scaling * dropout(x) A^T B^T, shape (..., O), in the dtype of x (..., I).
 
-    `frozen` holds W (O, I), as it is or quantised, `stays_whole` as `NF4Linear` has it; `bias` (O,) is frozen too. `a` (R, I)
-    and `b` (O, R) may be wider than x: they are rounded to its dtype for the products, and get gradients in their own.
+    `frozen` holds W (O, I), plain or quantized; see `NF4Linear` for `stays_whole`. `bias` (O,) is frozen. `a` (R, I) and
+    `b` (O, R) are rounded to the dtype of x for the products; their gradients have their own dtype.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    # Outside of the function: inside of one that is checkpointed the compiler cannot follow what is random.
+    # Outside of the autograd function, where the compiler supports random operations under checkpointing.
     dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
     return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, stays_whole, *frozen)
 
@@ -53,7 +52,7 @@ def low_rank_linear(
 def sum_of_products(
     left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor, scaling: float
 ) -> Tensor:
-    """Returns left (N, I) @ right (I, O) + bias (O,) + scaling * thin_left (N, R) @ thin_right (R, O), (N, O)."""
+    """Return left (N, I) @ right (I, O) + bias (O,) + scaling * thin_left (N, R) @ thin_right (R, O), (N, O)."""
     total = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     return total.addmm_(thin_left, thin_right, alpha=scaling)
 
@@ -65,7 +64,6 @@ def _(left: Tensor, right: Tensor, *args: Any) -> Tensor:
 
 @register_flop_formula(torch.ops.lean_ft.sum_of_products)
 def _num_flops(left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, **kwargs: Any) -> int:
-    """Of the shapes, a multiplication and an addition each."""
     return 2 * left[0] * right[1] * (left[1] + thin_left[1])
 
 
@@ -77,8 +75,8 @@ class _LowRankLinear(torch.autograd.Function):
         bias: Tensor | None,  # (O,)
         a: Tensor,  # (R, I)
         b: Tensor,  # (O, R)
-        dropped: Tensor | None,  # x after dropout, where there is any
-        mask: Tensor | None,  # True where it was kept
+        dropped: Tensor | None,  # x after dropout
+        mask: Tensor | None,  # True for kept elements
         scaling: float,
         dropout: float,
         stays_whole: bool,
@@ -99,7 +97,7 @@ class _LowRankLinear(torch.autograd.Function):
         grad_inner = (grad_y @ b.to(x.dtype)).mul_(ctx.scaling)  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            # As its transpose: a CPU takes half the time when the long dimension is summed over contiguous rows.
+            # As a transpose: on a CPU, summing the long dimension over contiguous rows takes half the time.
             grad_b = (inner.T @ grad_y).T.to(b.dtype).mul_(ctx.scaling)
         if ctx.needs_input_grad[2]:
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)

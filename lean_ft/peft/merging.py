@@ -1,10 +1,9 @@
-"""Merges an adapter into the weights that it was trained beside: on copies, in float32, and rounded once.
+"""Merge an adapter into the base weights: on copies, in float32, rounded once.
 
-The model that is given stays as it is, down to the last bit, so a save during training can merge. What rounding to the
-model's dtype costs is reported: bfloat16 keeps 8 bits of a weight, and of a change much smaller than the weight it may
-keep few. An adapter that was trained on a quantised model is merged into the model as it was before it was quantised:
-the errors of 4 bits are not made a part of it, and the result is the model that everything else loads, no longer
-exactly the one that was trained.
+The live model does not change, so a run can merge while it trains. The report states the error of rounding to the
+model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits of a small change. An adapter trained on a
+quantized model is merged into the unquantized model, so the 4-bit errors are not part of the result, which therefore
+differs slightly from the trained model.
 """
 
 from collections.abc import Iterator
@@ -26,30 +25,27 @@ from lean_ft.quantize.nf4 import NF4Linear
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What merging changed, and what of it rounding took. Sizes are root mean squares over all merged weights."""
+    """The size of a merge's change and rounding error: root mean squares over all merged weights, relative to theirs."""
 
     num_layers: int
     change: float
-    """Of the weights by the adapter, relative to the weights."""
     rounding_error: float
-    """Of the merged weights by rounding to their dtype, relative to the weights."""
     dtype: torch.dtype
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         share = f", {self.rounding_error / self.change:.1%} of that change" if self.change else ""
         return (
-            f"merged an adapter into {self.num_layers} layers: it changes their weights by {self.change:.2g} of their "
-            f"size, and rounding to {dtype} by {self.rounding_error:.2g}{share}"
+            f"merged an adapter into {self.num_layers} layers: relative change {self.change:.2g}, error of rounding to "
+            f"{dtype} {self.rounding_error:.2g}{share}"
         )
 
 
 @torch.no_grad()
 def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
-    """Returns the weights of the adapted layers with the adapter in them, by the plain model's names, and a report.
+    """Return the merged weights of the adapted layers, by the plain model's names, and a report.
 
-    They are new tensors in the dtype of the model's. Raises ValueError where the model has no adapter, or a quantised
-    weight, into which nothing can be merged.
+    The weights are new tensors in the model's dtype. Raises ValueError if the model has no adapter or is quantized.
     """
     merged, squares = {}, []
     for name, layer in _mergeable_layers(model).items():
@@ -64,13 +60,15 @@ def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
 
 @torch.no_grad()
 def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the plain model by its name there, layer by layer; those with an adapter merged, new ones, as they are asked
-    for. Raises ValueError as `merge_adapter` does for quantised weights."""
+    """Yield each tensor of the plain model by name, layer by layer, merging adapted ones on demand.
+
+    Raises ValueError for a quantized model.
+    """
     layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if has_adapter(model) else []
     frozen = {id(layer.frozen_weight): layer for layer in layers}
     for place, module in model.named_modules():
         if isinstance(module, AdaptedLayer | TrainedRows):
-            continue  # the adapter's own
+            continue
         for name, tensor in own_tensors(module):
             layer = frozen.get(id(tensor))
             whole = f"{place}.{name}".replace(".base_layer", "")
@@ -84,10 +82,10 @@ def load_merged(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Decoder, MergeReport]:
-    """Returns a plain model with the adapter of a folder merged into it, and a report.
+    """Return a plain model with the adapter of a folder merged, and a report.
 
-    `base` is the model's folder; None takes the one that the adapter names. Takes the memory of the model and one
-    matrix in float32. Raises ValueError where either is not what is expected.
+    `base` is the model's folder; None uses the model that the adapter names. Needs memory for the model and one float32
+    matrix. Raises ValueError if the adapter is not supported or does not fit the model.
     """
     scores = f"{SCORE}.weight" in read_adapter(Path(adapter)).tensors
     base = base_model(Path(adapter)) if base is None else base
@@ -95,7 +93,7 @@ def load_merged(
     load_adapter(model, adapter)
     squares = []
     for layer in _mergeable_layers(model).values():
-        layer.frozen_weight.data, of_layer = _merge(layer)  # the model is this function's own
+        layer.frozen_weight.data, of_layer = _merge(layer)
         squares.append(of_layer)
     for layer in trained_rows(model).values():
         layer.frozen_weight.data = layer.merged_weight()
@@ -116,14 +114,14 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     for name, layer in layers.items():
         if isinstance(layer.base_layer, NF4Linear):
             raise ValueError(
-                f"{name} is quantised, and an adapter is merged into the model as it was before: load it without "
-                "lora.quantize, put the saved adapter on it, and merge that."
+                f"{name} is quantized, and an adapter can be merged only into unquantized weights. Load the model without "
+                "lora.quantize, load the saved adapter, and merge that."
             )
     return layers
 
 
 def _merge(layer: AdaptedLayer) -> tuple[Tensor, tuple[float, float, float]]:
-    """The layer's merged weight in its own dtype; sums of the squares of the weight, of its change and of rounding."""
+    """The layer's merged weight in its dtype; sums of squares of the weight, its change and the rounding error."""
     weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
     rounded = exact.to(weight.dtype, copy=True)
     error = (rounded.float() - exact).square().sum().item()
@@ -131,9 +129,7 @@ def _merge(layer: AdaptedLayer) -> tuple[Tensor, tuple[float, float, float]]:
 
 
 def _of_rows(layer: TrainedRows) -> tuple[float, float, float]:
-    """The same sums, of rows that train."""
+    """The sums of squares of `_merge`, for trained rows."""
     start, exact = layer.start.float(), layer.rows.float()
-    weight, change, error = (
-        x.square().sum().item() for x in (start, exact - start, layer.rows.to(layer.start) - exact)
-    )
-    return weight, change, error
+    rounding = layer.rows.to(layer.start) - exact
+    return start.square().sum().item(), (exact - start).square().sum().item(), rounding.square().sum().item()

@@ -1,12 +1,10 @@
-"""Rows of new tokens beside an adapter: of the frozen embedding, and of the output layer where that is another, they train.
+"""Trained rows of new tokens in a frozen embedding, and in an output layer with its own weight.
 
-Losses and generation take the output layer as one matrix. So what trains is written over the frozen matrix's own rows,
-without a copy of it, and of the gradient of the whole only those rows are kept. What the rows were before stays beside them,
-for when the adapter is off.
+Losses and generation take the output layer as one matrix. So the trained rows are written into the frozen matrix,
+without copying it, and only their rows of its gradient are kept. The original rows are stored for when the adapter is
+off. The file format is PEFT's `trainable_token_indices`, which stores the rows themselves.
 
-The layout is that of PEFT's `trainable_token_indices`: the rows themselves, and no differences.
-
-Shapes: V vocabulary, D hidden size, N rows that train.
+Shapes: V vocabulary, D hidden size, N trained rows.
 """
 
 from collections.abc import Sequence
@@ -20,14 +18,13 @@ from lean_ft.models import Decoder
 from lean_ft.system.shards import local
 
 EMBEDDING = "model.embed_tokens"
-ENDING = ".token_adapter.trainable_tokens_delta"  # of their name in PEFT's files
+ENDING = ".token_adapter.trainable_tokens_delta"  # suffix of the tensor's name in PEFT's files
 
 
 class TrainedRows(nn.Module):
-    """A frozen embedding or output layer, of which the rows of the tokens `ids` train."""
+    """A frozen embedding or output layer in which the rows of the tokens `ids` are trained."""
 
-    is_on = True
-    """False: the layer computes what it did before anything trained. `adapter_off` sets it."""
+    is_on = True  # `adapter_off` sets False: the layer then uses the original rows
 
     def __init__(self, base_layer: nn.Embedding | nn.Linear, ids: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,16 +43,15 @@ class TrainedRows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix (V, D) with the rows in it, in the frozen weight's dtype, through which their gradient comes."""
+        """The matrix (V, D) with the trained rows, in the frozen weight's dtype; passes on their gradient."""
         weight = self.base_layer.weight
-        if local(weight) is not weight:  # cut over ranks, where it is asked what it is like and not what it holds
+        if local(weight) is not weight:  # sharded: callers read only its shape and dtype
             return weight
-        if not self.is_on:  # a copy: what came before may still want the matrix for its backward pass
+        if not self.is_on:  # a copy: an earlier pass may still need the matrix for its backward
             return weight.detach().index_copy(0, self.ids, self.start)
         return _WithRows.apply(weight, self.rows, self.ids)
 
     def merged_weight(self) -> Tensor:
-        """The same without a gradient, a new tensor."""
         return self.base_layer.weight.detach().index_copy(0, self.ids, self.rows.detach().to(self.start.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +70,7 @@ class _WithRows(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.dtype = rows.dtype
         weight = weight.detach()
-        # It is the same matrix for every pass between two updates, so that none of them minds.
+        # Safe in place: all passes between two updates write the same rows.
         weight.data.index_copy_(0, ids, rows.to(weight.dtype))
         return weight
 
@@ -85,7 +81,7 @@ class _WithRows(torch.autograd.Function):
 
 
 def put_rows(model: Decoder, ids: Sequence[int], dtype: torch.dtype) -> None:
-    """Has those tokens' rows train in `dtype`, of the embedding and of an output layer for tokens that is not the embedding."""
+    """Train these tokens' rows, in `dtype`, in the embedding and in an output layer with its own weight."""
     for name in (EMBEDDING, *(["lm_head"] if model.lm_head is not None else [])):
         base = model.get_submodule(name)
         assert isinstance(base, nn.Embedding | nn.Linear)
@@ -93,5 +89,4 @@ def put_rows(model: Decoder, ids: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def trained_rows(model: nn.Module) -> dict[str, TrainedRows]:
-    """The layers of which rows train, by name; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TrainedRows)}

@@ -52,7 +52,7 @@ def test_of_a_run_directory_a_checkpoint_is_wanted(tmp_path):
         (tmp_path / "run" / f"step_{step:08}").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"run' is no model\. It is a run directory: .* such as .*step_00000010\.$"):
         paths.resolve_model_path(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"holds no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
+    with pytest.raises(ValueError, match=r"has no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
         read_adapter(tmp_path / "run")
     (tmp_path / "run" / "config.json").touch()
     assert paths.resolve_model_path(tmp_path / "run") == tmp_path / "run"

@@ -155,7 +155,7 @@ def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) >= 3
 
 
-# Two runs in one process, of which the first is refused and changes nothing.
+# Two runs in one process. The first one is refused and changes nothing.
 RUNS = """
 import pathlib, sys
 from lean_ft.cli.main import run_command_line

@@ -78,7 +78,7 @@ def test_checkpointing_leaves_the_gradients_as_they_are(dropout: float, every: i
 @pytest.mark.parametrize(("every", "recomputed"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3])])
 def test_every_nth_layer_recomputes_its_forward_once(every: int, recomputed: list[int]) -> None:
     model = Stack()
-    assert checkpoint_layers(model, every) == len(recomputed)
+    apply_memory(model, MemoryConfig(activation_checkpointing="every_n", checkpoint_every_n=every), compile=False)
     gradients(model)
     forwards = [layer.forwards for layer in model.layers]
     assert forwards == [2 if index in recomputed else 1 for index in range(NUM_LAYERS)]
@@ -135,65 +135,33 @@ def test_layers_share_one_compilation_and_deliver_gradients_per_layer(checkpoint
         torch.testing.assert_close(collected[id(param)], want)
 
 
-def test_settings_choose_the_layers() -> None:
-    model = Stack()
-    apply_memory(model, MemoryConfig(activation_checkpointing="every_n", checkpoint_every_n=3), compile=False)
-    gradients(model)
-    assert [layer.forwards for layer in model.layers] == [2, 1, 1, 2]
+class Count(TorchDispatchMode):
+    """Counts forward passes of attention, and matrix products."""
 
-
-class AttentionCount(TorchDispatchMode):
-    """Counts the forward passes of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forwards = 0
+    attention = products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forwards += "attention" in str(func) and "backward" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("checkpointing", "forwards_a_layer"), [("none", 1), ("full", 2), ("selective", 1)])
-def test_selective_checkpointing_computes_attention_once_and_changes_no_gradient(
-    checkpointing: str, forwards_a_layer: int
-) -> None:
-    tokens = torch.arange(24).view(2, 12)
-    plain, model = load_model("tiny"), load_model("tiny")
-    apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=False)  # type: ignore[arg-type]
-    plain(tokens).square().mean().backward()
-    with AttentionCount() as attention:
-        model(tokens).square().mean().backward()
-    assert attention.forwards == forwards_a_layer * len(model.layers)
-    for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected.grad, got.grad)
-
-
-class ProductCount(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.attention += "attention" in str(func) and "backward" not in str(func)
         self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
         return func(*args, **(kwargs or {}))
 
 
-def test_keeping_products_recomputes_none_of_them_and_changes_no_gradient() -> None:
+def test_selective_checkpointing_recomputes_nothing_that_it_keeps_and_changes_no_gradient() -> None:
     tokens = torch.arange(24).view(2, 12)
     counts, gradients_of = {}, {}
-    for kind in ("none", "full", "selective"):
+    for kind in (("none", "attention"), ("full", "attention"), ("selective", "attention"), ("selective", "products")):
         model = load_model("tiny")
-        memory = MemoryConfig(activation_checkpointing=kind, selective_keeps="products")  # type: ignore[arg-type]
+        memory = MemoryConfig(activation_checkpointing=kind[0], selective_keeps=kind[1])  # type: ignore[arg-type]
         apply_memory(model, memory, compile=False)
-        with ProductCount() as count:
+        with Count() as count:
             model(tokens).square().mean().backward()
-        counts[kind], gradients_of[kind] = count.products, [param.grad for param in model.parameters()]
-    assert counts["full"] > counts["none"] == counts["selective"]
-    for expected, got in zip(gradients_of["none"], gradients_of["selective"], strict=True):
-        assert torch.equal(expected, got)
+        counts[kind], gradients_of[kind] = count, [param.grad for param in model.parameters()]
+    none, full, attention, products = counts.values()
+    assert full.attention == 2 * none.attention == 2 * attention.attention == 2 * products.attention > 0
+    assert full.products == attention.products > none.products == products.products
+    expected, *others = gradients_of.values()
+    for grads in others:
+        assert all(torch.equal(grad, plain) for grad, plain in zip(grads, expected, strict=True))
 
 
 def test_a_smaller_budget_keeps_less_and_changes_no_gradient(without_codegen) -> None:

@@ -72,7 +72,7 @@ def test_each_tensor_is_fetched_before_backward_asks_for_it() -> None:
 def test_what_the_model_has_and_small_and_repeated_tensors_stay() -> None:
     link = LateLink(2**20)
     layer = torch.nn.Linear(64, 64, bias=False)
-    layer.register_buffer("levels", torch.randn(64, 64), persistent=False)  # as a quantised weight is kept
+    layer.register_buffer("levels", torch.randn(64, 64), persistent=False)  # like a quantized weight
     away = Offloaded(link, layer, smallest_bytes=4096)
     x = torch.randn(32, 64)
     for kept in (layer.weight, layer.get_buffer("levels")):

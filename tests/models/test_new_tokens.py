@@ -141,7 +141,7 @@ def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder
     torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
     file = tmp_path / "adapter_config.json"
     said = json.loads(file.read_text())
-    for changed, message in (([700, 5, 999], "a row of the token 999"), ([], "expected the ids of the rows of")):
+    for changed, message in (([700, 5, 999], "a row for token 999"), ([], "expected the ids of the stored rows of")):
         file.write_text(json.dumps({**said, "trainable_token_indices": changed}))
         with pytest.raises(ValueError, match=message):
             load_adapter(load_model(folder), tmp_path)
@@ -150,10 +150,10 @@ def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder
 @pytest.mark.parametrize("folder", ["untied"], indirect=True)
 def test_layers_that_have_such_rows_take_no_adapter_and_no_targets_want_some(folder):
     with pytest.raises(
-        ValueError, match=r"lora\.targets=\[\] trains the rows of model\.new_tokens alone, and there are none"
+        ValueError, match=r"lora\.targets=\[\] trains only the rows of model\.new_tokens, and there are none"
     ):
         load_with_adapter(ModelConfig(path=str(folder)), LoRAConfig(targets=[]))
-    with pytest.raises(ValueError, match=r"lora\.targets has lm_head, of which the rows of model\.new_tokens train"):
+    with pytest.raises(ValueError, match=r"lora\.targets has lm_head, but model\.new_tokens trains rows of it"):
         load_with_adapter(ModelConfig(path=str(folder), new_tokens=NEW), LoRAConfig(targets=["q_proj", "lm_head"]))
 
 

@@ -1,6 +1,5 @@
 """AdamW against the formula in float64, over bfloat16, float32, clipped and stochastically rounded weights."""
 
-import math
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ class Reference:
         self.weight = weight.detach().double().clone()
         self.m, self.v, self.t = torch.zeros_like(self.weight), torch.zeros_like(self.weight), 0
         self.decay, self.clipping = decay, clipping
-        self.rms = math.nan
+        self.largest_rms = 0.0
 
     def step(self, grad: Tensor, lr: float) -> None:
         grad = grad.double()
@@ -28,9 +27,10 @@ class Reference:
         beta1, beta2 = (beta * (1 - beta ** (self.t - 1)) / (1 - beta**self.t) for beta in BETAS)
         self.m = beta1 * self.m + (1 - beta1) * grad
         self.v = beta2 * self.v + (1 - beta2) * grad**2
-        self.rms = (grad**2 / self.v.clamp(min=EPS**2)).mean().sqrt().item()
+        rms = (grad**2 / self.v.clamp(min=EPS**2)).mean().sqrt().item()
+        self.largest_rms = max(self.largest_rms, rms)
         if self.clipping:
-            lr /= max(1.0, self.rms)
+            lr /= max(1.0, rms)
         self.weight = self.weight - lr * self.decay * self.weight - lr * self.m / (self.v.sqrt() + EPS)
 
 
@@ -42,7 +42,7 @@ def gradients(like: Tensor, steps: int) -> list[Tensor]:
 
 
 def run(model: nn.Module, settings: dict[str, Any], steps: int = 8, **kwargs: Any) -> dict[str, Reference]:
-    """Both over the same gradients; the weights end up in `model`, the references are returned."""
+    """Train `model` and references with the same gradients, and return the references."""
     clipping = settings.get("update_clipping", False)
     references = {
         name: Reference(param, decay=DECAY if param.ndim > 1 else 0.0, clipping=clipping)
@@ -67,19 +67,7 @@ def test_float32_weights_equal_the_formula(clipping: bool) -> None:
     references = run(model, {"name": "adamw", "update_clipping": clipping})
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.double(), references[name].weight, rtol=1e-5, atol=1e-6)
-
-
-def test_a_burst_is_clipped() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(33, 21)
-    start = model.weight.detach().clone()
-    reference = Reference(model.weight, decay=0.0)
-    for grad in gradients(start, 8)[:-1]:
-        reference.step(grad, LR)
-    assert reference.rms > 2
-    clipped = run(model, {"name": "adamw", "update_clipping": True}, steps=8)["weight"].weight
-    unclipped = run(nn.Linear(33, 21), {"name": "adamw"}, steps=8)["weight"].weight
-    assert not torch.allclose(clipped, unclipped, rtol=1e-3)
+        assert references[name].largest_rms > 2  # the burst is large enough to be clipped
 
 
 @pytest.mark.parametrize("rounding", [False, True])
@@ -89,13 +77,13 @@ def test_bfloat16_weights_stay_within_their_rounding_of_the_formula(rounding: bo
     references = run(model, {"name": "adamw", "stochastic_rounding": rounding}, steps=6)
     for name, param in model.named_parameters():
         error = (param.double() - references[name].weight).abs()
-        # Six roundings of weights and of moments that have 8 bits.
+        # Six roundings of weights and moments with 8 bits.
         assert error.max() <= 6 * 2**-7 * param.abs().max()
         assert error.mean() < 0.1 * (6 * LR)
 
 
 def test_a_bfloat16_second_moment_decays_only_with_stochastic_rounding() -> None:
-    """The documented weakness of plain bfloat16 state, and what repairs it."""
+    """The documented weakness of plain bfloat16 state, and its fix."""
     after = {}
     for rounding in (False, True):
         model = nn.Linear(200, 200, bias=False).bfloat16()

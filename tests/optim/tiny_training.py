@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lean_ft.optim import Optimizer, build_optimizer
 from lean_ft.settings import ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
 
-# Every rule and what changes its arithmetic.
+# Every rule with the settings that change its arithmetic.
 CONFIGS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
     "sgd_momentum": {"name": "sgd", "momentum": 0.9},
@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Layer(nn.Linear):
-    """A class of its own, since torch.compile takes no module of torch's by itself."""
+    """A subclass, because torch.compile skips modules of torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
@@ -44,7 +44,7 @@ class Layer(nn.Linear):
 class TinyModel(nn.Module):
     """Token ids (B, T) -> logits (B, T, 131); the embedding is the output weight too.
 
-    131 * 72 is no whole number of 8-bit blocks, the norm is too small for codes, and 72 * 72 is neither.
+    131 * 72 and 72 * 72 are not multiples of an 8-bit block, and the norm is too small to be quantized.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:

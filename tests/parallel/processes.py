@@ -1,4 +1,4 @@
-"""Starts a function in several processes that meet over gloo, and brings back what it returns on each rank."""
+"""Run a function in several processes connected by gloo, and return each rank's result."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 TIMEOUT_SECONDS = 300
 
-# Processes are forks of one that has imported the library and has no threads, so that each starts at once.
+# Processes are forked from one that has imported the library and has no threads, so they start quickly.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["lean_ft.training", "lean_ft.parallel", "recipes.finetune"])
 
@@ -23,9 +23,9 @@ def free_port() -> int:
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
-    """What `work(*arguments)`, a function of a module, returns on each of `size` ranks, in the order of ranks.
+    """Results of `work(*arguments)`, a module-level function, on `size` ranks, in rank order.
 
-    Raises AssertionError with the traceback of the first rank that failed, or where they took too long.
+    Raises AssertionError with the traceback of the first rank that failed, or after the timeout.
     """
     results: Any = FORKS.SimpleQueue()
     common = (size, free_port(), results, work, arguments, dict(os.environ))
@@ -64,9 +64,8 @@ def _run(
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     try:
-        results.put(
-            pickle.dumps((rank, work(*arguments), None))
-        )  # not as tensors in shared memory, which ends with the rank
+        # Pickled, because tensors in shared memory would end with the process.
+        results.put(pickle.dumps((rank, work(*arguments), None)))
     except BaseException:
         results.put(pickle.dumps((rank, None, traceback.format_exc())))
     finally:

@@ -1,4 +1,4 @@
-"""A small decoder and a loop as recipes write it, on one rank or many."""
+"""A small decoder and a recipe's training loop, on one or several ranks."""
 
 import hashlib
 from collections.abc import Iterator
@@ -82,12 +82,12 @@ def make_batch(number: int, vocab: int = VOCAB) -> Batch:
 
 
 def build(cfg: Config, lora: LoRAConfig | None = None, **settings: Any) -> tuple[Decoder, Optimizer, Ranks]:
-    """The model as this rank has it, and its optimizer."""
+    """This rank's model and optimizer."""
     model = small_model(dtype=getattr(torch, cfg.model.dtype), **settings)
     if lora is not None:
         apply_lora(model, lora)
         for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):  # not where A has no gradient
+            if name.endswith("lora_B"):  # if it were zero, A would get no gradient
                 torch.nn.init.normal_(parameter, std=0.05)
     ranks = join(cfg.parallel, CPU)
     cut(model, cfg.parallel, ranks)
@@ -105,7 +105,7 @@ def train(
     steps: int = 3,
     spoil: Any = None,
 ) -> Iterator[tuple[float, float]]:
-    """Yields each step's loss and gradient norm; `spoil(step, rank, loss)` may change a loss."""
+    """Yield each step's loss and gradient norm; `spoil(step, rank, loss)` may change a loss."""
     cross_entropy = CrossEntropy(model, cfg, ranks)
     for step in range(steps):
         optimizer.set_lr(1e-2)
@@ -124,7 +124,7 @@ def train(
 
 
 def whole_tensors(model: Decoder, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state as one rank would have them, put together from all parts."""
+    """Weights and optimizer state of one process, assembled from all parts."""
     import torch.distributed as dist
 
     parts = {name: part_of(param) for name, param in model.named_parameters()} | optimizer.state_parts()

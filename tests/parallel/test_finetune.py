@@ -1,4 +1,4 @@
-"""The recipe on two ranks is the recipe on one: the same numbers, the same files, and either goes on with the other's."""
+"""The recipe on two ranks equals one process: the same numbers and files, and each resumes the other's checkpoints."""
 
 import json
 import os
@@ -37,26 +37,20 @@ SETTINGS = (
     "plan=false",
     "device=cpu",
 )
-# With two micro-batches a step, each of two ranks has one, and their sum has the same bits in either order.
+RECOMPUTED = ("memory.activation_checkpointing=full", "data.packing=bfd")
+FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2", "eval_answers=2")
+# With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS = {
-    "plain": (),
     "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
-    "recomputed": ("memory.activation_checkpointing=full", "data.packing=bfd"),
-    "random": ("model.random_init=true", "save_async=true", "save_every=1"),
-    "adapter": ("lora.rank=4", "data.shuffle=false"),
-    "evaluated and asked in float16": (
-        "model.dtype=float16",
-        "data.validation_fraction=0.1",
-        "eval_every=2",
-        "eval_answers=2",
-    ),
+    "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
+    "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
+    "float16, evaluated": FLOAT16,
     "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
-    "new rows": ("lora.targets=[]", 'model.new_tokens=["e s"," of th"]'),
-    "4 bits below an adapter": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
+    "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
 }
-ON_COPIES = ("8 bits in backward", "4 bits below an adapter")  # too
-# 56 rows are 14 batches, so an epoch's fifth step of three has two: fewer than go round.
-CLOSE = ("gradient_accumulation_steps=3", "max_steps=6", "optimizer.name=sgd", "data.validation_fraction=0.3")
+ON_REPLICAS = ("8 bits in backward", "4-bit base")  # also with parallel.replicate=2
+# 20 rows are 5 batches, so the second step of three micro-batches has only two.
+CLOSE = ("gradient_accumulation_steps=3", "max_steps=3", "optimizer.name=sgd", "data.validation_fraction=0.75")
 
 
 def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
@@ -66,9 +60,9 @@ def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
 
 
 def make_mixture(folder: Path) -> None:
-    """A model whose experts are stacks in memory, cut between experts, and a tensor each in the folder.
+    """A model whose experts are stacks in memory, sharded between experts, and one tensor each on disk.
 
-    No vector is cut below 8 numbers: a CPU's fused kernel rounds the rest of a vector of its own otherwise.
+    Shards of vectors have at least 8 elements: a CPU's fused kernel rounds shorter remainders differently.
     """
     mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
     mixture |= {"model_type": "qwen3_moe", "vocab_size": 768, "head_dim": 16}
@@ -84,7 +78,7 @@ ADAPTERS = {"lora": LoRAConfig(rank=4), "qlora": LoRAConfig(rank=4, quantize="nf
 
 
 def held_bytes(adapter: str) -> int:
-    """Of weights and adapter, by this process."""
+    """Bytes of weights and adapter on this process."""
     ranks = join(ParallelConfig(), torch.device("cpu"))
     cfg = ModelConfig(path="tiny", random_init=True)
     model = load_with_adapter(cfg, ADAPTERS[adapter], "cpu", ranks)
@@ -95,9 +89,9 @@ def held_bytes(adapter: str) -> int:
 def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
     for name in ADAPTERS:
         alone = held_bytes(name)
-        for said in on_two[1]:
-            # Each quantised layer has a table of 1 KiB, and a mean, on every rank.
-            assert said["held"][name] < 0.5 * alone + 64 * 1024
+        for result in on_two[1]:
+            # Each quantized layer has a table of 1 KiB, and a mean, on every rank.
+            assert result["held"][name] < 0.5 * alone + 64 * 1024
 
 
 def refusal(folder: Path, *settings: str, recipe_name: str = "finetune") -> str:
@@ -107,30 +101,27 @@ def refusal(folder: Path, *settings: str, recipe_name: str = "finetune") -> str:
 
 
 def work(folder: Path) -> dict[str, Any]:
-    """All that is tested on two ranks, in processes that are started once."""
+    """Everything that is tested on two ranks, so that the processes start once."""
     rank = int(os.environ["RANK"])
     for name, settings in SAME_BITS.items():
         run(folder / name, *settings)
-    for name in ON_COPIES:
-        run(folder / f"{name} on copies", *SAME_BITS[name], "parallel.replicate=2")
+    for name in ON_REPLICAS:
+        run(folder / f"{name} on replicas", *SAME_BITS[name], "parallel.replicate=2")
     run(folder / "close", *CLOSE)
-    run(folder / "alone then two", "max_steps=3")
-    said: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
-    said["settings"] = refusal(folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
-    said["batches"] = refusal(folder / "few", "gradient_accumulation_steps=1")
-    said["offload"] = refusal(folder / "few", "memory.activation_offload=true")
+    run(folder / "one then two", "max_steps=3")
+    result: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
+    result["settings"] = refusal(folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
+    result["batches"] = refusal(folder / "few", "gradient_accumulation_steps=1")
+    result["offload"] = refusal(folder / "few", "memory.activation_offload=true")
     (own := folder / f"disk_{rank}").mkdir()
     os.chdir(own)
-    said["disk"] = refusal(Path("run"))
-    rows = [{"prompt": "a", "completion": f"{rank} {i}"} for i in range(40)]
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said["data"] = refusal(folder / "other data", "data.source=rows.jsonl")
+    result["disk"] = refusal(Path("run"))
     pairs = [{"prompt": "a", "chosen": f"{rank} {i}", "rejected": "c"} for i in range(40)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    said["pairs"] = refusal(
+    result["pairs"] = refusal(
         folder / "other pairs", "data.source=pairs.jsonl", f"data.cache_dir={own}", recipe_name="full_dpo_distributed"
     )
-    said["references"] = [path.name for path in own.glob("reference-*")]
+    result["references"] = [path.name for path in own.glob("reference-*")]
     os.chdir(folder)
 
     take, calls = Batches.take, iter(range(100))
@@ -143,8 +134,8 @@ def work(folder: Path) -> dict[str, Any]:
     Batches.take = take_and_signal  # type: ignore[method-assign]
     with pytest.raises(SystemExit) as stopped:
         run(folder / "stopped", "max_steps=9")
-    said["exit"] = stopped.value.code
-    return said
+    result["exit"] = stopped.value.code
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +143,7 @@ def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     make_mixture(folder / "mixture")
     os.environ["MIXTURE"] = str(folder / "mixture")
-    run(folder / "alone then two", "max_steps=2")
+    run(folder / "one then two", "max_steps=2")
     return folder, on_ranks(2, work, folder)
 
 
@@ -166,7 +157,7 @@ def assert_close(
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, other in zip(found, expected, strict=True):
         ours, theirs = ({k: v for k, v in one.items() if k not in without} for one in (row, other))
-        # Ranks add up the squares of their parts, in float32 as one process does, but in another order.
+        # Ranks sum the squares of their parts in another order.
         assert ours.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=3e-6), row["step"]
         assert ours == pytest.approx(theirs, rel=1e-6), row["step"]
 
@@ -174,13 +165,13 @@ def assert_close(
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     run(tmp_path / "one", *SAME_BITS[name])
-    theirs = [on_two[0] / name, *([on_two[0] / f"{name} on copies"] if name in ON_COPIES else [])]
+    theirs = [on_two[0] / name, *([on_two[0] / f"{name} on replicas"] if name in ON_REPLICAS else [])]
     for folder in theirs:
         assert digests(folder / "step_00000003") == digests(tmp_path / "one" / "step_00000003")
         assert_close(numbers(folder), numbers(tmp_path / "one"))
 
 
-def test_an_uneven_end_of_an_epoch_is_that_of_one_rank(on_two, tmp_path):
+def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path):
     run(tmp_path / "one", *CLOSE)
     ours, theirs = numbers(tmp_path / "one"), numbers(on_two[0] / "close")
     assert_close(theirs, ours)
@@ -188,41 +179,34 @@ def test_an_uneven_end_of_an_epoch_is_that_of_one_rank(on_two, tmp_path):
     assert ours[-1]["eval_loss"] is not None
 
 
-def test_either_goes_on_with_the_others_checkpoint(on_two, tmp_path):
-    """One rank, then two, then one again."""
-    folder = on_two[0] / "alone then two"
-    run(folder, "max_steps=5")
-    run(tmp_path / "one", "max_steps=5")
-    assert digests(folder / "step_00000005") == digests(tmp_path / "one" / "step_00000005")
+def test_each_resumes_the_others_checkpoint(on_two, tmp_path):
+    """One process, then two, then one again."""
+    folder = on_two[0] / "one then two"
+    run(folder, "max_steps=4")
+    run(tmp_path / "one", "max_steps=4")
+    assert digests(folder / "step_00000004") == digests(tmp_path / "one" / "step_00000004")
     assert_close(numbers(folder), numbers(tmp_path / "one"))
-    assert [start.get("processes") for start in json.loads((folder / "run.json").read_text())["starts"]] == [
-        None,
-        2,
-        None,
-    ]
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert [start.get("processes") for start in starts] == [None, 2, None]
 
 
 def test_a_signal_to_one_rank_saves_once_and_stops_all(on_two):
-    folder, said = on_two
-    assert [one["exit"] for one in said] == [128 + signal.SIGTERM] * 2
+    folder, results = on_two
+    assert [result["exit"] for result in results] == [128 + signal.SIGTERM] * 2
     assert [path.name for path in (folder / "stopped").glob("step_*")] == ["step_00000002"]
     assert len(metrics(folder / "stopped")) == 2
     assert "after step 2 of 9, all of it saved" in (folder / "stopped" / "rank_00001.log").read_text()
 
 
-def test_what_ranks_cannot_do_together_is_refused_on_all(on_two):
-    for said in on_two[1]:
-        assert "is of another run than rank 0" in said["settings"]
-        assert "optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in said["settings"]
-        assert (
-            "gradient_accumulation_steps=1 counts the batches of a step over all processes, and there are 2"
-            in said["batches"]
-        )
-        assert "memory.activation_offload=true is for one process so far" in said["offload"]
-        assert "output_dir=run is not the folder of rank 0 for rank 1" in said["disk"]
-        for kind in ("data", "pairs"):
-            assert "is of another run than rank 0" in said[kind] and "data fingerprint: " in said[kind]
-        assert said["references"] == []  # refused before the reference model has computed anything
+def test_all_ranks_refuse_with_the_reason(on_two):
+    for result in on_two[1]:
+        assert "differs from rank 0" in result["settings"]
+        assert "optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in result["settings"]
+        assert "gradient_accumulation_steps=1" in result["batches"] and "there are 2" in result["batches"]
+        assert "memory.activation_offload=true" in result["offload"]
+        assert "output_dir=run" in result["disk"] and "rank 1" in result["disk"]
+        assert "differs from rank 0" in result["pairs"] and "data fingerprint: " in result["pairs"]
+        assert result["references"] == []  # refused before the reference model computes anything
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")
@@ -244,7 +228,7 @@ def run_in_two_ways(folder: Path, whole: str, *settings: str) -> None:
 
 @pytest.mark.long
 def test_one_two_and_four_ranks_are_one_run(tmp_path):
-    """Sums of four in another order; a run that two, one and four ranks share is that run as well."""
+    """Sums of four are in another order. "parts" is one run that two, one and four ranks continue."""
     on_ranks(2, run_in_two_ways, tmp_path, "two", "max_steps=4")
     run_in_two_ways(tmp_path, "one", "max_steps=8")
     on_ranks(4, run_in_two_ways, tmp_path, "four", "max_steps=12")
@@ -255,7 +239,7 @@ def test_one_two_and_four_ranks_are_one_run(tmp_path):
         ours = numbers(tmp_path / f"one, {name}")
         assert_close(numbers(tmp_path / name), ours, without=frozenset({"grad_norm"}))
         run(tmp_path / f"one, {name}", *FOUR, *settings, "max_steps=4")
-        run(tmp_path / name, *FOUR, *settings, "max_steps=4")  # one process goes on with what four wrote
+        run(tmp_path / name, *FOUR, *settings, "max_steps=4")  # one process resumes what four wrote
         assert_close(numbers(tmp_path / name), numbers(tmp_path / f"one, {name}"), without=frozenset({"grad_norm"}))
 
 
@@ -265,9 +249,9 @@ def resident_bytes(key: str) -> int:
 
 
 def peak_of_loading(folder: Path) -> tuple[int, int]:
-    """Bytes that loading took at its peak beyond what was there, and those of the rows that are here."""
+    """Additional peak bytes of loading, and the bytes of this rank's rows."""
     ranks = join(ParallelConfig(), torch.device("cpu"))
-    parallelize(load_model("tiny", "meta"), ParallelConfig(), ranks)  # what is imported and opened once
+    parallelize(load_model("tiny", "meta"), ParallelConfig(), ranks)  # imports everything
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")
     model = load_model(folder, "meta", dtype=torch.bfloat16)

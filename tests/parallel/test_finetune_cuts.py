@@ -1,4 +1,4 @@
-"""The recipe on two ranks that cut its layers: what they write is what one process reads, and goes on with."""
+"""The recipe on two ranks that split its layers: one process reads and resumes what they write."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.parallel.processes import on_ranks
 from tests.parallel.test_finetune import assert_close, make_mixture, numbers, refusal, run
 from tests.training.toy_runs import digests
 
-pytestmark = pytest.mark.long  # each starts processes, which takes half a minute; test_dpo and test_finetune stay
+pytestmark = pytest.mark.long
 
 EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")
@@ -37,18 +37,15 @@ REFUSED = {
         "parallel.tensor=2",
         "lora.rank=4",
         "lora.quantize=nf4",
-    ): "parallel.tensor=2 does not go with lora.quantize=nf4: scales",
-    ("parallel.tensor=2", "lora.rank=4", "lora.dora=true"): "does not go with lora.dora=true: the norm of a row",
-    ("parallel.tensor=2", "optimizer.name=adafactor"): "does not go with optimizer.name=adafactor: means of rows",
-    ("parallel.experts=2", "model.path=MIXTURE", "compile=true"): "parallel.experts=2 does not go with compile=true",
-    ("parallel.experts=2", "model.path=MIXTURE", "lora.rank=4"): "has an adapter, whose matrices lie expert by expert",
-    ("parallel.experts=2",): "and this model has none. Leave it out",
-    ("parallel.experts=3",): "is taken from the 2 processes that share a copy of the model",
-    ("parallel.context=2", "neftune_alpha=5"): "parallel.context=2 does not go with neftune_alpha=5: the noise",
-    (
-        "parallel.tensor=2",
-        "data.max_length=63",
-    ): "rows of data.max_length=63 tokens, or a multiple of 8, do not go round",
+    ): "tensor=2 cannot be combined with lora.quantize=nf4: blocks",
+    ("parallel.tensor=2", "lora.rank=4", "lora.dora=true"): "cannot be combined with lora.dora=true: a row",
+    ("parallel.tensor=2", "optimizer.name=adafactor"): "cannot be combined with optimizer.name=adafactor: a row",
+    ("parallel.experts=2", "model.path=MIXTURE", "compile=true"): "experts=2 cannot be combined with compile=true",
+    ("parallel.experts=2", "model.path=MIXTURE", "lora.rank=4"): "does not support the adapter of",
+    ("parallel.experts=2",): "and this model has no experts",
+    ("parallel.experts=3",): "does not divide the 2 processes that share a replica",
+    ("parallel.context=2", "neftune_alpha=5"): "context=2 cannot be combined with neftune_alpha=5: the noise",
+    ("parallel.tensor=2", "data.max_length=63"): "data.max_length=63 tokens, or a multiple of 8, do not divide evenly",
     ("parallel.tensor=2", "parallel.context=2"): "parallel.context=2 x tensor=2 needs a multiple of 4 processes",
 }
 
@@ -62,7 +59,7 @@ def work(folder: Path) -> list[str]:
 
 
 def save_again(folder: Path, over: str, path: str) -> None:
-    """Reads a model whose layers are cut, and writes it."""
+    """Load a model with split layers, and save it."""
     cfg = ParallelConfig.model_validate({over: 2})
     ranks = join(cfg, torch.device("cpu"))
     model = load_model(path, "meta", torch.bfloat16)
@@ -80,8 +77,8 @@ def on_two(tmp_path_factory) -> tuple[Path, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_one_process_goes_on_with_what_two_cut(on_two, tmp_path, name):
-    """Losses, those held out too, and from the third step on weights and state that two processes wrote."""
+def test_one_process_resumes_a_run_of_two(on_two, tmp_path, name):
+    """Losses, also held-out ones; from the third step on, with weights and state that two processes wrote."""
     theirs, more = on_two[0] / name, (*EVALUATED, *CUTS[name][1:])
     run(tmp_path / "one", "max_steps=4", *more)
     run(theirs, "max_steps=4", "save_every=0", *more)
@@ -89,12 +86,12 @@ def test_one_process_goes_on_with_what_two_cut(on_two, tmp_path, name):
 
 
 @pytest.mark.parametrize("over", COPIED)
-def test_layers_that_are_cut_are_the_files_of_one_process(on_two, tmp_path, over):
+def test_split_layers_are_saved_like_those_of_one_process(on_two, tmp_path, over):
     save_model(load_model(os.environ.get(COPIED[over], COPIED[over]), "cpu", torch.bfloat16), tmp_path)
     assert digests(on_two[0] / over / "saved") == digests(tmp_path)
 
 
-def test_what_cannot_be_cut_is_refused_by_name(on_two):
-    for said in on_two[1]:
-        for found, expected in zip(said, REFUSED.values(), strict=True):
-            assert expected in found
+def test_unsupported_combinations_are_refused_by_name(on_two):
+    for messages in on_two[1]:
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
+            assert expected in message

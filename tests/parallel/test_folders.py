@@ -1,4 +1,4 @@
-"""Folders read by two ranks, each its rows: trained from there, the numbers are those of one process."""
+"""Two ranks that each load their rows of a checkpoint folder train like one process."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_two_ranks_train_routers_in_float32_beside_weights_that_are_not(tmp_path
 
 
 def test_two_ranks_read_what_one_reads(tmp_path):
-    """In fp8, whose blocks lie across the cut; and layers that share keys and are given the token itself."""
+    """In fp8, with blocks across shard borders; and with layers that share keys and use per-layer embeddings."""
     folders = {"fp8": tmp_path / "fp8", "gemma4": tmp_path / "gemma4"}
     reference_model("qwen3_moe", {**CASES["qwen3_moe"][1], **SIZES}).to(torch.bfloat16).save_pretrained(folders["fp8"])
     edit(folders["fp8"], in_8_bits(BLOCK), FP8)

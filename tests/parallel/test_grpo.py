@@ -100,8 +100,13 @@ CUTS = {
 # round by 3e-6: advantages of 0.015 then differ by 0.0016, and the norm, 0.4 in other steps, by as much.
 OF_ROUNDED_DIVERGENCES = {"tensor, divergence in rewards": 2e-3}
 REFUSED = {
-    ("grpo", "parallel.tensor=2", "loss.kl_weight=0.1", "reference.kind=nf4"): "does not go with reference.kind=nf4",
-    ("online_dpo", "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss wants the whole output layer",
+    (
+        "grpo",
+        "parallel.tensor=2",
+        "loss.kl_weight=0.1",
+        "reference.kind=nf4",
+    ): "cannot be combined with reference.kind=nf4",
+    ("online_dpo", "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss needs the whole output layer",
     ("ppo", "optimizer.name=muon"): "works on whole matrices",
 }
 # Three micro-batches do not go round, and three groups are answered by two ranks.
@@ -222,9 +227,7 @@ def test_what_does_not_go_with_a_cut_is_refused_by_name(two: tuple[Path, list[li
 def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
     recipe = load_recipe(find_recipe("grpo"))
     cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", "parallel.context=3"])
-    with pytest.raises(
-        ValueError, match=r"rows of answers are padded to a multiple of 8. Set them so that they multiply"
-    ):
+    with pytest.raises(ValueError, match=r"rows of a multiple of 8 do not divide evenly. Set values whose product"):
         refuse_cuts(cfg)
 
 

@@ -1,4 +1,4 @@
-"""`leanft run --nproc-per-node 2`: what becomes of a run one of whose processes dies or is told to stop."""
+"""`leanft run --nproc-per-node 2` when a process dies, gets a signal or refuses its input."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ LONG = ("data.source=tiny/train.jsonl", "optimizer.name=adamw_8bit", "optimizer.
 
 
 class Launched:
-    """A launched run, and the processes that it started, by rank."""
+    """A launched run and its processes by rank."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         settings = [argument for argument in arguments if "=" in argument and argument[0] != "-"]  # the last one counts
@@ -61,13 +61,13 @@ class Launched:
 
 
 @pytest.mark.long
-def test_a_killed_rank_is_started_again_and_changes_no_bit(tmp_path):
+def test_a_killed_rank_is_restarted_and_changes_no_bit(tmp_path):
     launched = Launched(tmp_path / "two", "finetune", "--nproc-per-node", "2", "--max-restarts=1", "max_steps=14")
     launched.wait_for("step_00000005")
     os.kill(launched.pid_of_rank(1), signal.SIGKILL)
     code, out, err = launched.end()
     assert code == 0, (out, err)
-    assert "exitcode: -9" in err  # the agent says why
+    assert "exitcode: -9" in err  # the agent prints the reason
     assert "resuming " in out
     assert (
         "2 processes, the model cut over 2; the others write to rank_*.log in output_dir; started again, for the 1. time"
@@ -87,7 +87,7 @@ def test_a_killed_rank_ends_the_run_with_its_rank_host_and_reason(tmp_path):
     code, _, err = launched.end()
     assert code == 1
     assert "Traceback" not in err
-    *_, message, advice = err.strip().splitlines()  # before them the other process may warn of its lost peer
+    *_, message, advice = err.strip().splitlines()  # the other process may print a warning about its lost peer first
     assert message.startswith("error: rank 1 on ")
     assert f"(process {pid}) was killed by SIGKILL" in message
     assert "goes on from the newest checkpoint" in advice
@@ -108,7 +108,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     code, out, err = launched.end()
     assert code == 128 + number, (out, err)
     assert len(list(launched.folder.glob("step_*"))) == 2
-    assert "leanft run finetune --nproc-per-node 2" in out  # how to go on
+    assert "leanft run finetune --nproc-per-node 2" in out  # how to resume
 
 
 @pytest.mark.long
@@ -122,7 +122,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
         (["finetune", "optimizer.lr=x"], "optimizer.lr"),
     ],
 )
-def test_wrong_input_is_told_once(tmp_path, arguments, message):
+def test_wrong_input_is_reported_once(tmp_path, arguments, message):
     code, _, err = Launched(tmp_path / "run", "--nproc-per-node", "2", *arguments).end()
     assert code == 2
     assert err.count("error: ") == 1
@@ -131,23 +131,21 @@ def test_wrong_input_is_told_once(tmp_path, arguments, message):
 
 
 @pytest.mark.long
-def test_what_one_machine_refuses_ends_the_other_with_the_reason(tmp_path):
-    meet, wrong = (
-        ["--nproc-per-node=1", "--nnodes=2", f"--rdzv-endpoint=localhost:{free_port()}"],
-        "memory.activation_offload=true",
-    )
-    of_nodes = [
+def test_an_error_on_one_machine_ends_the_other_with_the_reason(tmp_path):
+    meet = ["--nproc-per-node=1", "--nnodes=2", f"--rdzv-endpoint=localhost:{free_port()}"]
+    wrong = "memory.activation_offload=true"
+    nodes = [
         Launched(tmp_path / "run", "finetune", *meet, f"--node-rank={number}", *settings)
         for number, settings in enumerate(([], [wrong]))
     ]
-    for code, out, err in [node.end() for node in of_nodes]:
+    for code, out, err in [node.end() for node in nodes]:
         assert code == 2, (out, err)
         assert "waiting     at most 10 minutes for 2 machines to meet" in out
         assert err.startswith("error: ") and len(err.splitlines()) == 1
         assert f"{wrong} is for one process so far, and there are 2" in err
 
 
-def test_a_machine_to_meet_that_does_not_answer_is_told(monkeypatch):
+def test_a_rendezvous_machine_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setattr("lean_ft.system.launch.JOIN_SECONDS", 0)
     with pytest.raises(
         ValueError, match=r"nothing answered at --rdzv-endpoint localhost:\d+ within .* \(Connection refu"
@@ -155,7 +153,7 @@ def test_a_machine_to_meet_that_does_not_answer_is_told(monkeypatch):
         launch(Launch(2, 2, 2, f"localhost:{free_port()}", is_host=False), [])
 
 
-def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):
+def test_a_rendezvous_host_that_does_not_exist_is_reported_at_once(monkeypatch):
     with pytest.raises(ValueError, match="--rdzv-endpoint nowhere.invalid:29500: this machine knows no 'nowhere.inv"):
         launch(Launch(2, 2, 2, "nowhere.invalid:29500"), [])
     given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
@@ -165,16 +163,16 @@ def test_a_meeting_place_that_does_not_exist_is_told_at_once(monkeypatch):
         join(ParallelConfig(), torch.device("cpu"))
 
 
-def join_in_another_way() -> str:
+def join_with_different_settings() -> str:
     with pytest.raises(ValueError) as raised:
         join(ParallelConfig(tensor=1 + int(os.environ["RANK"])), torch.device("cpu"))
     return str(raised.value)
 
 
 @pytest.mark.long
-def test_ranks_that_would_divide_otherwise_are_told_so_and_wait_for_none():
-    for said in on_ranks(2, join_in_another_way, timeout=100):
-        assert "parallel.tensor: 1 on rank 0, 2 on rank 1" in said
+def test_ranks_with_different_parallel_settings_are_refused_at_once():
+    for message in on_ranks(2, join_with_different_settings, timeout=100):
+        assert "parallel.tensor: 1 on rank 0, 2 on rank 1" in message
 
 
 @pytest.mark.parametrize(
@@ -192,7 +190,7 @@ def test_ranks_that_would_divide_otherwise_are_told_so_and_wait_for_none():
     ],
     ids=str,
 )
-def test_flags_say_how_many_start_and_where_they_meet(given, expected):
+def test_launch_flags(given, expected):
     if isinstance(expected, Launch):
         assert _planned(*given, "leanft", 0) == expected
         return

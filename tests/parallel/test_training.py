@@ -1,4 +1,4 @@
-"""Parameters cut over ranks: the weights and the optimizer's state are those of one process."""
+"""Sharded parameters: the weights and the optimizer's state equal one process."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.parallel.small_training import CPU, Config, build, digest, train, who
 
 pytestmark = pytest.mark.long
 
-SHARDED, COPIED = ParallelConfig(), ParallelConfig(replicate=2)
+SHARDED, REPLICATED = ParallelConfig(), ParallelConfig(replicate=2)
 
 
 def config(
@@ -33,7 +33,7 @@ def config(
     )
 
 
-# Two micro-batches a step, one on each of two ranks: their sum is the same bits in either order.
+# Two micro-batches per step, one on each of two ranks: their sum has the same bits in either order.
 BITWISE: dict[str, tuple[Config, bool]] = {
     f"{rule} {dtype} {'in backward' if in_backward else 'plain'}": (
         config(rule, dtype=dtype, in_backward=in_backward),
@@ -47,7 +47,7 @@ BITWISE: dict[str, tuple[Config, bool]] = {
         False,
     ),
 }
-# Sums over ranks in another order than over rows or micro-batches.
+# Sums over ranks are in another order than sums over rows or micro-batches.
 CLOSE: dict[str, tuple[Config, bool]] = {
     "accumulated": (config("sgd", steps=4, momentum=0.9), False),
     "accumulated in backward": (config("sgd", steps=4, in_backward=True), True),
@@ -56,15 +56,12 @@ CLOSE: dict[str, tuple[Config, bool]] = {
     "update clipping": (config("adamw", update_clipping=True, in_backward=True), False),
     "adafactor": (config("adafactor"), True),
     "adafactor in backward": (config("adafactor", in_backward=True), False),
-    "muon on copies": (config("muon"), False),
-    "apollo on copies": (config("apollo_mini"), False),
-    "rounded at random on copies": (config("adamw", dtype="bfloat16", stochastic_rounding=True), False),
+    "muon on replicas": (config("muon"), False),
+    "apollo on replicas": (config("apollo_mini"), False),
+    "stochastic rounding on replicas": (config("adamw", dtype="bfloat16", stochastic_rounding=True), False),
 }
-ON_COPIES = (
-    "muon on copies",
-    "apollo on copies",
-    "rounded at random on copies",
-)  # of cut parameters refused, or drawn for each part
+# For sharded parameters these are refused, or noise is drawn per shard.
+ON_REPLICAS = ("muon on replicas", "apollo on replicas", "stochastic rounding on replicas")
 
 
 def outcome(cfg: Config, parallel: ParallelConfig, tied: bool) -> tuple[list[tuple[float, float]], dict[str, Any]]:
@@ -77,15 +74,15 @@ def outcome(cfg: Config, parallel: ParallelConfig, tied: bool) -> tuple[list[tup
 def all_outcomes(cases: dict[str, tuple[Config, bool]]) -> dict[tuple[str, str], Any]:
     found = {}
     for name, (cfg, tied) in cases.items():
-        for layout, parallel in {"cut": SHARDED, "copied": COPIED}.items():
-            if layout == "cut" and name in ON_COPIES:
+        for layout, parallel in {"sharded": SHARDED, "replicated": REPLICATED}.items():
+            if layout == "sharded" and name in ON_REPLICAS:
                 continue
             found[name, layout] = outcome(cfg, parallel, tied)
     return found
 
 
 def work(cases: dict[str, tuple[Config, bool]]) -> tuple[dict[tuple[str, str], Any], list[Any], list[str]]:
-    """All that is tested on two ranks, in processes that are started once."""
+    """Everything that is tested on two ranks, so that the processes start once."""
     return all_outcomes(cases), [spoiled_steps(*case) for case in SPOILED], refusals()
 
 
@@ -96,7 +93,6 @@ def on_two() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(on_two) -> dict[tuple[str, str], Any]:
-    """On two ranks, of every case."""
     (first, *_), (second, *_) = on_two
     for key, (numbers, tensors) in first.items():
         assert numbers == second[key][0], key
@@ -108,7 +104,7 @@ def outcomes(on_two) -> dict[tuple[str, str], Any]:
 def test_two_ranks_make_the_bits_of_one_process(outcomes, name):
     cfg, tied = BITWISE[name]
     numbers, tensors = outcome(cfg, ParallelConfig(), tied)
-    for layout in ("cut", "copied"):
+    for layout in ("sharded", "replicated"):
         theirs, whole = outcomes[name, layout]
         assert digest(whole) == digest(tensors), (layout, [n for n in tensors if not torch.equal(whole[n], tensors[n])])
         for step, expected in zip(theirs, numbers, strict=True):
@@ -119,7 +115,7 @@ def test_two_ranks_make_the_bits_of_one_process(outcomes, name):
 def test_two_ranks_make_the_numbers_of_one_process(outcomes, name):
     cfg, tied = CLOSE[name]
     numbers, tensors = outcome(cfg, ParallelConfig(), tied)
-    for layout in ("copied",) if name in ON_COPIES else ("cut", "copied"):
+    for layout in ("replicated",) if name in ON_REPLICAS else ("sharded", "replicated"):
         theirs, whole = outcomes[name, layout]
         for step, expected in zip(theirs, numbers, strict=True):
             assert step == pytest.approx(expected, rel=3e-6)
@@ -128,7 +124,7 @@ def test_two_ranks_make_the_numbers_of_one_process(outcomes, name):
 
 
 def spoiled_steps(in_backward: bool, what: str) -> tuple[list[int], list[str], dict[str, Any]]:
-    """Skipped steps and a digest after each of three steps, of which the second is spoiled on the last rank."""
+    """Skipped steps and digests after each of three steps; the second step is not finite on the last rank."""
     cfg = config("adamw", in_backward=in_backward)
     model, optimizer, ranks = build(cfg)
 
@@ -137,7 +133,7 @@ def spoiled_steps(in_backward: bool, what: str) -> tuple[list[int], list[str], d
             return loss
         if what == "loss":
             return loss * torch.nan
-        # 0 with a gradient that is not a number.
+        # Adds 0, with a NaN gradient.
         return loss + (model.output_weight * 0).sum().sqrt()
 
     skipped, digests = [], []
@@ -151,13 +147,13 @@ def spoiled_steps(in_backward: bool, what: str) -> tuple[list[int], list[str], d
 SPOILED = [(in_backward, what) for in_backward in (False, True) for what in ("loss", "gradient")]
 
 
-def test_what_is_not_finite_on_one_rank_is_so_on_all(on_two):
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(on_two):
     for of_rank in (found := [spoiled for _, spoiled, _ in on_two]):
         for case, (skipped, digests, tensors) in zip(SPOILED, of_rank, strict=True):
             alone = spoiled_steps(*case)
             assert all(tensor.isfinite().all() for tensor in tensors.values()), case
             assert skipped == alone[0], case
-            if case != (True, "gradient"):  # used up as zero: in backward others have moved by then
+            if case != (True, "gradient"):  # counts as zero: in backward, others may have been updated already
                 assert skipped == [0, 1, 1]
                 assert digests[0] == digests[1] != digests[2], case
             assert digests == alone[1], case
@@ -165,12 +161,9 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(on_two):
 
 
 def refusals() -> list[str]:
-    found = []
-    for name in ("muon", "apollo_mini"):
-        found.append(refusal(config(name)))
-    found.append(refusal(config("adamw_8bit"), vocab_size=514))  # 257 rows of 64
-    found.append(refusal(config("adamw", state="streamed")))
-    return found
+    blocks = refusal(config("adamw_8bit"), vocab_size=514)  # 257 rows of 64
+    streamed = refusal(config("adamw", state="streamed"))
+    return [refusal(config("muon")), refusal(config("apollo_mini")), blocks, streamed]
 
 
 def refusal(cfg: Config, **sizes: Any) -> str:
@@ -179,7 +172,7 @@ def refusal(cfg: Config, **sizes: Any) -> str:
     return str(raised.value)
 
 
-def test_what_cannot_be_cut_is_refused_by_name(on_two):
+def test_unsupported_optimizers_are_refused_by_name(on_two):
     found = [refused for _, _, refused in on_two]
     assert found[0] == found[1]
     muon, apollo, blocks, streamed = found[0]
@@ -206,7 +199,7 @@ def test_what_cannot_be_cut_is_refused_by_name(on_two):
     ],
     ids=str,
 )
-def test_ranks_that_cannot_meet_are_told_why(monkeypatch, environment, parallel, message):
+def test_join_refuses_a_wrong_environment(monkeypatch, environment, parallel, message):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

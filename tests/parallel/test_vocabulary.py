@@ -1,4 +1,4 @@
-"""A vocabulary that stays cut over ranks: the numbers of one process, and no tensor of the whole weight's size."""
+"""A sharded vocabulary gives the numbers of one process, and no rank has a tensor of the whole weight's size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from lean_ft.generation import Sampling, sample
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
-from lean_ft.parallel.vocabulary import why_whole
+from lean_ft.parallel.vocabulary import why_gathered
 from lean_ft.settings import LossConfig, ParallelConfig
 from lean_ft.system.shards import local
 from tests.parallel.processes import on_ranks
@@ -31,8 +31,8 @@ CASES: dict[str, tuple[Config, dict[str, Any]]] = {
         {},
     ),
     "tied": (config("sgd", momentum=0.9), {"tied": True}),
-    "tied in backward, accumulated, fewer at the end": (config("sgd", steps=3, in_backward=True), {"tied": True}),
-    "a vocabulary that does not go round, clipped": (config("sgd", clip=0.5), {"vocab_size": 515}),
+    "tied in backward, uneven micro-batches": (config("sgd", steps=3, in_backward=True), {"tied": True}),
+    "a vocabulary that does not divide evenly, clipped": (config("sgd", clip=0.5), {"vocab_size": 515}),
     "all terms, and a cap": (config("sgd").model_copy(update={"loss": TERMS}), {"logits_softcap": 5.0, "tied": True}),
     "all logits at once": (config("sgd", memory={"loss_chunk_tokens": 0}), {}),
     "8 bits": (config("adamw_8bit", in_backward=True), {"tied": True}),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Config, dict[str, Any]]] = {
 
 
 def outcome(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
-    """What three steps and an evaluation after them give."""
+    """Results of three steps and an evaluation."""
     model, optimizer, ranks = build(cfg, **settings)
     numbers = list(train(cfg, model, optimizer, ranks))
     cross_entropy = CrossEntropy(model, cfg, ranks)
@@ -55,7 +55,7 @@ def outcome(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest storage that any operation gives."""
+    """Records the bytes of the largest storage that any operation returns."""
 
     num_bytes = 0
 
@@ -76,7 +76,7 @@ def largest_of_a_step(parallel: ParallelConfig, tied: bool) -> int:
 
 
 def uneven_batches(parallel: ParallelConfig) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, entropy and gradients of two batches of different widths and numbers of targets, one of them without any."""
+    """Loss, entropy and gradients of batches with different widths and numbers of targets, one without targets."""
     cfg = config("sgd").model_copy(update={"parallel": parallel})
     model, optimizer, ranks = build(cfg, tied=True)
     statistics = TokenStatistics(ranks)
@@ -127,7 +127,7 @@ def on_two() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_vocabulary_gives_the_numbers_of_one_process(on_two, name):
     expected = outcome(*CASES[name])
-    is_coded = name == "8 bits"  # steps of code are larger than what sums in another order differ by
+    is_coded = name == "8 bits"  # a step between codes is larger than the differences of sums in another order
     for found in (of_rank[name] for of_rank in on_two):
         for ours, theirs in zip(found["numbers"], expected["numbers"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5 if is_coded else 1e-6)
@@ -150,7 +150,7 @@ def test_no_rank_has_a_tensor_of_the_whole_weights_size(on_two):
         assert min(gathered, gathered_tied) >= whole
 
 
-def test_batches_of_other_widths_and_without_targets_are_those_of_one_process(on_two):
+def test_batches_of_different_widths_and_without_targets_equal_one_process(on_two):
     loss, entropy, gradients = uneven_batches(ParallelConfig())
     for of_rank in on_two:
         assert of_rank["uneven"][:2] == pytest.approx((loss, entropy), rel=1e-6)
@@ -179,27 +179,33 @@ def decoder(hidden_size: int, vocab_size: int, tied: bool = False) -> Decoder:
     ("asked", "sizes", "num_shards", "tokens", "answer"),
     [
         ("auto", (4096, 128256), 8, 4096, ""),
-        ("auto", (4096, 128256), 64, 4096, "the 262,144 tokens of 64 processes would send more than its 128,256 words"),
-        ("auto", (64, 768), 2, 64, "its weight takes less than 256 MiB"),
-        ("auto", (4096, 128256), 8, None, "this recipe's loss wants the whole output layer"),
-        ("auto", (4096, 128256), 1, 4096, "each process has a copy of the model"),
-        ("gathered", (4096, 128256), 8, 4096, "as parallel.vocabulary=gathered says"),
+        (
+            "auto",
+            (4096, 128256),
+            64,
+            4096,
+            "exchanging the 262,144 tokens of 64 processes would send more than gathering",
+        ),
+        ("auto", (64, 768), 2, 64, "the weight is smaller than 256 MiB"),
+        ("auto", (4096, 128256), 8, None, "this recipe's loss needs the whole output layer"),
+        ("auto", (4096, 128256), 1, 4096, "each process has a replica of the model"),
+        ("gathered", (4096, 128256), 8, 4096, "parallel.vocabulary=gathered"),
         ("cut", (4096, 128256), 64, 4096, ""),
         ("cut", (64, 768), 2, 64, ""),
-        ("cut", (64, 768), 1, 64, ValueError("each process has a copy of the model")),
-        ("cut", (64, 768), 2, None, ValueError("this recipe's loss wants the whole output layer")),
-        ("cut", (64, 5), 4, 64, ValueError("its 5 words do not go round over 4 processes")),
+        ("cut", (64, 768), 1, 64, ValueError("each process has a replica of the model")),
+        ("cut", (64, 768), 2, None, ValueError("this recipe's loss needs the whole output layer")),
+        ("cut", (64, 5), 4, 64, ValueError("a vocabulary of 5 tokens is too small for 4 processes")),
     ],
     ids=str,
 )
-def test_auto_says_what_it_chose_and_why(asked, sizes, num_shards, tokens, answer):
+def test_auto_gives_its_reason(asked, sizes, num_shards, tokens, answer):
     cfg, ranks = ParallelConfig(vocabulary=asked), SimpleNamespace(num_shards=num_shards)
     arguments: Any = (decoder(*sizes), cfg, ranks, tokens)
     if isinstance(answer, ValueError):
         with pytest.raises(ValueError, match=str(answer)):
-            why_whole(*arguments)
+            why_gathered(*arguments)
     else:
-        why = why_whole(*arguments)
+        why = why_gathered(*arguments)
         assert why.startswith(answer) if answer else not why
 
 
@@ -208,7 +214,6 @@ def four_ranks(cfg: Config) -> Any:
     return list(train(cfg, model, optimizer, ranks)), whole_tensors(model, optimizer)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_four_ranks_and_copies_of_two_are_one_process(replicate, in_backward):

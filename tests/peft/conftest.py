@@ -1,4 +1,4 @@
-"""Tiny models with an adapter, PEFT's and ours, of which PEFT's is the reference."""
+"""Tiny models with an adapter, ours and PEFT's as the reference."""
 
 import copy
 from collections.abc import Callable
@@ -15,30 +15,18 @@ from lean_ft.settings import LoRAConfig
 from tests.models.conftest import reference_model
 from tests.models.family_cases import CASES
 
-# A case a family, and those of Llama that differ in what an adapter meets: biases.
-MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"}
-MIXTURES |= {
-    "phimoe",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "granitemoehybrid",
-    "gemma4_text_experts",
-    "llama4_text",
-    "ernie4_5_moe",
-}
-FAMILIES = [
-    *sorted({family: case for case, (family, _) in reversed(CASES.items())}.values()),
-    "llama_biases",
-    "granitemoehybrid_dense_tied",
-]
-FAMILIES = [family for family in FAMILIES if family not in MIXTURES]
+MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "phimoe"}
+MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text_experts", "llama4_text", "ernie4_5_moe"}
+# One case per family, and one with biases.
+FAMILIES = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
+FAMILIES = [family for family in (*FAMILIES, "llama_biases", "granitemoehybrid_dense_tied") if family not in MIXTURES]
 
 IDS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 3) -> None:
-    """Gives every trained parameter values that a wrong formula shows in: none zero, magnitudes off their norms."""
+    """Set every trained parameter to values that reveal a wrong formula: none zero, magnitudes unequal to the norms."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -56,7 +44,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, nn.Module]]:
-    """The folder of a case with other settings, and a copy of transformers' model of it, which PEFT changes in place."""
+    """A function that returns a case's folder and a copy of its transformers model, which PEFT changes in place."""
     made: dict[str, tuple[Path, nn.Module]] = {}
 
     def make(case: str, **settings: float) -> tuple[Path, nn.Module]:
@@ -74,14 +62,14 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., t
 
 @pytest.fixture(scope="session")
 def tiny_folder(make_checkpoint) -> Path:
-    """A model with biases and an output layer of its own."""
+    """A model with biases and untied embeddings."""
     folder, _ = make_checkpoint("llama_biases")
     return folder
 
 
 @pytest.fixture
 def adapted(tiny_folder: Path) -> Callable[..., Decoder]:
-    """Our model with an adapter of random values, of rank 4 unless told otherwise."""
+    """A function that returns our model with a random adapter, by default of rank 4."""
 
     def make(randomized: bool = True, dtype: torch.dtype = torch.float32, **settings) -> Decoder:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A model whose adapter is off computes what the model does that has none, bit for bit, and is itself again after."""
+"""With its adapter off, a model computes bitwise what the plain model does, and afterwards its adapter is on again."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_off_it_is_the_model_without_one(
     assert (on - off).norm() > 0.1 * off.norm()
 
 
-def test_compiled_code_asks_again() -> None:
+def test_compiled_code_checks_whether_the_adapter_is_on() -> None:
     torch._dynamo.reset()
     plain, adapted = load_model("tiny"), load_model("tiny")
     apply_lora(adapted, LoRAConfig.model_validate({"rank": 4}))

@@ -1,4 +1,4 @@
-"""Quantised weights: bitsandbytes' own numbers, and a model that is never in memory whole."""
+"""Quantized weights equal bitsandbytes', and the unquantized model is never in memory."""
 
 import sys
 
@@ -19,7 +19,7 @@ NF4 = LoRAConfig(quantize="nf4", rank=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_numbers_are_those_of_bitsandbytes(dtype):
+def test_the_numbers_equal_bitsandbytes(dtype):
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def test_bits_of_a_weight():
     assert list(layer.parameters()) == []
 
 
-def test_a_quantised_model_equals_one_of_the_dequantised_weights(tiny_folder):
+def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
     model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
     assert len(quantized) == 2 * 7
@@ -61,11 +61,9 @@ def test_a_quantised_model_equals_one_of_the_dequantised_weights(tiny_folder):
             assert (parameter.grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
 
 
-@pytest.mark.parametrize(
-    ("targets", "num_tiles", "num_made"), [("up_proj", 0, 13), ("up_proj", 3, 11), ("q_proj", 3, 11)]
-)
-def test_what_a_compiled_layer_makes_whole_in_backward(tiny_folder, targets, num_tiles, num_made):
-    """Each of seven weights, and all but the last once more for what is computed again; tiles keep their two for both."""
+@pytest.mark.parametrize(("targets", "num_tiles", "num_made"), [("up_proj", 0, 13), ("q_proj", 3, 11)])
+def test_weights_that_a_compiled_layer_dequantizes_in_backward(tiny_folder, targets, num_tiles, num_made):
+    """Seven weights, and all but the last one again for recomputation; tiles use two weights for both."""
     model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
     apply_lora(model, LoRAConfig(quantize="nf4", rank=4, targets=[targets]))
     apply_memory(model, MemoryConfig(activation_checkpointing="full", tile_mlp=num_tiles), compile=False)
@@ -86,7 +84,7 @@ def test_what_a_compiled_layer_makes_whole_in_backward(tiny_folder, targets, num
     assert made == [num_made]
 
 
-def test_weights_are_quantised_one_by_one_as_they_are_loaded(tiny_folder):
+def test_weights_are_quantized_one_by_one_while_loading(tiny_folder):
     largest = 0
 
     def watch(model, name):
@@ -102,7 +100,7 @@ def test_weights_are_quantised_one_by_one_as_they_are_loaded(tiny_folder):
     assert largest == 0
 
 
-def test_random_weights_are_the_same_quantised_or_not(tiny_folder):
+def test_random_weights_are_the_same_quantized_or_not(tiny_folder):
     torch.manual_seed(0)
     plain = load_model(tiny_folder, random_init=True)
     torch.manual_seed(0)
@@ -112,7 +110,7 @@ def test_random_weights_are_the_same_quantised_or_not(tiny_folder):
     assert torch.equal(model.get_submodule(last).weight, NF4Linear(plain.get_submodule(last)).weight)
 
 
-def test_quantised_weights_are_not_saved(tiny_folder, tmp_path):
+def test_quantized_weights_are_not_saved(tiny_folder, tmp_path):
     model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
     with pytest.raises(ValueError, match="not those of its config.json"):
         save_model(model, tmp_path)

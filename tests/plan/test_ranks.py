@@ -182,7 +182,7 @@ def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
         (("gradient_accumulation_steps=1",), "counts the batches of a step over all processes, and there are 4"),
         (("parallel.replicate=3",), "needs a multiple of 3 processes"),
         (("memory.activation_offload=true",), "is for one process so far"),
-        (("parallel.vocabulary=cut", "parallel.replicate=4"), "each process has a copy of the model"),
+        (("parallel.vocabulary=cut", "parallel.replicate=4"), "each process has a replica of the model"),
     ],
 )
 def test_what_a_run_refuses_its_plan_refuses(model_folder, overrides, message):

@@ -238,7 +238,7 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
         (("pad_token=<|end|>",), "pads with '<|end|>', which also ends a sequence.*Set pad_token"),
         (("pad_token=<|edn|>",), "no control token of this tokenizer. Did you mean"),
         (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
-        (("lora.targets=[score]",), "trains whole beside an adapter"),
+        (("lora.targets=[score]",), "which is trained whole"),
         (("loss.per_token=true", "data.shared_prompt=true"), "data.shared_prompt=true"),
         (("eval_answers=3", "data.validation_fraction=0.1"), "eval_answers=3.* a reward model gives none"),
         (("loss.beta=1",), "beta"),

@@ -1,0 +1,200 @@
+"""Preference, reward and distillation recipes on two ranks equal one process: numbers, files and reference caches.
+
+Also if the ranks split layers, where weights are equal up to rounding.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_ft.frozen.teacher_cache import keep_teacher
+from lean_ft.hub.paths import resolve_data_path
+from lean_ft.models.safetensors_file import read_header
+from lean_ft.settings import KeepTeacherConfig
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.parallel.processes import on_ranks
+from tests.parallel.test_finetune import make_mixture
+from tests.training.toy_runs import TIMES, digests, metrics
+
+pytestmark = pytest.mark.long  # test_finetune.py compares two ranks with one process in the default suite
+
+SETTINGS = (
+    "model.path=tiny",
+    "model.dtype=float32",
+    "data.source=tiny/pairs_validation.jsonl",
+    "data.max_length=96",
+    "optimizer.lr=1e-4",
+    "schedule.name=constant",
+    "batch_size=4",
+    "gradient_accumulation_steps=2",
+    "max_steps=3",
+    "memory.host_pool=false",
+    "memory.loss_chunk_tokens=16",
+    "plan=false",
+    "device=cpu",
+)
+TEXTS = ("data.source=tiny/validation.jsonl", "data.max_length=64", "model.random_init=true", "optimizer.lr=1e-3")
+TEACHER = (*TEXTS, "distill.teacher=tiny")
+HELD_OUT = ("data.validation_fraction=0.1", "eval_every=2")
+# With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
+SAME_BITS: dict[str, tuple[str, ...]] = {
+    "dpo, cached": (*HELD_OUT, "loss.sft_weight=0.5"),
+    "dpo, second model": ("reference.kind=model", "data.packing=bfd", "optimizer.in_backward=true"),
+    "dpo, adapter off": ("reference.kind=adapter_off", "lora.rank=4", "memory.activation_checkpointing=full"),
+    "dpo, 4 bits": ("reference.kind=nf4", "model.dtype=bfloat16", "optimizer.name=adamw_8bit", "loss.wpo=true"),
+    "kto, cached": HELD_OUT,
+    "kto, adapter": ("reference.kind=adapter_off", "lora.rank=4", "data.packing=bfd", "batch_size=2"),
+    "kto, bco": ("loss.name=bco", "reference.kind=model", "optimizer.in_backward=true"),
+    "reward": (*HELD_OUT, "optimizer.in_backward=true"),
+    "reward, adapter": ("lora.rank=4", "loss.per_token=true"),
+    "distill": (*TEACHER, "data.validation_fraction=0.3", "optimizer.in_backward=true", "parallel.shard=2"),
+    "distill, replicas": (*TEACHER, "distill.divergence=jsd", "parallel.replicate=2"),
+    "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
+    "distill, kept": (*TEXTS, "distill.cached=FOLDER/scores", "distill.cross_entropy_weight=0.3", "data.packing=bfd"),
+}
+# Three micro-batches per step do not divide evenly over two ranks, and an epoch ends with fewer of them.
+CLOSE = ("gradient_accumulation_steps=3", "max_steps=5", "epochs=2", "optimizer.name=sgd", "optimizer.lr=1e-2")
+ANSWERS = (*CLOSE, "data.source=FOLDER/answers.jsonl")
+UNEVEN: dict[str, tuple[str, ...]] = {
+    "dpo": (*CLOSE, "max_steps=4", "optimizer.lr=1e-4", "data.source=FOLDER/few.jsonl", "data.validation_fraction=0.2"),
+    "kto": ANSWERS,
+    "kto, bco": (*ANSWERS, "loss.name=bco"),
+    "reward": (*CLOSE, "data.source=FOLDER/pairs.jsonl"),
+    "distill": (*TEXTS, *CLOSE, "distill.cached=FOLDER/scores", "max_steps=19"),
+}
+SPLIT = ("optimizer.name=sgd", "optimizer.lr=1e-2", "max_steps=2", "epochs=2")
+CONTEXT, TENSOR = (*SPLIT, "parallel.context=2"), (*SPLIT, "parallel.tensor=2")
+ON_POLICY = ("distill.teacher=tiny", "distill.on_policy=1.0", "generation.max_new_tokens=8")
+PADDING_FREE = "data.packing=padding_free"
+SPLIT_LAYERS: dict[str, tuple[str, ...]] = {
+    "dpo, context, cached": (*CONTEXT, *HELD_OUT, "loss.sft_weight=0.5", "loss.ld_alpha=0.5"),
+    "dpo, tensor, cached": (*TENSOR, "loss.wpo=true", "data.packing=bfd", "optimizer.in_backward=true"),
+    "dpo, tensor, second model": (*TENSOR, "data.shared_prompt=false", "reference.kind=model", "lora.rank=4"),
+    "dpo, experts, cached": (*SPLIT, "parallel.experts=2", "model.path=FOLDER/mixture"),
+    "dpo, context, 4 bits": (*CONTEXT, "reference.kind=nf4"),
+    "kto, context, cached": (*CONTEXT, *HELD_OUT),
+    "kto, tensor, bco": (*TENSOR, "loss.name=bco", "reference.kind=adapter_off", "lora.rank=4"),
+    "reward, tensor": (*TENSOR, *HELD_OUT),
+    "reward, context": (*CONTEXT, "loss.per_token=true", PADDING_FREE),
+    "distill, context": (*TEXTS, *CONTEXT, "distill.teacher=tiny", *HELD_OUT),
+    "distill, tensor": (*TEXTS[:2], *TENSOR, "distill.teacher=tiny", "distill.divergence=jsd", "data.packing=bfd"),
+    "distill, tensor, on policy": (*TEXTS[:2], *TENSOR, *ON_POLICY, PADDING_FREE),
+    "distill, context, on policy": (*TEXTS[:2], *CONTEXT, *ON_POLICY),
+}
+REFUSED = {
+    ("dpo", *TENSOR, "reference.kind=nf4"): "parallel.tensor=2 cannot be combined with reference.kind=nf4",
+    ("distill", *TEXTS, *CONTEXT, "distill.cached=x"): "cannot be combined with distill.cached: the cache",
+    ("dpo", *CONTEXT, "parallel.vocabulary=cut"): "this recipe's loss needs the whole output layer",
+}
+
+
+def run(name: str, folder: Path, inputs: Path, *settings: str) -> None:
+    recipe = load_recipe(
+        find_recipe({"dpo": "full_dpo_distributed"}.get(objective := name.partition(",")[0], objective))
+    )
+    given = [setting.replace("FOLDER", str(inputs)) for setting in settings]
+    given = [setting for setting in given if "parallel" not in setting or "RANK" in os.environ]
+    places = [f"data.cache_dir={folder.with_suffix('.cache')}", f"output_dir={folder}"]
+    recipe.main(load_config(recipe.Config, None, [*SETTINGS, *places, *given]))
+
+
+def work(folder: Path) -> list[str]:
+    for name, settings in (SAME_BITS | SPLIT_LAYERS).items():
+        run(name, folder / name, folder, *settings)
+    for name, settings in UNEVEN.items():
+        run(name, folder / f"{name} uneven", folder, *settings)
+    messages = []
+    for name, *settings in REFUSED:
+        with pytest.raises(ValueError) as error:
+            run(name, folder / "refused", folder, *settings)
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    """A folder with the runs of two ranks, and what each rank refused."""
+    folder = tmp_path_factory.mktemp("two")
+    make_mixture(folder / "mixture")
+    answers = [{"prompt": f"{i}", "completion": f"{i}", "label": i % 3 > 0} for i in range(13)]
+    pairs = [{"prompt": f"{i}", "chosen": f"yes {i}", "rejected": "no"} for i in range(13)]
+    for name, rows in {"answers": answers, "pairs": pairs}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()
+    (folder / "few.jsonl").write_text("\n".join(lines[:40]))
+    given = ["model.path=tiny", SETTINGS[1], *TEXTS[:2], "device=cpu", "top_k=8", f"destination={folder / 'scores'}"]
+    keep_teacher(load_config(KeepTeacherConfig, None, given))
+    return folder, on_ranks(2, work, folder, timeout=1800)
+
+
+@pytest.fixture(scope="module")
+def on_two(two: tuple[Path, list[list[str]]]) -> Path:
+    return two[0]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in metrics(folder)]
+
+
+def references(folder: Path) -> dict[str, bytes]:
+    caches = folder.with_suffix(".cache").glob("reference-*")
+    return {path.name: (path / "values").read_bytes() for path in caches}
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_two_ranks_write_the_files_of_one_process(on_two: Path, tmp_path: Path, name: str) -> None:
+    run(name, tmp_path / "one", on_two, *SAME_BITS[name])
+    assert digests(on_two / name / "step_00000003") == digests(tmp_path / "one" / "step_00000003")
+    theirs, ours = numbers(on_two / name), numbers(tmp_path / "one")
+    for row, expected in zip(theirs, ours, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6), row["step"]
+    if name.startswith("dpo") and "4 bits" not in name:
+        assert ours[0]["rewards/margins"] == theirs[0]["rewards/margins"]
+    assert references(on_two / name) == references(tmp_path / "one")
+    assert bool(references(on_two / name)) == ("cached" in name)
+
+
+@pytest.mark.parametrize("name", SPLIT_LAYERS)
+def test_two_ranks_that_split_layers_train_like_one_process(on_two: Path, tmp_path: Path, name: str) -> None:
+    run(name, tmp_path / "one", on_two, *SPLIT_LAYERS[name])
+    for row, expected in zip(numbers(on_two / name), numbers(tmp_path / "one"), strict=True):
+        # These are differences of sums near 100, whose last bit is 8e-6.
+        differences, known = ([one.pop(key, 0.0) for key in ("gain", "baseline")] for one in (row, expected))
+        assert differences == pytest.approx(known, abs=1e-5), row["step"]
+        assert row == pytest.approx(expected, rel=1e-5, abs=2e-6), row["step"]
+    files = list((tmp_path / "one" / "step_00000002").glob("*.safetensors"))
+    assert files
+    for file in files:
+        found, expected = read_header(on_two / name / "step_00000002" / file.name), read_header(file)
+        assert found.keys() == expected.keys()
+        for tensor, value in expected.items():
+            assert (found[tensor].read() - value.read()).abs().max() < 1e-6, tensor
+    theirs, ours = references(on_two / name), references(tmp_path / "one")
+    assert len(theirs) == len(ours) and bool(ours) == ("cached" in name)
+
+
+def test_unsupported_combinations_are_refused_by_name(two: tuple[Path, list[list[str]]]) -> None:
+    for messages in two[1]:
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
+            assert expected in message
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_micro_batches_equal_one_process(on_two: Path, tmp_path: Path, name: str) -> None:
+    run(name, tmp_path / "one", on_two, *UNEVEN[name])
+    ours, theirs = numbers(tmp_path / "one"), numbers(on_two / f"{name} uneven")
+    assert len({row["tokens"] for row in ours if "tokens" in row}) > 1
+    for row, expected in zip(theirs, ours, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4 if name[:3] == "kto" else 1e-5, abs=1e-6), row["step"]
+
+
+def test_one_process_uses_the_cache_of_two(on_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The key of the reference cache does not depend on the sharding."""
+    shared = f"data.cache_dir={(on_two / 'dpo, cached').with_suffix('.cache')}"
+    run("dpo", tmp_path / "one", on_two, *SAME_BITS["dpo, cached"], shared)
+    assert "log-probabilities of 0 pairs computed" in capsys.readouterr().out
+    assert numbers(tmp_path / "one")[0]["rewards/margins"] == 0
