@@ -246,7 +246,7 @@ def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
     axes.tick_params(left=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    figure.text(0.02, 0.955, "Peak memory of full finetuning", size=14, weight="bold", color=ink, va="top")
+    figure.text(0.02, 0.955, "Peak memory of full fine-tuning", size=14, weight="bold", color=ink, va="top")
     caption = f"{settings['shape']}, batch {settings['batch_size']} x {settings['length']} tokens, bfloat16; "
     figure.text(
         0.02,

@@ -258,7 +258,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "".join(document.read_text() for document in DOCUMENTS)
-    presets = set(re.findall(r"--config (\S+)", text)) - {"NAME", "...", "mine.yaml"}
+    presets = set(re.findall(r"--config ([^\s`]+)", text)) - {"NAME", "...", "mine.yaml"}
     text += "".join(catalog.find_preset(name).read_text() for name in presets)
     for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - TRAINED:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
