@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, unpaired_batches
@@ -30,16 +29,6 @@ class Config(AnswersConfig):
     data: UnpairedDataConfig
     parallel: ParallelConfig = ParallelConfig()
     loss: UnpairedLossConfig = UnpairedLossConfig()
-
-    @model_validator(mode="after")
-    def _has_others_to_compare_with(self) -> "Config":
-        is_of_one = self.batch_size == 1 and self.data.batch_tokens is None and self.data.packing != "bfd"
-        if self.loss.needs_mismatched and is_of_one:
-            raise ValueError(
-                "batch_size=1: kto needs another completion in each micro-batch for its baseline. Set batch_size to 2 or more "
-                "(8 gives a steadier baseline), or use loss.name=apo_zero_unpaired or bco."
-            )
-        return self
 
 
 def main(cfg: Config) -> None:

@@ -14,13 +14,11 @@ from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
     DataConfig,
     DistillConfig,
-    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
     ReferenceConfig,
-    SamplingConfig,
 )
 from lean_ft.settings.text import dump
 from lean_ft.system.catalog import is_shipped
@@ -42,9 +40,9 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
 
 
 def look_at(cfg: Any) -> tuple[list[str], list[str]]:
-    """What would stop the run at once, of the groups that the recipe has, and what is worth a note.
+    """What the rehearsal cannot find: problems of the machine, the files and the first rows; and notes.
 
-    Needs no network: of what is neither on this disk nor in the hub's cache nothing is read.
+    Uses no network. Skips repositories that are not in the hub's cache.
     """
     # Here, because they bring torch, which the other verbs must not wait for.
     import torch
@@ -55,20 +53,16 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
     from lean_ft.models.hf_format import new_token_ids
-    from lean_ft.online.on_policy import check_on_policy
     from lean_ft.online.rewards import check_rewards
-    from lean_ft.peft import apply_lora, quantize_as_loaded
-    from lean_ft.quantize import fake_quantize
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
-    from lean_ft.training.regularization import freeze_parameters
 
     def group(kind: type[Any]) -> Any:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
 
     problems, notes, tokenizer = list[str](), list[str](), None
-    model, data, lora = group(ModelConfig), group(DataConfig), group(LoRAConfig)
+    model, data = group(ModelConfig), group(DataConfig)
     with _gathered(problems):
         if hasattr(cfg, "device"):
             check_dtype(model.dtype if model else "float32", resolve_device(cfg.device))
@@ -87,19 +81,10 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
         notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
     elif model:
         with _gathered(problems):
-            decoder = empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
-            if lora is not None:
-                quantize_as_loaded(lora)
-                apply_lora(decoder, lora.model_copy(update={"init": "zero"}))  # the one that needs no weights
-            if isinstance(cfg, RecipeConfig):
-                fake_quantize(decoder, cfg)
-                freeze_parameters(decoder, cfg.freeze, cfg.train)
+            empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
         with _gathered(problems):
             tokenizer = load_tokenizer(model, getattr(data, "chat_template", None)) if data is not None else None
     distill = group(DistillConfig)
-    if distill is not None and (sampling := group(SamplingConfig)) is not None and data is not None:
-        with _gathered(problems):
-            check_on_policy(distill, sampling, data)
     if distill is not None and distill.cached is not None:
         with _gathered(problems):
             notes.append(

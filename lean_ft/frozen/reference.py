@@ -71,7 +71,6 @@ def load_reference(
 
     `model` is the one that is about to train, with the memory settings applied and cut over `ranks`; `log_probs` is of its
     settings. `batches` are what is cached; where the answers are sampled there are none.
-    Raises ValueError where the loss reads no reference but one is asked for, or the model has no adapter to be off.
     """
     kind, why = choose_kind(cfg)
     say("reference", f"{kind}{why}")
@@ -97,7 +96,6 @@ def load_policy_reference(
     `cfg.loss` measures no divergence from it.
 
     `auto` is adapter_off for an adapter, and else a second model: answers are new in every round, so nothing is cached.
-    Raises ValueError for a kind that cannot be.
     """
     kind, why = choose_kind(cfg)
     if kind == "none":
@@ -140,54 +138,20 @@ def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:
-    """The kind of reference, and why if it was not the user's choice. Raises ValueError as `load_reference` does."""
-    asked = cfg.reference.kind
-    if isinstance(getattr(cfg, "generation", None), GenerationConfig):
-        return _kind_for_samples(cfg, asked)
-    if not cfg.loss.needs_reference:
-        if asked not in ("auto", "none"):
-            raise ValueError(
-                f"reference.kind={asked}, and the loss {cfg.loss.name} reads no reference. Leave it out, or choose another "
-                "loss.name."
-            )
-        return "none", f", as loss.name={cfg.loss.name} reads none"
-    if asked == "adapter_off" and cfg.lora is None:
-        raise ValueError(
-            "reference.kind=adapter_off is for a model with an adapter, and lora is null: all parameters train, and the "
-            "model that it began with is gone. Set reference.kind=cached or model, or turn lora on."
-        )
+    """The kind of reference, and why if it was not the user's choice."""
+    asked, loss = cfg.reference.kind, cfg.loss
+    if not loss.needs_reference:
+        unread = "loss.kl_weight=0" if hasattr(loss, "kl_weight") else f"loss.name={loss.name}"
+        return "none", f", as with {unread} nothing reads it"
     if asked == "none":
-        return asked, f": loss.name={cfg.loss.name} measures the answers against nothing"
+        return asked, f": loss.name={loss.name} measures the answers against nothing"
     if asked != "auto":
         return asked, ""
+    if isinstance(getattr(cfg, "generation", None), GenerationConfig):
+        return ("model" if cfg.lora is None else "adapter_off"), ""
     if cfg.lora is not None and cfg.epochs <= 1:
         return "adapter_off", ", which takes no memory, and no more time than to compute each answer beforehand"
     return "cached", ", each answer's log-probability once for all epochs, and no second model in memory"
-
-
-def _kind_for_samples(cfg: Any, asked: str) -> tuple[str, str]:
-    weighs = hasattr(cfg.loss, "kl_weight")
-    if not cfg.loss.needs_reference:
-        setting = "kl_weight" if weighs else "name"
-        without = "loss.kl_weight=0" if weighs else f"loss.name={cfg.loss.name}"
-        if asked not in ("auto", "none"):
-            raise ValueError(
-                f"reference.kind={asked}, and with {without} nothing reads a reference. Leave it out, or set loss.{setting}."
-            )
-        return "none", f", as with {without} nothing reads it"
-    if asked == "none" and not weighs:
-        return asked, f": loss.name={cfg.loss.name} measures the answers against nothing"
-    kind = ("model" if cfg.lora is None else "adapter_off") if asked == "auto" else asked
-    if kind in ("cached", "none") or (kind == "adapter_off" and cfg.lora is None):
-        why = {
-            "cached": "answers are sampled anew in every round, and none is known beforehand",
-            "none": "loss.kl_weight weighs the divergence from one",
-            "adapter_off": "all parameters train, and the model that it began with is gone",
-        }[kind]
-        raise ValueError(
-            f"reference.kind={kind} cannot be: {why}. Set reference.kind=model, streamed or nf4, or turn lora on."
-        )
-    return kind, ""
 
 
 def _filled(

@@ -83,11 +83,6 @@ def check_cached(cfg: Any) -> dict[str, Any]:
     """Returns what `cfg.distill.cached` tells of itself; raises ValueError where it cannot teach with these settings."""
     distill: DistillConfig = cfg.distill
     assert distill.cached is not None
-    if cfg.data.packing in ("bfd_split", "wrapped"):
-        raise ValueError(
-            f"data.packing={cfg.data.packing} cuts documents, and what distill.cached={distill.cached} holds was said of "
-            "whole ones. Set data.packing=bfd, padding_free or none, or distill.teacher."
-        )
     about = read_about(distill.cached)
     if about["temperature"] != distill.temperature:
         raise ValueError(

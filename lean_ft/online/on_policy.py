@@ -19,34 +19,9 @@ from lean_ft.data import Batch
 from lean_ft.data.batches import Layout
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder
-from lean_ft.settings import DistillConfig, SamplingConfig, SFTDataConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import questions_of
-
-
-def check_on_policy(distill: DistillConfig, sampling: SamplingConfig, data: SFTDataConfig) -> None:
-    """Raises ValueError for settings of the student's answers that nothing reads, or rows in which they have no place."""
-    if not distill.on_policy and (
-        unread := sampling.model_dump().items() - SamplingConfig.model_validate({}).model_dump().items()
-    ):
-        name, value = min(unread)
-        raise ValueError(
-            f"generation.{name}={value} is of the student's own answers, and with distill.on_policy=0 it gives none. Leave it "
-            "out, or set distill.on_policy."
-        )
-    is_full = data.packing not in ("none", "padding_free") or data.batch_tokens is not None
-    if distill.on_policy and is_full:
-        raise ValueError(
-            f"distill.on_policy={distill.on_policy:g}: the student's answers are as long as it makes them, and "
-            + (f"packing={data.packing}" if data.batch_tokens is None else f"batch_tokens={data.batch_tokens}")
-            + " fills rows with as many documents as fit. Set data.packing=none or padding_free, and batch_size."
-        )
-    if distill.on_policy and data.train_on == "all":
-        raise ValueError(
-            f"distill.on_policy={distill.on_policy:g}: with data.train_on=all a document is trained from its start, so the "
-            "student has no prompt to answer. Set data.train_on=assistant, or distill.on_policy=0."
-        )
 
 
 class OnPolicy:
@@ -54,8 +29,7 @@ class OnPolicy:
     prompts with its answers."""
 
     def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
-        """cfg: of a recipe that has `distill`, `generation` and `data`. Raises ValueError as `check_on_policy` does."""
-        check_on_policy(cfg.distill, cfg.generation, cfg.data)
+        """cfg: of a recipe that has `distill`, `generation` and `data`."""
         self._share, self._sampling, self._data, self._seed = cfg.distill.on_policy, cfg.generation, cfg.data, cfg.seed
         self._model, self._tokenizer = model, tokenizer
 

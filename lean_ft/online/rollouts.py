@@ -282,21 +282,6 @@ class Rollouts(Rounds[PolicyBatch]):
     def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
         super().__init__(cfg, prompts, pad_id, ranks)
         self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
-        self._check(cfg)
-
-    def _check(self, cfg: Any) -> None:
-        if cfg.generation.num_answers < 2:
-            raise ValueError("generation.num_answers=1 leaves nothing to compare an answer with. Set 2 or more.")
-        if cfg.generation.narrows and cfg.loss.correction == "none":
-            raise ValueError(
-                "generation.top_k, top_p and min_p draw from other probabilities than those that are learned from, so the "
-                "loss would be of other answers. Leave them out, or set loss.correction=token_truncate."
-            )
-        if cfg.generation.engine != "own" and cfg.loss.correction == "none":
-            raise ValueError(
-                f"generation.engine={cfg.generation.engine} draws by other numbers than those that are learned from. Set "
-                "loss.correction=token_truncate."
-            )
 
     # What is known before the first update ------------------------------------------------------------------------
 
@@ -417,18 +402,6 @@ class ValuedRollouts(Rollouts):
 
     _has_values = True
 
-    def _check(self, cfg: Any) -> None:
-        if cfg.generation.narrows or cfg.generation.engine != "own":
-            raise ValueError(
-                "generation.top_k, top_p, min_p and engine draw from other probabilities than those that are learned from. "
-                "Leave them out."
-            )
-        if cfg.generation.most_attempts > 1:
-            raise ValueError(
-                f"generation.most_attempts={cfg.generation.most_attempts} compares the answers to a prompt, and here each is "
-                "compared with its expected value. Set it to 1."
-            )
-
     @property
     def _looks_back(self) -> bool:
         return True
@@ -453,8 +426,6 @@ class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
 
     def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
-        if cfg.generation.num_answers < 2:
-            raise ValueError("generation.num_answers=1 makes no pair. Set 2 or more.")
         self.answers_in_a_row = cfg.generation.num_answers
         super().__init__(cfg, prompts, pad_id, ranks)
 

@@ -26,18 +26,12 @@ class Sampler:
     def __init__(
         self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
     ) -> None:
-        """optimizer: whose state makes room, with `generation.offload_training_state`. Raises ValueError where that is on the
-        host already."""
+        """optimizer: whose state makes room, with `generation.offload_training_state`."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
         self._ranks = ranks
         self._stop_ids = stop_ids(model, tokenizer)
         self._makes_room: Callable[[], AbstractContextManager[None]] = nullcontext
         if cfg.generation.offload_training_state:
-            if cfg.optimizer.state != "device" or cfg.optimizer.name == "paged_adamw_8bit":
-                raise ValueError(
-                    f"optimizer.state={cfg.optimizer.state} of {cfg.optimizer.name} is in the host's memory at all times. Leave "
-                    "generation.offload_training_state out."
-                )
             setting = "generation.offload_training_state"
             link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)

@@ -20,18 +20,15 @@ from lean_ft.optim.rule import Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
+from lean_ft.settings.optimizer import BITSANDBYTES_RULES, MATRIX_RULES
 from lean_ft.system.bitsandbytes_library import why_unusable
 from lean_ft.system.shapes_only import device_type
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
-BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
-CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # every tensor has AdamW's second moment
 # Smaller tensors and all vectors (norms, biases) keep float32 moments: quantizing them saves little. Over many ranks,
 # a vector's shards would also be smaller than a block that shares a scale.
 MIN_CODED_ELEMENTS = 4096
 PAGED_WITHOUT_CUDA = "optimizer.name=paged_adamw_8bit: paging needs CUDA; on this device the state is in ordinary memory, as with adamw_8bit."
-MATRIX_RULES = ("muon", "apollo_mini")
-ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
 
 
 def build_optimizer(
@@ -47,7 +44,6 @@ def build_optimizer(
     that contradict each other, the model, or its sharding over `ranks`.
     """
     cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
-    _refuse_contradictions(cfg, clip_grad_norm=recipe_cfg.clip_grad_norm, loss_scaling=loss_scaling)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if cfg.stochastic_rounding:
         for name, param in trainable:
@@ -188,49 +184,3 @@ def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:
             f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or set "
             "optimizer.name=adamw_8bit_torchao."
         )
-
-
-def _refuse_contradictions(cfg: OptimizerConfig, *, clip_grad_norm: float | None, loss_scaling: bool) -> None:
-    can_clip = cfg.name in CLIPPING_RULES
-    if cfg.in_backward and clip_grad_norm is not None:
-        instead = " and optimizer.update_clipping=true, which limits each tensor's update" if can_clip else ""
-        raise ValueError(
-            f"clip_grad_norm={clip_grad_norm:g} needs every gradient before any update, but optimizer.in_backward=true updates "
-            f"during backward. Set clip_grad_norm=null{instead}, or set optimizer.in_backward=false."
-        )
-    if cfg.in_backward and loss_scaling:
-        raise ValueError(
-            "model.dtype=float16 needs every gradient before any update, to detect overflow, but optimizer.in_backward=true "
-            "updates during backward. Set model.dtype=bfloat16, or set optimizer.in_backward=false."
-        )
-    if cfg.update_clipping and not can_clip:
-        limits = " (adafactor already limits its updates)" if cfg.name == "adafactor" else ""
-        raise ValueError(
-            f"optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={cfg.name} does not keep for "
-            f"every tensor{limits}. Set optimizer.update_clipping=false, or set {_names(CLIPPING_RULES)}."
-        )
-    if cfg.momentum is not None and cfg.name not in ("sgd", "muon"):
-        instead = " AdamW's momentum is the first of optimizer.betas." if cfg.name in ADAMW_RULES else ""
-        raise ValueError(
-            f"optimizer.momentum={cfg.momentum:g} is for optimizer.name=sgd|muon; {cfg.name} would ignore it. Remove it.{instead}"
-        )
-    for setting in ("betas", "eps"):
-        value = getattr(cfg, setting)
-        if cfg.name not in ADAMW_RULES and value != OptimizerConfig.model_fields[setting].default:
-            raise ValueError(
-                f"optimizer.{setting}={value} is for AdamW; {cfg.name} would ignore it. Remove it, or set {_names(ADAMW_RULES)}."
-            )
-    if cfg.state == "paged" and cfg.name not in BITSANDBYTES_RULES:
-        raise ValueError(
-            "optimizer.state=paged works only with bitsandbytes' kernel, which does not update "
-            f"optimizer.name={cfg.name}. Set optimizer.state=streamed, or optimizer.name=adamw_8bit."
-        )
-    if cfg.state == "streamed" and cfg.name == "paged_adamw_8bit":
-        raise ValueError(
-            "optimizer.name=paged_adamw_8bit keeps state in CUDA managed memory, but optimizer.state=streamed keeps it in "
-            "pinned host memory. Set optimizer.name=adamw_8bit for streamed state."
-        )
-
-
-def _names(rules: tuple[str, ...]) -> str:
-    return "optimizer.name=" + "|".join(rules)

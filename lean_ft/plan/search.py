@@ -23,6 +23,8 @@ from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.settings import RecipeConfig
+from lean_ft.settings.conflicts import check_conflicts
 
 Overrides = dict[str, Any]
 
@@ -166,7 +168,7 @@ def remedies(recipe: ModuleType, cfg: Any, device: Device) -> tuple[Rehearsal, l
 
 
 def with_overrides(cfg: Any, overrides: Overrides) -> Any:
-    """The settings with `group.name` keys replaced."""
+    """The settings with `group.name` keys replaced. Raises ValueError if they contradict each other."""
     updates: dict[str, Any] = {}
     for key, value in overrides.items():
         group, _, name = key.rpartition(".")
@@ -175,7 +177,10 @@ def with_overrides(cfg: Any, overrides: Overrides) -> Any:
         else:
             own: BaseModel = updates.get(group, getattr(cfg, group))
             updates[group] = own.model_copy(update={name: value})
-    return cfg.model_copy(update=updates)
+    changed = cfg.model_copy(update=updates)
+    if isinstance(changed, RecipeConfig):  # `model_copy` does not validate
+        check_conflicts(changed)
+    return changed
 
 
 def _layouts(machines: Machines) -> list[Overrides]:

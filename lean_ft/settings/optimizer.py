@@ -6,6 +6,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from lean_ft.settings.base import Fraction, Settings
 
+BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
+CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # every tensor has AdamW's second moment
+MATRIX_RULES = ("muon", "apollo_mini")
+ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
 MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
 
 

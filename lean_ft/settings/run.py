@@ -17,6 +17,7 @@ from pydantic import (
 
 from lean_ft.settings.answers import GenerationConfig, Reward
 from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Settings
+from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import DistillConfig, LossConfig, ReferenceConfig, ValueConfig
@@ -170,24 +171,8 @@ class RecipeConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _check_retention(self) -> "RecipeConfig":
-        if self.most_kept is None and (self.keep_every or self.keep_best):
-            name = "keep_every" if self.keep_every else "keep_best"
-            raise ValueError(
-                f"{name} tells what is kept beyond the last checkpoints, and keep_last=null keeps all of them. "
-                f"Set keep_last (1 keeps the newest), or leave {name} out."
-            )
-        if self.keep_best and self.save_every and not _is_multiple(self.save_every, self.eval_every):
-            raise ValueError(
-                f"keep_best={self.keep_best} compares checkpoints by their held-out loss, and with "
-                f"save_every={self.save_every} and eval_every={self.eval_every} some would have none. Set save_every to "
-                f"a multiple of eval_every."
-            )
-        if self.stop_after_evals and not self.eval_every:
-            raise ValueError(
-                f"stop_after_evals={self.stop_after_evals} compares evaluations, and with eval_every=0 there is only the "
-                "last. Set eval_every (epoch evaluates after each epoch), or leave it out."
-            )
+    def _has_no_conflicts(self) -> "RecipeConfig":
+        check_conflicts(self)
         return self
 
     @property
@@ -214,14 +199,6 @@ class RecipeConfig(Settings):
     def group(self, kind: type[GroupT]) -> GroupT | None:
         """The recipe's group of settings of this kind, the first of several; None where it has none."""
         return next((value for _, value in self if isinstance(value, kind)), None)
-
-
-def _is_multiple(every: Every | Literal["auto"], other: Every) -> bool:
-    """Whether what happens `every` so often comes together with what happens each `other`, whatever an epoch has."""
-    long, short = (1.0 if value == "epoch" else value for value in (every, other))
-    if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
-        return False
-    return abs(long / short - round(long / short)) < 1e-9
 
 
 class AnswersConfig(RecipeConfig):

@@ -14,12 +14,12 @@ from tests.optim.tiny_training import TinyModel, build
         (
             {"name": "adamw_8bit", "in_backward": True},
             {"clip_grad_norm": 1.0},
-            ["clip_grad_norm=1", "every gradient", "clip_grad_norm=null and optimizer.update_clipping=true"],
+            ["clip_grad_norm=1", "every gradient", "clip_grad_norm=null (optimizer.update_clipping=true"],
         ),
         (
             {"name": "sgd", "in_backward": True},
             {"clip_grad_norm": 0.5},
-            ["clip_grad_norm=null, or set optimizer.in_backward=false"],
+            ["clip_grad_norm=0.5", "or set optimizer.in_backward=false"],
         ),
         ({"in_backward": True}, {"float16": True}, ["float16", "model.dtype=bfloat16"]),
         ({"name": "sgd", "update_clipping": True}, {}, ["optimizer.name=sgd", "update_clipping=false"]),

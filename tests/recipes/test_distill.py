@@ -248,12 +248,12 @@ def test_micro_batch_sizes_change_no_completion(train: Train) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("generation.temperature=0.5",), "generation.temperature=0.5 is of the student's own answers"),
-        (("distill.on_policy=0.5", "data.packing=bfd"), "packing=bfd fills rows with as many documents as fit"),
-        (("distill.on_policy=0.5", "data.batch_tokens=512"), "batch_tokens=512 fills rows"),
+        (("generation.temperature=0.5",), "generation.temperature=0.5 is for completions of the student"),
+        (("distill.on_policy=0.5", "data.packing=bfd"), "data.packing=bfd"),
+        (("distill.on_policy=0.5", "data.batch_tokens=512"), "data.batch_tokens=512 fill batches"),
         (
             ("distill.on_policy=0.01", "data.train_on=all"),
-            "the student has no prompt to answer",
+            "needs prompts",
         ),  # refused before the first on-policy step
         (("distill.on_policy=1.5",), "<= 1"),
     ],

@@ -240,7 +240,7 @@ def test_held_out_rows_are_evaluated_and_improve(train: Train, capsys: pytest.Ca
     [
         (("reference.kind=adapter_off",), "lora is null"),
         (("reference.kind=streamed",), "the model is on cpu.*Set reference.kind=model"),
-        (("loss.name=orpo", "reference.kind=model"), "orpo reads no reference"),
+        (("loss.name=orpo", "reference.kind=model"), "with loss.name=orpo nothing reads a reference"),
         (("loss.name=dpo",), "Did you mean 'sigmoid'"),
         (("loss.gamma=1",), "gamma=1 is not read by the loss sigmoid, but by simpo"),
         (("loss.name=exo", "loss.label_smoothing=0"), "takes its logarithm"),

@@ -217,11 +217,11 @@ def test_what_is_wrong_with_a_reward_is_said(
     ("settings", "message"),
     [
         (("generation.num_answers=3",), "16 answers, which are no whole groups of generation.num_answers=3"),
-        (("generation.num_answers=1",), "leaves nothing to compare an answer with"),
+        (("generation.num_answers=1",), "leaves nothing to compare a completion with"),
         (("generation.offload_training_state=true",), "to the host's, but the model is on cpu"),
         (("generation.top_k=5",), "set loss.correction=token_truncate"),
         (("reference.kind=model",), "with loss.kl_weight=0 nothing reads a reference"),
-        (("reference.kind=cached", "loss.kl_weight=0.1"), "answers are sampled anew"),
+        (("reference.kind=cached", "loss.kl_weight=0.1"), "completions are sampled anew"),
         (("loss.name=cispo", "loss.epsilon=0.1"), "epsilon=0.1 is not read by the loss cispo"),
         (
             ("data.max_prompt_length=2",),

@@ -97,7 +97,7 @@ def test_it_learns(train: Train) -> None:
     ("settings", "message"),
     [
         (("generation.num_answers=1",), "makes no pair"),
-        (("reference.kind=cached",), "answers are sampled anew"),
+        (("reference.kind=cached",), "completions are sampled anew"),
         (("loss.name=simpo", "reference.kind=model"), "with loss.name=simpo nothing reads a reference"),
     ],
     ids=str,

@@ -108,9 +108,9 @@ def test_it_learns(train: Train) -> None:
     ("settings", "message"),
     [
         (("lora.rank=4", "value.path=tiny"), "beside an adapter the value model is an output layer on the policy"),
-        (("generation.top_k=5",), "draw from other probabilities"),
-        (("generation.most_attempts=2",), "each is compared with its expected value"),
-        (("reference.kind=cached",), "answers are sampled anew"),
+        (("generation.top_k=5",), "sample from other probabilities"),
+        (("generation.most_attempts=2",), "compares each with its expected value"),
+        (("reference.kind=cached",), "completions are sampled anew"),
         (("loss.kl_weight=0", "reference.kind=model"), "with loss.kl_weight=0 nothing reads a reference"),
     ],
     ids=str,

@@ -31,7 +31,7 @@ from lean_ft.system.catalog import find_recipe, load_recipe, recipes
 class Config(RecipeConfig):
     model: ModelConfig
     data: SFTDataConfig
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-4, momentum=0.5)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-4, weight_decay=0.5)
     schedule: ScheduleConfig = ScheduleConfig()
     memory: MemoryConfig = MemoryConfig()
 
@@ -137,7 +137,7 @@ def test_defaults_are_those_of_the_settings():
         ),
         ('data.source=[it\'s, a[0] , "b, *c"]', lambda c: c.data.source, ["it's", "a[0]", "b, *c"]),
         ("data.source=[{path: 007, weight: 2}]", lambda c: c.data.source, [Source(path="007", weight=2.0)]),
-        ("optimizer={name: sgd, betas: [0.5, 0.6], lr: 1}", lambda c: c.optimizer.betas, (0.5, 0.6)),
+        ("optimizer={name: muon, betas: [0.5, 0.6], lr: 1}", lambda c: c.optimizer.betas, (0.5, 0.6)),
         ("optimizer={name: sgd, lr: 1}", lambda c: (c.optimizer.name, c.optimizer.lr), ("sgd", 1.0)),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_mapping_is_extended_by_its_entries_and_replaced_as_a_whole(write):
 
 def test_a_groups_default_instance_holds_for_the_keys_not_given():
     optimizer = load("optimizer.name=sgd").optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.momentum) == ("sgd", 3e-4, 0.5)
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("sgd", 3e-4, 0.5)
 
 
 def test_an_empty_preset_and_an_empty_group_change_nothing(write):

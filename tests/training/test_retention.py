@@ -66,8 +66,8 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_best": 1}, "keep_best tells what is kept beyond the last checkpoints, and keep_last=null keeps all"),
-        ({"keep_every": 5}, "keep_every tells what"),
+        ({"keep_best": 1}, "keep_best keeps more than the newest checkpoints, and keep_last=null keeps all"),
+        ({"keep_every": 5}, "keep_every keeps more"),
         ({"keep_last": 1, "keep_best": 1, "save_every": 4, "eval_every": 3}, "Set save_every to a multiple of eval"),
         ({"keep_last": 1, "keep_best": 1, "save_every": "auto", "eval_every": "epoch"}, "Set save_every to a multiple"),
         ({"keep_last": 1, "keep_best": 1, "save_every": "epoch", "eval_every": 2}, "Set save_every to a multiple"),

@@ -1,0 +1,259 @@
+"""Settings that contradict each other: one table, checked when a recipe's configuration is built.
+
+Recipes, `leanft validate` and `leanft plan` therefore refuse the same combinations. A row applies to recipes that have all
+of its groups. Contradictions within one group are checked by that group; contradictions with the model, the data or the
+machine are checked where those are known.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from lean_ft.settings.answers import GenerationConfig, SamplingConfig
+from lean_ft.settings.base import Settings
+from lean_ft.settings.data import DataConfig, SFTDataConfig
+from lean_ft.settings.losses import (
+    DistillConfig,
+    PolicyLossConfig,
+    PPOLossConfig,
+    PreferenceLossConfig,
+    ReferenceConfig,
+    UnpairedLossConfig,
+)
+from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.optimizer import (
+    ADAMW_RULES,
+    BITSANDBYTES_RULES,
+    CLIPPING_RULES,
+    OptimizerConfig,
+)
+
+# What the rows below call a group. `recipe` is the whole configuration.
+_GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "sft_data": SFTDataConfig,
+    "reference": ReferenceConfig,
+    "distill": DistillConfig,
+    "sampling": SamplingConfig,
+    "generation": GenerationConfig,
+    "pair_loss": PreferenceLossConfig,
+    "unpaired_loss": UnpairedLossConfig,
+    "policy_loss": PolicyLossConfig,
+    "ppo_loss": PPOLossConfig,
+    "kl_loss": (PolicyLossConfig, PPOLossConfig),
+    "loss": (PreferenceLossConfig, UnpairedLossConfig, PolicyLossConfig, PPOLossConfig),
+}
+
+
+class Conflict(NamedTuple):
+    """Settings that contradict each other if `applies`; its parameters name the groups that it reads."""
+
+    applies: Callable[..., bool]
+    message: str  # a format of the same groups
+
+
+def _names(rules: tuple[str, ...]) -> str:
+    return "optimizer.name=" + "|".join(rules)
+
+
+def _differs(group: Settings, name: str) -> bool:
+    return getattr(group, name) != type(group).model_fields[name].default
+
+
+def _is_multiple(every: int | float | str, other: int | float | str) -> bool:
+    """Whether every save comes with an evaluation, for any number of steps in an epoch."""
+    long, short = (1.0 if value == "epoch" else value for value in (every, other))
+    if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
+        return False
+    return abs(long / short - round(long / short)) < 1e-9
+
+
+CONFLICTS = [
+    # Checkpoints and evaluations
+    *(
+        Conflict(
+            lambda recipe, name=name: recipe.most_kept is None and getattr(recipe, name),
+            f"{name} keeps more than the newest checkpoints, and keep_last=null keeps all of them. Set keep_last (1 keeps "
+            f"the newest), or remove {name}.",
+        )
+        for name in ("keep_every", "keep_best")
+    ),
+    Conflict(
+        lambda recipe: (
+            recipe.keep_best and recipe.save_every and not _is_multiple(recipe.save_every, recipe.eval_every)
+        ),
+        "keep_best={recipe.keep_best} compares checkpoints by their held-out loss, and with save_every={recipe.save_every} "
+        "and eval_every={recipe.eval_every} some would have none. Set save_every to a multiple of eval_every.",
+    ),
+    Conflict(
+        lambda recipe: recipe.stop_after_evals and not recipe.eval_every,
+        "stop_after_evals={recipe.stop_after_evals} compares evaluations, and with eval_every=0 there is only the last. Set "
+        "eval_every (epoch evaluates after each epoch), or remove it.",
+    ),
+    # The optimizer
+    Conflict(
+        lambda recipe, optimizer: optimizer.in_backward and recipe.clip_grad_norm is not None,
+        "clip_grad_norm={recipe.clip_grad_norm:g} needs every gradient before any update, but optimizer.in_backward=true "
+        "updates during backward. Set clip_grad_norm=null (optimizer.update_clipping=true limits each tensor's update with "
+        f"{_names(CLIPPING_RULES)}), or set optimizer.in_backward=false.",
+    ),
+    Conflict(
+        lambda model, optimizer: optimizer.in_backward and model.dtype == "float16",
+        "model.dtype=float16 needs every gradient before any update, to detect overflow, but optimizer.in_backward=true "
+        "updates during backward. Set model.dtype=bfloat16, or set optimizer.in_backward=false.",
+    ),
+    Conflict(
+        lambda optimizer: optimizer.update_clipping and optimizer.name not in CLIPPING_RULES,
+        "optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={optimizer.name} does not keep "
+        "for every tensor (adafactor already limits its updates). Set optimizer.update_clipping=false, or set "
+        f"{_names(CLIPPING_RULES)}.",
+    ),
+    Conflict(
+        lambda optimizer: optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"),
+        "optimizer.momentum={optimizer.momentum:g} is for optimizer.name=sgd|muon; {optimizer.name} would ignore it. Remove "
+        "it. AdamW's momentum is the first of optimizer.betas.",
+    ),
+    *(
+        Conflict(
+            lambda optimizer, name=name: optimizer.name not in ADAMW_RULES and _differs(optimizer, name),
+            f"optimizer.{name}={{optimizer.{name}}} is for AdamW; {{optimizer.name}} would ignore it. Remove it, or set "
+            f"{_names(ADAMW_RULES)}.",
+        )
+        for name in ("betas", "eps")
+    ),
+    Conflict(
+        lambda optimizer: optimizer.state == "paged" and optimizer.name not in BITSANDBYTES_RULES,
+        "optimizer.state=paged works only with bitsandbytes' kernel, which does not update optimizer.name={optimizer.name}. "
+        "Set optimizer.state=streamed, or optimizer.name=adamw_8bit.",
+    ),
+    Conflict(
+        lambda optimizer: optimizer.state == "streamed" and optimizer.name == "paged_adamw_8bit",
+        "optimizer.name=paged_adamw_8bit keeps state in CUDA managed memory, but optimizer.state=streamed keeps it in "
+        "pinned host memory. Set optimizer.name=adamw_8bit for streamed state.",
+    ),
+    # Reference models
+    Conflict(
+        lambda reference, pair_loss: reference.kind not in ("auto", "none") and not pair_loss.needs_reference,
+        "reference.kind={reference.kind}, but with loss.name={pair_loss.name} nothing reads a reference. Remove it, or choose "
+        "another loss.name.",
+    ),
+    Conflict(
+        lambda reference, kl_loss: reference.kind not in ("auto", "none") and not kl_loss.needs_reference,
+        "reference.kind={reference.kind}, but with loss.kl_weight=0 nothing reads a reference. Remove it, or set "
+        "loss.kl_weight.",
+    ),
+    Conflict(
+        lambda reference, kl_loss: reference.kind == "none" and kl_loss.needs_reference,
+        "reference.kind=none, but loss.kl_weight={kl_loss.kl_weight:g} needs a reference model. Set reference.kind=model, "
+        "streamed or nf4, or loss.kl_weight=0.",
+    ),
+    Conflict(
+        lambda recipe, reference, loss: (
+            reference.kind == "adapter_off" and loss.needs_reference and recipe.group(LoRAConfig) is None
+        ),
+        "reference.kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the model. Set "
+        "reference.kind=model, or turn lora on.",
+    ),
+    Conflict(
+        lambda reference, generation, loss: reference.kind == "cached" and loss.needs_reference,
+        "reference.kind=cached cannot be used here: completions are sampled anew in every round. Set reference.kind=model, "
+        "streamed or nf4, or turn lora on.",
+    ),
+    # Distillation
+    Conflict(
+        lambda distill, data: distill.cached is not None and data.packing in ("bfd_split", "wrapped"),
+        "data.packing={data.packing} cuts documents, but distill.cached={distill.cached} holds whole documents. Set "
+        "data.packing=bfd, padding_free or none, or distill.teacher.",
+    ),
+    *(
+        Conflict(
+            lambda distill, sampling, name=name: not distill.on_policy and _differs(sampling, name),
+            f"generation.{name}={{sampling.{name}}} is for completions of the student, and with distill.on_policy=0 it "
+            "samples none. Remove it, or set distill.on_policy.",
+        )
+        for name in ("max_new_tokens", "temperature")
+    ),
+    Conflict(
+        lambda distill, data: distill.on_policy and (data.packs_rows or data.batch_tokens is not None),
+        "distill.on_policy={distill.on_policy:g} samples completions of unknown length, but data.packing={data.packing} and "
+        "data.batch_tokens={data.batch_tokens} fill batches by length. Set data.packing=none or padding_free, and batch_size.",
+    ),
+    Conflict(
+        lambda distill, sft_data: distill.on_policy and sft_data.train_on == "all",
+        "distill.on_policy={distill.on_policy:g} needs prompts, but with data.train_on=all a document is trained from its "
+        "start. Set data.train_on=assistant, or distill.on_policy=0.",
+    ),
+    # Sampled completions
+    Conflict(
+        lambda generation, policy_loss: generation.num_answers < 2,
+        "generation.num_answers=1 leaves nothing to compare a completion with. Set 2 or more.",
+    ),
+    Conflict(
+        lambda generation, pair_loss: generation.num_answers < 2,
+        "generation.num_answers=1 makes no pair. Set 2 or more.",
+    ),
+    Conflict(
+        lambda generation, policy_loss: policy_loss.correction == "none" and generation.narrows,
+        "generation.top_k, top_p and min_p sample from other probabilities than the trained ones. Remove them, or set "
+        "loss.correction=token_truncate.",
+    ),
+    Conflict(
+        lambda generation, policy_loss: policy_loss.correction == "none" and generation.engine != "own",
+        "generation.engine={generation.engine} rounds differently, so it samples from other probabilities than the trained "
+        "ones. Set loss.correction=token_truncate.",
+    ),
+    Conflict(
+        lambda generation, ppo_loss: generation.narrows or generation.engine != "own",
+        "generation.top_k, top_p, min_p and engine sample from other probabilities than the trained ones, which this recipe "
+        "does not correct. Remove them.",
+    ),
+    Conflict(
+        lambda generation, ppo_loss: generation.most_attempts > 1,
+        "generation.most_attempts={generation.most_attempts} compares the completions of a prompt, but this recipe compares "
+        "each with its expected value. Set it to 1.",
+    ),
+    Conflict(
+        lambda generation, optimizer: (
+            generation.offload_training_state and (optimizer.state != "device" or optimizer.name == "paged_adamw_8bit")
+        ),
+        "generation.offload_training_state=true, but optimizer.state={optimizer.state} of {optimizer.name} is always in host "
+        "memory. Remove generation.offload_training_state.",
+    ),
+    Conflict(
+        lambda recipe, data, unpaired_loss: (
+            unpaired_loss.needs_mismatched
+            and recipe.batch_size == 1
+            and data.batch_tokens is None
+            and data.packing != "bfd"
+        ),
+        "batch_size=1: kto needs another completion in each micro-batch for its baseline. Set batch_size to 2 or more (8 "
+        "gives a steadier baseline), or use loss.name=apo_zero_unpaired or bco.",
+    ),
+]
+
+
+def check_conflicts(recipe: BaseModel) -> None:
+    """Raises ValueError with every row of the table that applies to a recipe's configuration."""
+    groups: dict[str, Any] = {"recipe": recipe}
+    for name, kinds in _GROUPS.items():
+        if (group := next((value for _, value in recipe if isinstance(value, kinds)), None)) is not None:
+            groups[name] = group
+    found = [
+        conflict.message.format_map(groups)
+        for conflict, names in _READS
+        if groups.keys() >= set(names) and conflict.applies(**{name: groups[name] for name in names})
+    ]
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _names_of_groups(conflict: Conflict) -> list[str]:
+    parameters = inspect.signature(conflict.applies).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+
+_READS = [(conflict, _names_of_groups(conflict)) for conflict in CONFLICTS]

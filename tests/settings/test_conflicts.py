@@ -1,0 +1,67 @@
+"""Settings that contradict each other are refused when a recipe's configuration is built, with every reason in one message."""
+
+import pytest
+
+from lean_ft.settings.conflicts import CONFLICTS
+from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
+
+COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
+REQUIRED = {
+    "distill": ("distill.teacher=tiny",),
+    **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",)),
+}
+# For each row of the table: a recipe, settings that it refuses, and part of the message.
+REFUSED = [
+    ("finetune", "keep_every=2 save_every=1", "keep_last=null keeps all"),
+    ("finetune", "keep_best=2 save_every=1", "keep_last=null keeps all"),
+    ("finetune", "keep_best=2 keep_last=1 save_every=3 eval_every=2", "some would have none"),
+    ("finetune", "stop_after_evals=2", "stop_after_evals=2 compares evaluations"),
+    ("finetune", "optimizer.in_backward=true clip_grad_norm=1", "clip_grad_norm=1 needs every gradient"),
+    ("finetune", "optimizer.in_backward=true model.dtype=float16", "model.dtype=float16 needs every gradient"),
+    ("finetune", "optimizer.update_clipping=true optimizer.name=muon", "needs AdamW's second moment"),
+    ("finetune", "optimizer.momentum=0.9", "adamw would ignore it"),
+    ("finetune", "optimizer.betas=[0.5,0.5] optimizer.name=sgd", r"optimizer.betas=\(0.5, 0.5\) is for AdamW"),
+    ("finetune", "optimizer.eps=1 optimizer.name=sgd", "optimizer.eps=1.0 is for AdamW"),
+    ("finetune", "optimizer.state=paged", "works only with bitsandbytes' kernel"),
+    ("finetune", "optimizer.state=streamed optimizer.name=paged_adamw_8bit", "CUDA managed memory"),
+    ("dpo", "reference.kind=model loss.name=orpo", "with loss.name=orpo nothing reads a reference"),
+    ("ppo", "reference.kind=model loss.kl_weight=0", "with loss.kl_weight=0 nothing reads a reference"),
+    ("grpo", "reference.kind=none loss.kl_weight=1", "loss.kl_weight=1 needs a reference model"),
+    ("kto", "reference.kind=adapter_off", "lora is null"),
+    ("online_dpo", "reference.kind=cached", "completions are sampled anew"),
+    ("distill", "distill.teacher=null distill.cached=x data.packing=wrapped", "distill.cached=x holds whole documents"),
+    ("distill", "generation.max_new_tokens=2", "generation.max_new_tokens=2 is for completions of the student"),
+    ("distill", "generation.temperature=2", "generation.temperature=2.0 is for completions of the student"),
+    ("distill", "distill.on_policy=1 data.packing=bfd", "data.packing=bfd and data.batch_tokens=None fill batches"),
+    ("distill", "distill.on_policy=1 data.train_on=all", "distill.on_policy=1 needs prompts"),
+    ("grpo", "generation.num_answers=1", "nothing to compare a completion with"),
+    ("online_dpo", "generation.num_answers=1", "makes no pair"),
+    ("grpo", "generation.top_k=1", "set loss.correction=token_truncate"),
+    ("grpo", "generation.engine=vllm", "generation.engine=vllm rounds differently"),
+    ("ppo", "generation.engine=vllm", "this recipe does not correct"),
+    ("ppo", "generation.most_attempts=2", "generation.most_attempts=2 compares"),
+    ("grpo", "generation.offload_training_state=true optimizer.state=streamed", "is always in host memory"),
+    ("kto", "batch_size=1", "batch_size=1: kto needs another completion"),
+]
+
+
+def load(recipe: str, *settings: str) -> None:
+    required = REQUIRED.get(recipe, ())
+    load_config(catalog.load_recipe(catalog.find_recipe(recipe)).Config, None, [*COMMON, *required, *settings])
+
+
+@pytest.mark.parametrize(("recipe", "settings", "message"), REFUSED)
+def test_a_conflict_is_refused_with_its_reason(recipe: str, settings: str, message: str) -> None:
+    load(recipe)
+    with pytest.raises(ValueError, match=message):
+        load(recipe, *settings.split())
+
+
+def test_every_row_has_a_case() -> None:
+    assert len(REFUSED) == len(CONFLICTS)
+
+
+def test_all_conflicts_are_in_one_message() -> None:
+    with pytest.raises(ValueError, match=r"clip_grad_norm=1 .*\n.*optimizer.momentum=0.5"):
+        load("finetune", "optimizer.in_backward=true", "clip_grad_norm=1", "optimizer.momentum=0.5")
