@@ -1,12 +1,11 @@
-"""Forward and backward of a hybrid model beside transformers' own, of the same shape and text, taking turns.
+"""Compare forward and backward of a hybrid model with transformers' model of the same shape, on the same text.
 
     python benchmarks/against_transformers.py --rounds 2                  # Qwen3.5-0.8B's shape, 4 x 512 tokens
     python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
 
-Weights are random, in bfloat16, and all train; a call is the mean loss of the next token and the gradients of all weights, which
-are dropped behind it. lean_ft's loss makes its logits a chunk of tokens at a time, as in its recipes. Memory is the process's
-peak resident size, weights and libraries included; where a kernel for CUDA is not installed both sides compute the state in
-PyTorch's operations.
+Weights are random, in bfloat16, and all of them train. One call computes the mean next-token loss and all gradients, and drops the
+gradients. Memory is the peak resident size of the process, with weights and libraries. Without an installed CUDA kernel, both sides
+compute the state in PyTorch's operations.
 
 Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
 """
@@ -30,7 +29,7 @@ LABELS = {
 
 
 def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, device_name: str, report: Path) -> None:
-    """Measures one side and writes what was found."""
+    """Measure one side and write the report."""
     import torch
     from timing import measure_calls
 
@@ -78,7 +77,7 @@ def work(kind: str, folder: Path, batch_size: int, length: int, repeats: int, de
 
 
 def compare(config: dict[str, Any], *, rounds: int, arguments: list[str], budget: Budget) -> list[dict[str, Any]]:
-    """Measures each side in a fresh process, round after round; medians, and the largest peak."""
+    """Measure each side in new processes, round by round. Returns medians and the largest peak."""
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LABELS}
     with tempfile.TemporaryDirectory(prefix="lean_ft_against_") as temporary:
         folder, report = Path(temporary), Path(temporary) / "report.json"
@@ -121,7 +120,7 @@ COLUMNS = ["implementation", "time", "tokens/s", "peak memory", "peak / transfor
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"forward and backward pass of the Qwen3.5-0.8B shape ({settings['layers']} layers, vocabulary {settings['vocabulary']:,}), "
@@ -130,7 +129,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     peaks = {row["name"]: row.get("peak_memory_bytes") for row in result["rows"] if row["status"] == "ok"}
     cells = []
     for row in result["rows"]:
@@ -146,20 +145,20 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Layers of the shape's 24; every fourth is attention.")] = 24,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 248_320,
+    layers: Annotated[int, typer.Option(help="Layers to keep of the shape's 24; every fourth is attention.")] = 24,
+    vocabulary: Annotated[int, typer.Option(help="Vocabulary size.")] = 248_320,
     batch_size: Annotated[int, typer.Option(help="Rows.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    rounds: Annotated[int, typer.Option(help="How often each side is run.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Timed calls of a run, of which the median is told.")] = 3,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed calls per run; the median is reported.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 1800,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 1800,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compares a hybrid's forward and backward with transformers' own, on time and memory."""
+    """Compare time and memory of a hybrid model with transformers."""
     if worker and folder is not None and report is not None:
         work(worker, folder, batch_size, length, repeats, device, report)
         return

@@ -1,11 +1,11 @@
-"""Attention over documents of many lengths: packed without padding against one padded row a document.
+"""Compare attention over packed documents with attention over padded rows.
 
     python benchmarks/attention.py --shape llama3_2_3b --batch-size 2 --length 4096
 
-The documents' lengths are drawn log-uniformly and fill `batch_size` rows of `length` tokens. Packed, they lie behind
-one another, and each sees itself alone (lean_ft's `attend_documents`). Padded, each has a row as long as the longest
-(`attend_rows`). The third line is one document a row: the most attention that so many tokens can ask for. Forward and
-backward of attention alone, with the shape's heads; the rate counts the documents' own tokens, never padding.
+Document lengths are sampled log-uniformly and fill `batch_size` rows of `length` tokens. Packed documents use lean_ft's
+`attend_documents`; padded documents have one row each, as long as the longest (`attend_rows`). The third line has one document per
+row, the largest amount of attention for this number of tokens. Only attention is measured, forward and backward. The rate counts
+tokens of documents without padding.
 
 Writes `results/attention_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -29,7 +29,7 @@ LABELS = {
 
 
 def document_lengths(batch_size: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Lengths of the documents of each row, which fill it: log-uniform, the last of a row cut to what is left."""
+    """Document lengths that fill each row: log-uniform, the last one cut to fit."""
     drawn = random.Random(seed)
     rows = []
     for _ in range(batch_size):
@@ -41,7 +41,7 @@ def document_lengths(batch_size: int, length: int, seed: int = 0) -> list[list[i
 
 
 def work(kind: str, shape: str, batch_size: int, length: int, repeats: int, device_name: str, report: Path) -> None:
-    """Measures one way and writes what was found."""
+    """Measure one variant and write the report."""
     import torch
     from timing import measure_calls
 
@@ -91,7 +91,7 @@ COLUMNS = ["attention", "time", "tokens/s", "memory with inputs", "positions com
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"forward and backward pass of one attention layer of {settings['shape']}, {settings['documents']} documents in "
@@ -100,7 +100,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text: time of forward and backward, the documents' tokens a second, memory."""
+    """The rows of the table."""
     cells = []
     for row in result["rows"]:
         if row["status"] != "ok":
@@ -120,20 +120,20 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py: its heads.")] = "llama3_2_3b",
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py; only the heads are used.")] = "llama3_2_3b",
     batch_size: Annotated[int, typer.Option(help="Rows.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 4096,
-    repeats: Annotated[int, typer.Option(help="Timed calls, of which the median is told.")] = 10,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
+    repeats: Annotated[int, typer.Option(help="Timed calls; the median is reported.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 600,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 600,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compares packed with padded attention on time and memory."""
+    """Compare time and memory of packed and padded attention."""
     if worker and report is not None:
         work(worker, shape, batch_size, length, repeats, device, report)
         return

@@ -1,11 +1,10 @@
-"""bfloat16 on a CPU without instructions for it: products in float32 against PyTorch's kernels and a float32 model.
+"""Compare bfloat16 on a CPU without bfloat16 instructions: products in float32, PyTorch's kernels, and a float32 model.
 
     python benchmarks/bfloat16_products.py                   # SmolLM2 135M's shape, some minutes
-    python benchmarks/bfloat16_products.py --shape tiny      # small, to see that it runs
+    python benchmarks/bfloat16_products.py --shape tiny      # a quick trial
 
-Each side is a fresh process with random weights. It takes training steps (AdamW, attention kept and the rest recomputed),
-as they are and compiled, and generates. On a CPU that has the instructions, they are switched off for all sides. Ratios
-are of processor time: other processes on the machine change it less than the clock.
+Each side is a new process with random weights. It trains (AdamW, selective checkpointing), eager and compiled, and generates. On a CPU
+with bfloat16 instructions, they are disabled for all sides. Ratios use CPU time, because other processes affect it less than wall time.
 
 Writes `results/bfloat16_products_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -32,7 +31,7 @@ WITHOUT_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AV
 
 
 def work(kind: str, shape: str, batch_size: int, length: int, new_tokens: int, repeats: int, report: Path) -> None:
-    """Measures one side and writes what was found."""
+    """Measure one side and write the report."""
     os.environ.update(WITHOUT_INSTRUCTIONS)
     import torch
     from timing import measure_calls, resident_bytes
@@ -97,7 +96,7 @@ COLUMNS = ["model", "step", "compiled step", "step memory", "compiled step memor
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     s = result["settings"]
     return (
         f"full fine-tuning of {s['shape']} with AdamW, {s['batch_size']} x {s['length']} tokens; generation of {s['new_tokens']} "
@@ -107,7 +106,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text. Ratios are against the float32 model."""
+    """The rows of the table. Ratios are relative to the float32 model."""
     first = next((row for row in result["rows"] if row["name"] == "float32"), {"status": "not run"})
     cells = []
     for row in result["rows"]:
@@ -134,17 +133,17 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "smollm2_135m",
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "smollm2_135m",
     batch_size: Annotated[int, typer.Option(help="Rows.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that follow each prompt.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Timed calls, of which the median is told.")] = 3,
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one side may take.")] = 1800,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Timed calls; the median is reported.")] = 3,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one side in seconds.")] = 1800,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compares the three on time and memory."""
+    """Compare time and memory of the three sides."""
     if worker and report is not None:
         work(worker, shape, batch_size, length, new_tokens, repeats, report)
         return

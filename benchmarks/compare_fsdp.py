@@ -1,12 +1,11 @@
-"""lean_ft on two processes against PyTorch's own `fully_shard` and DDP with a plain loop and AdamW.
+"""Compare lean_ft on two processes with PyTorch's `fully_shard` and DDP in a plain loop with AdamW.
 
-    python benchmarks/compare_fsdp.py                          # Qwen2.5-0.5B, 1 x 512 a process, three rounds
+    python benchmarks/compare_fsdp.py                          # Qwen2.5-0.5B, 1 x 512 per process, three rounds
     python benchmarks/compare_fsdp.py --shape tiny --length 64 --rounds 1
 
-Both in bfloat16, of the same shape, batch and length, without checkpointing or a compiler, on two CPU processes of this
-machine. Ours is `finetune` in its defaults but for AdamW that steps in backward; the peer is `fsdp_plain.py`. A step's time is
-the median of those that count, and memory the peak resident size of the larger process. In every round the other side goes
-first; a ratio is formed within a round, and the median over the rounds is told.
+Both sides use bfloat16 and the same shape, batch and length, without checkpointing or compilation, on two CPU processes. lean_ft runs
+`finetune` with its defaults and AdamW in backward; the peer is `fsdp_plain.py`. Step time is the median of the counted steps; memory is
+the peak resident size of the larger process. The side that starts alternates. Ratios are computed per round; the median is reported.
 
 Writes `results/compare_fsdp_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -77,7 +76,7 @@ def torch_command(layout: str, model: Path, run: Path, *, batch_size: int, lengt
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a layout: medians over the rounds, and the ratios, each formed within a round."""
+    """One row per layout: medians over the rounds, and ratios computed per round."""
     summary = []
     for layout in LAYOUTS:
         line: dict[str, Any] = {"label": layout, "status": "ok", "reason": None}
@@ -96,7 +95,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {PROCESSES} "
@@ -107,7 +106,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -123,17 +122,19 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    batch_size: Annotated[int, typer.Option(help="Rows a step and process.")] = 1,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one run may take.")] = 1800,
-    budget_seconds: Annotated[float | None, typer.Option(help="Time for all; what is left over is not run.")] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Rows per step and process.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    steps: Annotated[int, typer.Option(help="Counted steps.")] = 3,
+    warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one run in seconds.")] = 1800,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Compares lean_ft with PyTorch's own sharding on speed and peak memory."""
+    """Compare speed and peak memory with PyTorch's own sharding."""
     hardware, budget = require_hardware("cpu"), Budget(timeout_seconds, budget_seconds)
     num_steps = warmup_steps + steps + 1  # one more than is waited for, so that nothing is saved
     threads = str(max(1, (os.cpu_count() or 1) // PROCESSES))

@@ -1,30 +1,28 @@
-"""lean_ft against TRL's trainers: one model shape, the same rows, one length, in fresh processes that take turns.
+"""Compare lean_ft with TRL's trainers: one model shape, the same rows and length, new processes that alternate.
 
     python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
     python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1 --settle-steps 0   # peaks of the first steps
-    python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small: of long runs, too
+    python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small, and many steps
     python benchmarks/compare_trl.py --lengths 1024 --only ours
-    python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers, TRL's by peft
-    python benchmarks/compare_trl.py --objective distill               # from a teacher of the shape, TRL's GKDTrainer
-    python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, its DPOTrainer, all four comparisons
+    python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers; TRL uses peft
+    python benchmarks/compare_trl.py --objective distill               # teacher of the same shape, GKDTrainer
+    python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, DPOTrainer, all four comparisons
     python benchmarks/compare_trl.py --objective dpo --only long_prompts   # one of them
-    python benchmarks/compare_trl.py --objective grpo                  # 8 answers, 128 + 128 tokens, its GRPOTrainer
+    python benchmarks/compare_trl.py --objective grpo                  # 8 completions, 128 + 128 tokens, GRPOTrainer
 
-Ours: bfloat16 weights and arithmetic, compiled layers and loss, logits a chunk at a time; full finetuning with selective
-checkpointing and 8-bit AdamW that steps in backward, LoRA with selective checkpointing, the other objectives as these. TRL: its
-defaults, which `trl_trainer.py` states and the result records. The two differ in precision, then, each being what its users get;
-what that does to training is another measurement.
+lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add selective
+checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing. TRL uses its defaults, which `trl_trainer.py` lists and the
+result records. The two sides therefore differ in precision; trl_curves.py and convergence.py compare what they learn.
 
-dpo: prompts are an eighth of the length, and ours computes each once for its two answers. In `long_prompts`, which is the case
-that is for, they are three quarters, and the other side is ours with each answer beside its own prompt. Speeds are in the tokens
-of rows that each have their prompt, whoever computes how many of them: pairs a second times 2 x length. A cache of references is
-filled before the steps that are timed, on both sides.
+dpo: prompts are 1/8 of the length, and lean_ft computes each once for its two completions. In `long_prompts` they are 3/4, and the peer
+is lean_ft without shared prompts. tokens/s always counts the prompt once per completion: pairs per second times 2 x length. Both sides
+fill the cache of reference log-probabilities before the timed steps.
 
-grpo: one prompt a step, of half the length, answered several times at a fixed length. Both learn by dapo's loss, without a
-reference; what of a step's time sampling and rewards take is told beside the whole.
+grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and no reference. The
+time for sampling and rewards is also reported.
 
-In every round the other side goes first, so that neither always meets the warmer machine. A ratio is formed within
-a round and the median over the rounds is told. TRL is the `compare` extra: pip install 'lean-ft[compare]'.
+The side that starts alternates between rounds. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
+pip install 'lean-ft[compare]'.
 
 Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
 """
@@ -51,14 +49,14 @@ LORA_RANK = 16
 
 
 class Recipe(StrEnum):
-    """Of sft, what trains."""
+    """For sft: full fine-tuning or LoRA."""
 
     full = "full"
     lora = "lora"
 
 
 class Objective(StrEnum):
-    """Which of TRL's trainers it is compared with."""
+    """The objective, which selects TRL's trainer."""
 
     sft = "sft"
     dpo = "dpo"
@@ -67,7 +65,7 @@ class Objective(StrEnum):
 
 
 class Comparison(NamedTuple):
-    """What is run in turns, and how each side runs it."""
+    """A comparison of two sides, with the settings of each."""
 
     objective: Objective
     title: str
@@ -162,7 +160,7 @@ def ours_command(
     comparison: Comparison, side: str, model: Path, data: Path, run: Path, *, length: int, batch_size: int, steps: int,
     device: str,
 ) -> list:  # fmt: skip
-    """The recipe with techniques that a CPU has, too."""
+    """The command of lean_ft's recipe, with techniques that also work on a CPU."""
     prompt_tokens = round(length * comparison.prompt_share)
     own = {
         Objective.sft: {"data.max_length": length},
@@ -198,7 +196,7 @@ def ours_command(
 def trl_command(
     comparison: Comparison, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
 ) -> list:
-    """TRL in its defaults."""
+    """The command of TRL with its defaults."""
     prompt_tokens = round(length * comparison.prompt_share)
     return [
         *(sys.executable, Path(__file__).with_name("trl_trainer.py"), "--objective", comparison.objective.value),
@@ -209,7 +207,7 @@ def trl_command(
 
 
 def write_weights(model: Path) -> None:
-    """Writes random weights into a model's folder, for both sides' teacher."""
+    """Write random weights into a model folder, as the teacher of both sides."""
     import torch
 
     from lean_ft import load_model, save_model
@@ -219,7 +217,7 @@ def write_weights(model: Path) -> None:
 
 
 def make_answers(file: Path, model: Path, length: int) -> None:
-    """Makes each row's text the answer of a chat of `length` tokens, which TRL's GKDTrainer does not cut."""
+    """Make each row's text the answer of a chat of `length` tokens, because GKDTrainer does not truncate."""
     from lean_ft.tokenizers import load_tokenizer
 
     tokenizer, rows = load_tokenizer(model), []
@@ -235,7 +233,7 @@ def make_answers(file: Path, model: Path, length: int) -> None:
 
 
 def write_rows(comparison: Comparison, folder: Path, model: Path, length: int, batch_size: int, steps: int) -> Path:
-    """Writes the data of a comparison's steps and returns its path."""
+    """Write the data of a comparison and return its path."""
     file = folder / f"rows_{length}.jsonl"
     if comparison.prompt_share:
         prompt_tokens = round(length * comparison.prompt_share)
@@ -262,7 +260,7 @@ def measure_sides(
     settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measures the sides of one comparison in turns; returns a row for each process, and what TRL's defaults came to."""
+    """Measure both sides alternately. Returns one row per process, and TRL's resolved defaults."""
     comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
     is_pair = comparison.objective is Objective.dpo
     num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than is waited for, so that nothing is saved
@@ -314,7 +312,7 @@ RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a comparison and length: the sides' medians over the rounds, and the ratios, each formed within a round."""
+    """One row per comparison and length: medians over the rounds, and ratios computed per round."""
     summary = []
     for name, length in dict.fromkeys((row["comparison"], row["length"]) for row in rows):
         line: dict[str, Any] = {"comparison": name, "length": length}
@@ -360,7 +358,7 @@ COLUMNS = [
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings, trl = result["settings"], result["versions"]["trl"]
     names = list(dict.fromkeys(line["comparison"] for line in result["summary"]))
     first = COMPARISONS[names[0]]
@@ -392,7 +390,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text; a side that gave no number shows why."""
+    """The rows of the table. A side without a number shows its status."""
     cells = []
     for line in result["summary"]:
         comparison = COMPARISONS[line["comparison"]]
@@ -415,30 +413,28 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    recipe: Annotated[Recipe, typer.Option(help="Of sft: full finetuning, or LoRA.")] = Recipe.full,
-    objective: Annotated[
-        Objective, typer.Option("--objective", help="TRL's SFTTrainer, its DPOTrainer, GRPOTrainer or GKDTrainer.")
-    ] = Objective.sft,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    recipe: Annotated[Recipe, typer.Option(help="For sft: full fine-tuning or LoRA.")] = Recipe.full,
+    objective: Annotated[Objective, typer.Option("--objective", help="TRL's trainer.")] = Objective.sft,
     batch_size: Annotated[
-        int | None, typer.Option(help="Rows a step, answers for grpo: 8; for distill, and pairs for dpo: 4.")
+        int | None, typer.Option(help="Rows per step (completions for grpo): 8; for distill, and pairs for dpo: 4.")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Maximum lengths, with commas; half of one is grpo's prompt.")] = "",
-    rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps that count.")] = 3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
+    lengths: Annotated[str, typer.Option(help="Row lengths, comma-separated; half is the prompt for grpo.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    steps: Annotated[int, typer.Option(help="Counted steps.")] = 3,
+    warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,
     settle_steps: Annotated[
-        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+        int, typer.Option(help="On a CPU: maximum steps to wait until the peak is stable; 0: do not wait.")
     ] = 200,
-    only: Annotated[str, typer.Option(help="`ours` or `trl`: that side alone; for dpo one of its comparisons.")] = "",
+    only: Annotated[str, typer.Option(help="Only `ours` or `trl`; for dpo, one of its comparisons.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 3600,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Compares lean_ft with one of TRL's trainers on speed and peak memory."""
+    """Compare speed and peak memory with one of TRL's trainers."""
     names = [name for name, comparison in COMPARISONS.items() if comparison.objective is objective]
     wanted, side = names, only
     if objective is Objective.sft:

@@ -1,19 +1,18 @@
-"""Whether lean settings learn what float32 AdamW learns, over several hundred steps each.
+"""Compare the loss of memory-saving settings with float32 AdamW, over several hundred steps each.
 
     python benchmarks/convergence.py               # the embedded model on its own data
     python benchmarks/convergence.py --task gsm8k  # a small model from random weights, on GSM8K
-    python benchmarks/convergence.py --task trained --model FOLDER --seeds 4    # a trained model of yours
+    python benchmarks/convergence.py --task trained --model FOLDER --seeds 4    # your own trained model
     python benchmarks/convergence.py --only float32,seed,adamw_4bit --steps 100
 
-Every row is the recipe `full_finetune_single_device` with the same data in the same order; only the settings that it
-names differ from float32 AdamW. A loss is told as the mean over the last steps and as the held-out loss at the end,
-each against the float32 run's. The row `seed` is that run with another order of the data: what lies within its distance
-is no difference. A row has its bound, and one that goes beyond it makes the script exit with 1.
+Every row runs `full_finetune_single_device` on the same data in the same order and changes only the listed settings. It reports the mean
+loss of the last steps and the final held-out loss, each compared with the float32 run. The row `seed` repeats that run with another data
+order; smaller differences mean nothing. If a row exceeds its limit, the script exits with 1.
 
-With `--seeds N` each row runs N times, with N orders of the data that are the same for all rows. A loss is then a mean over the
-seeds and a difference the mean of the differences from float32's run with the same seed, each with its standard error.
+With `--seeds N` each row runs with N data orders, which are the same for all rows. Losses are means over the seeds. Differences are means of
+the differences from the float32 run with the same seed. Both have standard errors.
 
-Writes `results/convergence_<task>_<hardware>.json` and a chart of the curves beside it.
+Writes `results/convergence_<task>_<hardware>.json` and a chart of the curves.
 """
 
 import json
@@ -44,7 +43,7 @@ BASE: dict[str, Any] = {
 
 
 class Task(NamedTuple):
-    """What is trained on what."""
+    """A model and data set to train."""
 
     description: str
     result: str
@@ -127,7 +126,7 @@ COLUMNS = ["setting", "optimizer state", "training loss", "difference", "held-ou
 
 
 def write_small_model(folder: Path) -> Path:
-    """A model folder without weights, with the embedded model's tokenizer."""
+    """Write a model folder without weights, with the embedded model's tokenizer."""
     shutil.copytree(EMBEDDED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **SMALL_MODEL}))
@@ -137,7 +136,7 @@ def write_small_model(folder: Path) -> Path:
 def train(
     row: Row, base: dict[str, Any], *, steps: int, seeds: int, device: str, timeout_seconds: float
 ) -> dict[str, Any]:
-    """Runs one row, each seed in a process of its own; returns its losses, or why there are none."""
+    """Run one row, each seed in its own process. Returns its losses, or the reason for having none."""
     result: dict[str, Any] = {"name": row.name, "label": row.label, "settings": row.settings, "bound": row.bound}
     last_losses, eval_losses, curves = list[float](), list[float](), list[list[float]]()
     for seed in range(seeds):
@@ -161,7 +160,7 @@ def train(
 
 
 def state_told(output: str) -> str:
-    """The bytes of optimizer state as the run told them when it started."""
+    """The size of the optimizer state from the run's `optimizer` line."""
     _, _, told = next(line for line in output.splitlines() if "optimizer" in line and "state" in line).partition(
         "state "
     )
@@ -169,14 +168,14 @@ def state_told(output: str) -> str:
 
 
 def beyond(row: dict[str, Any], reference: dict[str, Any]) -> bool:
-    """Whether a row's losses end further above the reference's than its bound."""
+    """Whether a row's losses exceed the reference by more than its limit."""
     if row["bound"] is None:
         return False
     return any(row[name] > reference[name] * (1 + row["bound"]) for name in ("last_loss", "eval_loss"))
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"{TASKS[settings['task']].description}, {settings['steps']} steps; training loss is the mean of the "
@@ -203,7 +202,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def with_error(values: list[float], form: str, unit: str = "") -> str:
-    """The mean, and of several values its standard error."""
+    """The mean, with its standard error for several values."""
     if len(values) == 1:
         return f"{values[0]:{form}}{unit.strip()}"
     error = statistics.stdev(values) / math.sqrt(len(values))
@@ -211,7 +210,7 @@ def with_error(values: list[float], form: str, unit: str = "") -> str:
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
-    """Draws the loss curves, each averaged over ten steps; None without matplotlib."""
+    """Draw the loss curves, averaged over 10 steps. Returns None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -242,23 +241,23 @@ def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def main(
-    task: Annotated[str, typer.Option(help=f"What is trained on what: {' or '.join(TASKS)}.")] = "embedded",
-    data: Annotated[Path | None, typer.Option(help="GSM8K's training split, for that task.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 300,
+    task: Annotated[str, typer.Option(help=f"Task: {' or '.join(TASKS)}.")] = "embedded",
+    data: Annotated[Path | None, typer.Option(help="GSM8K's training split, for the task gsm8k.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 300,
     model: Annotated[
-        Path | None, typer.Option(help="A trained model's folder, for that task.", envvar="TRAINED_MODEL")
+        Path | None, typer.Option(help="Folder of a trained model, for the task trained.", envvar="TRAINED_MODEL")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of every row, with other orders of the data.")] = 1,
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(r.name for r in ROWS)}, with commas.")] = "",
+    seeds: Annotated[int, typer.Option(help="Runs per row, with different data orders.")] = 1,
+    only: Annotated[str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(r.name for r in ROWS)}.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    jobs: Annotated[int, typer.Option(help="Runs at a time: losses do not mind.")] = 1,
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one run may take.")] = 600,
+    jobs: Annotated[int, typer.Option(help="Concurrent runs.")] = 1,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one run in seconds.")] = 600,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result and the chart.")] = RESULTS,
 ) -> None:
-    """Trains a small model with lean settings and with float32 AdamW, and compares what they reach."""
+    """Train a small model with each setting and compare the losses with float32 AdamW."""
     hardware = require_hardware(device)
     if task not in TASKS:
         raise typer.BadParameter(f"no task is called {task!r}; expected {' or '.join(TASKS)}")

@@ -1,24 +1,22 @@
-"""Kills runs at random moments, and holds each to the one that nobody disturbed.
+"""Kill runs at random moments and compare the result with an uninterrupted run.
 
     python benchmarks/crashes.py                       # 240 kills of tiny runs, some minutes
     python benchmarks/crashes.py --kills 12 --budget-seconds 60
-    python benchmarks/crashes.py --kills 200 --only online    # while they sample, score, learn or save
-    python benchmarks/crashes.py --kills 100 --ranks 2        # runs on two processes, of which one is killed
+    python benchmarks/crashes.py --kills 200 --only online    # while they sample, score, train or save
+    python benchmarks/crashes.py --kills 100 --ranks 2        # runs on two processes, one of which is killed
 
-A run of the real recipe, 16 steps with a checkpoint every second one, is ended by SIGKILL after a random time, or a
-random moment after it began to write a checkpoint; then it is started again, up to three times over, and at last left to
-end. After every kill it is checked that
+A run of 16 steps saves every 2 steps. SIGKILL ends it after a random time, or at a random moment of a save. The run is restarted up to three
+times and then runs to its end. After every kill the script checks that
 
-- every folder with a checkpoint's name is whole,
-- the metrics tell of no more steps beyond the newest one than lie between two saves (twice that with `save_async`),
-- the next start goes on from exactly that checkpoint;
+- every folder with a checkpoint's name is complete,
+- metrics.jsonl has at most the steps between two saves after the newest checkpoint (twice that with `save_async`),
+- the next start resumes from that checkpoint.
 
-and at the end that checkpoint, metrics and samples equal the undisturbed run's, bit for bit. What fails any of these is listed.
+At the end, the checkpoint, metrics and samples must equal those of the uninterrupted run, bit for bit. Failures are listed.
 
-Of several ranks one is killed, and the others are told to end by SIGTERM, as torchrun's agent does: each has to, within a minute,
-by itself.
+With several ranks, one rank is killed, and the others get SIGTERM, as from torchrun's agent. Each must end within a minute.
 
-Writes `results/crashes_<hardware>.json`, with `rank_` before it for several ranks.
+Writes `results/crashes_<hardware>.json`, or `results/rank_crashes_<hardware>.json` with several ranks.
 """
 
 import contextlib
@@ -88,7 +86,7 @@ COLUMNS = [
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     total = sum(row["kills"] for row in result["rows"])
     wrong = sum(len(row["failures"]) for row in result["rows"])
     outcome = "all checks passed" if not wrong else f"{wrong} CHECKS FAILED"
@@ -98,7 +96,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -146,7 +144,7 @@ class Campaign:
         self.digests, self.metrics, self.samples = digests(self.last), metrics(whole), _samples(whole)
 
     def disturb_one_run(self, most_kills: int) -> None:
-        """Start a run, kill it and start it again, let it end, and compare it."""
+        """Start a run, kill and restart it, let it end, and compare the result."""
         run = self.place / f"run{self.row['runs']}"
         self.row["runs"] += 1
         failures = len(self.row["failures"])
@@ -179,7 +177,7 @@ class Campaign:
             shutil.rmtree(run)
 
     def _start(self, run: Path) -> list[int]:
-        """The processes of a run, one a rank."""
+        """Start the processes of a run, one per rank."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -193,7 +191,7 @@ class Campaign:
         train(self.inputs, run, self.settings, self.recipe)
 
     def _ends(self, processes: list[int], hurry: bool = False) -> list[int]:
-        """The exit codes of all; with `hurry` those that are left are asked to end, and killed where they do not."""
+        """Wait and return all exit codes. With `hurry`, send SIGTERM to the remaining processes, then SIGKILL."""
         codes: dict[int, int] = {}
         asked, deadline = False, time.perf_counter() + PATIENCE_SECONDS + 10 * (0 if hurry else 60)
         while len(codes) < len(processes):
@@ -214,7 +212,7 @@ class Campaign:
         return [codes[process] for process in processes]
 
     def _wait_for_the_moment(self, run: Path, processes: list[int]) -> None:
-        """Half of the times any, half of the times one inside of a save."""
+        """Wait for a random moment, half of the time one inside a save."""
         if self.chance.random() < 0.5:
             time.sleep(self.chance.uniform(0, self.seconds))
             return
@@ -245,7 +243,7 @@ class Campaign:
             self._fail(run, f"{lost} steps lost")
 
     def _check_next_start(self, run: Path) -> None:
-        """One that trains no step, so that what it found is all that it did."""
+        """Start a run that trains no step, to see which checkpoint it finds."""
         log = self.place / "log"
         before = log.stat().st_size
         (code,) = self._ends([fork(lambda: _only_begin(self.inputs, run, self.settings, self.recipe), log)])
@@ -267,25 +265,25 @@ def _only_begin(inputs: Path, run: Path, settings: list[str], recipe: Any) -> No
 
 
 def _samples(run: Path) -> str:
-    """What a run that learns online keeps of its answers."""
+    """The completions that an online run saves."""
     path = run / "samples.jsonl"
     return path.read_text() if path.is_file() else ""
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a child has, leaving it to be waited for."""
+    """Whether a child process has ended. Does not reap it."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def main(
-    kills: Annotated[int, typer.Option(help="Kills in all.")] = 240,
-    ranks: Annotated[int, typer.Option(help="Processes of a run, of which one is killed.")] = 1,
-    budget_seconds: Annotated[float, typer.Option(help="No further run is begun after this.")] = 600.0,
-    only: Annotated[str, typer.Option(help="A pattern for the runs to kill.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the moments; the machine's own timing differs all the same.")] = 0,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    kills: Annotated[int, typer.Option(help="Number of kills.")] = 240,
+    ranks: Annotated[int, typer.Option(help="Processes per run; one is killed.")] = 1,
+    budget_seconds: Annotated[float, typer.Option(help="Start no run after this time in seconds.")] = 600.0,
+    only: Annotated[str, typer.Option(help="Regular expression for the runs to kill.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the moments; timing still varies.")] = 0,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Kills, compares, prints and writes; exits with 1 where a check failed."""
+    """Kill, compare, print and write. Exits with 1 if a check failed."""
     hardware = require_hardware("cpu")
     started = time.perf_counter()
     chance = random.Random(seed)

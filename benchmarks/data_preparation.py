@@ -1,15 +1,14 @@
-"""Preparing a chat data set against TRL: read, render, tokenise, mask, pack, write; in fresh processes that take turns.
+"""Compare data preparation with TRL: read, render, tokenize, mask, pack and write, in new processes that alternate.
 
     python benchmarks/data_preparation.py                          # GSM8K repeated to 300,000 rows, packed to 1,024
     python benchmarks/data_preparation.py --rows 20000 --rounds 3
     python benchmarks/data_preparation.py --data questions.jsonl   # other rows with `question` and `answer`
 
-The rows are a prompt and a completion in messages, each numbered so that no two are equal. The tokenizer is a byte-level
-BPE of 16,000 tokens trained on the same text, split and normalised as Qwen2.5's, with a ChatML template that has no
-`{% generation %}` blocks: both sides find what is trained by rendering twice. Both get as many processes as there are
-cores. Ours is started twice: the second start finds the first one's work.
+Rows are prompt and completion messages, numbered so that no two are equal. The tokenizer is a byte-level BPE of 16,000 tokens, trained on the
+same text, with Qwen2.5's pre-tokenizer and a ChatML template without `{% generation %}` blocks, so both sides find trained tokens by
+rendering twice. Both get one process per core. lean_ft starts twice: the second start uses the cache of the first.
 
-Writes `results/data_preparation_<rows>x<length>_<hardware>.json`. TRL is the `compare` extra.
+Writes `results/data_preparation_<rows>x<length>_<hardware>.json`. TRL is in the extra `compare`.
 """
 
 import importlib.util
@@ -50,7 +49,7 @@ def read_questions(data: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, questions: list[dict[str, str]], num_rows: int) -> Path:
-    """Writes `num_rows` different rows."""
+    """Write `num_rows` different rows."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(islice(cycle(questions), num_rows), start=1):
             prompt = [{"role": "user", "content": f"Question {number}: {row['question']}"}]
@@ -60,7 +59,7 @@ def write_rows(path: Path, questions: list[dict[str, str]], num_rows: int) -> Pa
 
 
 def write_tokenizer(folder: Path, texts: Iterator[str]) -> Path:
-    """Trains a tokenizer on `texts` and writes it as both sides read it."""
+    """Train a tokenizer on `texts` and write it for both sides."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -84,7 +83,7 @@ def write_tokenizer(folder: Path, texts: Iterator[str]) -> Path:
 def measure_side(
     side: str, label: str, data: Path, tokenizer: Path, cache: Path, *, length: int, num_processes: int, budget: Budget
 ) -> dict[str, Any]:
-    """Prepares once in a fresh process; returns a row of plain values."""
+    """Prepare once in a new process. Returns a row of plain values."""
     facts = cache / f"{label}.json"
     cache.mkdir(exist_ok=True)
     command = [
@@ -106,7 +105,7 @@ def measure_side(
 
 
 def summarize(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
-    """A line a label: medians over the rounds, and TRL's seconds over these, formed within a round."""
+    """One line per label: medians over the rounds, and the speed relative to TRL, computed per round."""
     summary = []
     for label in dict.fromkeys(row["label"] for row in rows):
         own = [row for row in rows if row["label"] == label]
@@ -136,7 +135,7 @@ COLUMNS = ["", "seconds", "rows/s", "speed / TRL", "peak memory", "packed rows",
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"preparing {settings['rows']:,} chats ({settings['distinct']:,} rows of {settings['data']}, repeated and numbered; "
@@ -147,7 +146,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text; a side that gave no number shows why."""
+    """The rows of the table. A side without a number shows its status."""
     cells = []
     for line in result["summary"]:
         if line["status"] != "ok":
@@ -172,13 +171,13 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 def main(
     data: Annotated[Path | None, typer.Option(help="JSONL with question and answer; GSM8K's training split.")] = None,
     rows: Annotated[int, typer.Option(help="Rows to prepare.")] = 300_000,
-    length: Annotated[int, typer.Option(help="Tokens of a packed row.")] = 1024,
-    rounds: Annotated[int, typer.Option(help="How often each side runs.")] = 1,
-    only: Annotated[str, typer.Option(help="`ours` or `trl`: measure that side alone.")] = "",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one process may take.")] = 3600,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    length: Annotated[int, typer.Option(help="Tokens per packed row.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 1,
+    only: Annotated[str, typer.Option(help="Only `ours` or `trl`.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 3600,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Compares the preparation of a data set with TRL's on speed and peak memory."""
+    """Compare speed and peak memory of data preparation with TRL."""
     if only not in ("", *SIDES):
         raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
     sides = [only] if only else list(SIDES)

@@ -1,12 +1,11 @@
-"""Gives tiny runs a disk that is full, read-only, forbidden or faulty, and looks at what they do about it.
+"""Run tiny trainings on a disk that is full, read-only, forbidden or faulty.
 
-    python benchmarks/disk_faults.py               # as root on Linux: file systems of a few MiB are mounted for it
-    python benchmarks/disk_faults.py --flips 2     # byte flips in each kind of file of a checkpoint
+    python benchmarks/disk_faults.py               # as root on Linux: mounts file systems of a few MiB
+    python benchmarks/disk_faults.py --flips 2     # flips bits in each kind of file of a checkpoint
 
-Each fault happens to runs of the real recipe in processes of their own. Afterwards the disk is mended and the same command
-given again. Three things are looked at: that the run ended with a message and an exit code, not a traceback; that every
-folder with a checkpoint's name is whole; that the mended run ends bitwise equal to the undisturbed one. A fault that this
-machine cannot have (no right to mount) is listed with the reason.
+Each case trains in its own process, repairs the disk and repeats the command. It checks that the run ended with a message and an exit code
+instead of a traceback, that every folder with a checkpoint's name is complete, and that the resumed run is bitwise equal to an uninterrupted
+one. Faults that this machine cannot make (no right to mount) are listed with the reason.
 
 Writes `results/disk_faults_<hardware>.json`.
 """
@@ -41,16 +40,16 @@ COLUMNS = ["fault", "cases", "ended with a message", "checkpoints complete", "re
 
 
 class Unavailable(Exception):
-    """This machine cannot have the fault."""
+    """This machine cannot produce the fault."""
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     return f"disk faults during runs of {STEPS} steps that save every 4 steps"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     cells = []
     for row in result["rows"]:
         numbers = [f"{row[key]}" for key in ("told", "whole", "equal")] if row["status"] == "ok" else ["-"] * 3
@@ -62,7 +61,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def mount(place: Path, size_bytes: int | None, flags: int = 0) -> None:
-    """A memory file system over `place`, for this process and its children alone; remounted where size_bytes is None."""
+    """Mount a memory file system on `place`, visible to this process and its children only; remount if size_bytes is None."""
     libc = ctypes.CDLL(None, use_errno=True)
     if size_bytes is not None:
         if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
@@ -75,13 +74,13 @@ def mount(place: Path, size_bytes: int | None, flags: int = 0) -> None:
 
 
 def believe_in_room() -> None:
-    """As on a disk with quotas, which statvfs knows nothing of: the free space that is asked for first is large."""
+    """Report much free space, as on a disk with quotas that statvfs does not see."""
     for module in (lean_ft.training.checkpoint, lean_ft.training.saving):
         module.free_bytes = lambda directory: 2**40  # type: ignore[attr-defined]
 
 
 class Case:
-    """One run under one fault: `place` is where its run directory goes."""
+    """One run with one fault. `place` is the parent of its run directory."""
 
     def __init__(self, inputs: Path, place: Path, settings: list[str]):
         self.inputs, self.place, self.settings = inputs, place, settings
@@ -89,7 +88,7 @@ class Case:
         self.log = inputs / f"{place.name}.log"
 
     def start(self, before: Callable[[], None] = lambda: None) -> int:
-        """Train in a fork, after `before`; its exit code."""
+        """Call `before`, train in a fork, and return the exit code."""
 
         def work() -> None:
             before()
@@ -98,7 +97,7 @@ class Case:
         return finish(fork(work, self.log))
 
     def after_saves(self, number: int, act: Callable[[], None]) -> Callable[[], None]:
-        """What makes a start call `act` once it has saved so many checkpoints."""
+        """Make a run call `act` after this number of checkpoints."""
 
         def install() -> None:
             write, saved = lean_ft.training.saving.write_checkpoint, []
@@ -115,7 +114,7 @@ class Case:
 
 
 def become_nobody(case: Case) -> None:
-    """A user without rights, who may not even read this Python: all that a run imports is imported before."""
+    """Become a user without rights. That user may not read this Python, so everything a run imports is imported first."""
     train(case.inputs, case.inputs / f"before_{case.place.name}", ["max_steps=1"])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -134,7 +133,7 @@ def mount_over(place: Path, size_bytes: int) -> None:
 
 
 def disk_full_between_saves(case: Case, chance: random.Random) -> Callable[[], None]:
-    """Another program fills it; the free space that a save asks for first is not there."""
+    """Fill the disk between saves, so that a save finds too little free space."""
     mount(case.place, 2**30)
     filler = case.place / "filler"
 
@@ -147,14 +146,14 @@ def disk_full_between_saves(case: Case, chance: random.Random) -> Callable[[], N
 
 
 def disk_full_inside_a_save(case: Case, chance: random.Random) -> Callable[[], None]:
-    """ENOSPC from a write, wherever the size lets it come."""
+    """Make a write fail with ENOSPC at any point of a save."""
     mount(case.place, chance.randrange(60_000, 900_000))
     case.fault = case.start(believe_in_room)
     return lambda: mount_over(case.place, 2**30)
 
 
 def file_size_limit(case: Case, chance: random.Random) -> Callable[[], None]:
-    """EFBIG, as where `ulimit -f` is set."""
+    """Make a write fail with EFBIG, as with `ulimit -f`."""
     limit = chance.randrange(2_000, 60_000)
     case.fault = case.start(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     return lambda: None
@@ -168,7 +167,7 @@ def read_only_from_the_start(case: Case, chance: random.Random) -> Callable[[], 
 
 
 def read_only_meanwhile(case: Case, chance: random.Random) -> Callable[[], None]:
-    """The run's files are open, so its file system cannot become read-only; its folder can, to a user without rights."""
+    """Make the folder read-only to a user without rights. The file system cannot become read-only while files are open."""
     if os.getuid():
         raise Unavailable("only root can become another user")
     case.place.chmod(0o777)
@@ -209,7 +208,7 @@ FAULTS: dict[str, tuple[Callable[[Case, random.Random], Callable[[], None]], lis
 
 
 def suffer(fault: Callable, case: Case, chance: random.Random, whole: dict[str, str]) -> dict[str, Any]:
-    """What the fault made of a run, and its mended continuation."""
+    """Run with the fault, then repair the disk and resume."""
     mend = fault(case, chance)
     said = case.log.read_text()
     problems = []
@@ -244,7 +243,7 @@ def all_whole(run: Path, problems: list[str]) -> bool:
 
 
 def in_own_process(work: Callable[[], dict[str, Any]], place: Path) -> dict[str, Any]:
-    """Do it in a fork, whose mounts are its own, and return what it tells."""
+    """Run in a fork with its own mounts and return its result."""
     answer = place.with_suffix(".json")
 
     def tell() -> None:
@@ -264,7 +263,7 @@ def in_own_process(work: Callable[[], dict[str, Any]], place: Path) -> dict[str,
 
 
 def damage(content: bytes, kind: str, chance: random.Random) -> bytes:
-    """The content with one bit turned, cut short, or gone."""
+    """The content with one bit flipped, truncated, or missing."""
     if kind == "cut short":
         return content[: chance.randrange(len(content))]
     changed = bytearray(content)
@@ -275,7 +274,7 @@ def damage(content: bytes, kind: str, chance: random.Random) -> bytes:
 def damaged_files(
     inputs: Path, place: Path, undisturbed: Path, whole: dict[str, str], flips: int, chance: random.Random
 ) -> list[dict[str, Any]]:
-    """A row for each file of the newest checkpoint: damaged `flips` times by a bit, once cut short, once missing."""
+    """One row per file of the newest checkpoint: `flips` bit flips, one truncation, one missing file."""
     run = place / "run"
     shutil.copytree(undisturbed, run)
     newest, previous = list_checkpoints(run)[-1], list_checkpoints(run)[-2]
@@ -326,13 +325,13 @@ def damaged_files(
 
 
 def main(
-    flips: Annotated[int, typer.Option(help="Bits turned in each kind of file, each by itself.")] = 20,
-    faults: Annotated[int, typer.Option(help="Most runs a fault happens to.")] = 20,
-    budget_seconds: Annotated[float, typer.Option(help="No further fault is begun after this.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of where faults happen.")] = 0,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    flips: Annotated[int, typer.Option(help="Bit flips per kind of file.")] = 20,
+    faults: Annotated[int, typer.Option(help="Maximum runs per fault.")] = 20,
+    budget_seconds: Annotated[float, typer.Option(help="Start no fault after this time in seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the faults.")] = 0,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Makes faults, prints and writes; exits with 1 where one was not survived."""
+    """Produce the faults, print and write. Exits with 1 if a check failed."""
     hardware = require_hardware("cpu")
     started = time.perf_counter()
     chance = random.Random(seed)

@@ -1,9 +1,9 @@
-"""The peer: PyTorch's own `fully_shard` (or DDP) with a plain loop and AdamW, run by compare_fsdp.py under torchrun.
+"""The peer of compare_fsdp.py: PyTorch's `fully_shard` or DDP with a plain loop and AdamW, started by torchrun.
 
-transformers' model in bfloat16 with random weights, cut layer by layer as PyTorch's tutorial has it, the loss that the model
-computes itself from whole logits, `torch.optim.AdamW` with its fused update, and rows of random tokens.
+transformers' model in bfloat16 with random weights, sharded by layer as in PyTorch's tutorial; the model's own loss with full logits;
+`torch.optim.AdamW` with its fused update; rows of random tokens.
 
-Writes metrics.jsonl as lean_ft does: one line a step, the peak being the most that any of the processes took.
+Writes metrics.jsonl as lean_ft does: one line per step, with the largest peak of the processes.
 """
 
 import json
@@ -34,7 +34,7 @@ def main(
     batch_size: Annotated[int, typer.Option()],
     length: Annotated[int, typer.Option()],
     steps: Annotated[int, typer.Option()],
-    copies: Annotated[bool, typer.Option(help="DDP in place of FSDP.")] = False,
+    copies: Annotated[bool, typer.Option(help="DDP instead of FSDP.")] = False,
 ) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

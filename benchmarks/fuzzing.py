@@ -1,17 +1,14 @@
-"""Feeds broken input to everything that reads a file or a request that somebody else may have made.
+"""Feed corrupted input to every reader of files and requests that may come from other people.
 
-    python benchmarks/fuzzing.py                        # 1,000,000 cases: about 20 minutes of one core
+    python benchmarks/fuzzing.py                        # 1,000,000 cases: about 20 minutes on one core
     python benchmarks/fuzzing.py --cases 20000 --only config.json
 
-Each case is a valid input with a few things broken: a value of its JSON or YAML replaced by a hostile one (a huge number,
-deep nesting, half a surrogate pair, another type), taken out or doubled, or bytes turned, cut, repeated or put in. Whole
-inputs are small, so a failing one needs no shrinking and none of hypothesis' cost a case. Cases are counted by target and
-seed: a run with the same arguments feeds the same ones. How many a target gets goes by its share, which is less where a
-case takes longer.
+A case is a valid input with a few changes: a JSON or YAML value is replaced by a hostile one (a huge number, deep nesting, half a surrogate
+pair, another type), removed or doubled, or bytes are flipped, cut, repeated or inserted. Inputs are small, so failures need no shrinking and
+hypothesis is not used. A target and a seed determine each case, so runs with the same arguments repeat it. Slow targets get fewer cases.
 
-A case passes that is read, or refused by a message of ours (a ValueError, exit code 2) that can be printed in 2,000
-characters. It fails with any other exception, after 10 seconds of processor time, or where it asks for 2 GiB more memory.
-A worker that dies or no longer answers is itself a failure, and the case that it had is known.
+A case passes if the input is accepted, or rejected with a message (ValueError, exit code 2) of at most 2,000 printable characters. It fails
+with any other exception, after 10 s of CPU time, or with 2 GiB more memory. A worker that dies or hangs is a failure of its current case.
 
 Writes `results/fuzzing_<hardware>.json`.
 """
@@ -119,7 +116,7 @@ SNIPPETS = [
 
 
 def break_bytes(content: bytes, chance: random.Random) -> bytes:
-    """A few bytes turned, cut, repeated or put in."""
+    """Flip, cut, repeat or insert a few bytes."""
     for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
         place = chance.randrange(len(content) + 1)
         end = min(len(content), place + chance.choice((1, 2, 5, 40)))
@@ -139,7 +136,7 @@ def break_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def break_value(value: Any, chance: random.Random) -> Any:
-    """A copy of a JSON value with something inside of it replaced, taken out, doubled or buried."""
+    """A copy of a JSON value with something inside replaced, removed, doubled or nested."""
     if isinstance(value, dict | list) and value and chance.random() < 0.85:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key = chance.choice(keys)
@@ -173,7 +170,7 @@ def as_json(value: Any) -> bytes:
 
 
 def break_json(content: bytes, chance: random.Random) -> bytes:
-    """Mostly its values, else its bytes."""
+    """Break the JSON values, or sometimes the bytes."""
     if chance.random() < 0.3:
         return break_bytes(content, chance)
     value = json.loads(content)
@@ -193,7 +190,7 @@ def break_yaml(content: bytes, chance: random.Random) -> bytes:
 
 
 def break_safetensors(content: bytes, chance: random.Random) -> bytes:
-    """The header's values, its bytes, its length, or the whole."""
+    """Break the header's values, its bytes, its length, or the whole file."""
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
     act = chance.random()
@@ -211,7 +208,7 @@ def break_safetensors(content: bytes, chance: random.Random) -> bytes:
 
 
 class Target:
-    """A file that is broken, what reads it, and its share of all cases."""
+    """A file to corrupt, the function that reads it, and its share of all cases."""
 
     def __init__(
         self,
@@ -229,7 +226,7 @@ class Target:
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """Everything that is fed, with valid files to begin from under `folder`."""
+    """All targets, with valid files under `folder`."""
     found: dict[str, Target] = {}
     for kind in (_settings, _rows, _models, _adapters, _tokenizers, _runs, _requests):
         (folder / kind.__name__).mkdir()
@@ -466,7 +463,7 @@ def _runs(folder: Path) -> dict[str, Target]:
 
 
 def _requests(folder: Path) -> dict[str, Target]:
-    """Requests to `leanft serve`, as its server reads them."""
+    """Requests to `leanft serve`, parsed as by its server."""
     from lean_ft.generation.requests import ChatRequest, Refused
 
     body = folder / "body"
@@ -486,14 +483,14 @@ def _requests(folder: Path) -> dict[str, Target]:
 
 
 def _read_tensors(file: Path) -> None:
-    """Every tensor that the header promises, as a model would: into memory of its shape."""
+    """Read every tensor of the header into memory of its shape, as a model would."""
     for tensor in read_header(file).values():
         if tensor.dtype is not None:
             tensor.read()
 
 
 def _smaller(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Without most of its vocabulary, so that what is broken is seldom a character's number."""
+    """A tokenizer with a small vocabulary, so that changes rarely hit a token's id."""
     vocabulary = tokenizer["model"]["vocab"]
     kept = {token: number for token, number in vocabulary.items() if token.isalnum() or token == "<end>"}
     return {**tokenizer, "model": {**tokenizer["model"], "vocab": kept}}
@@ -504,7 +501,7 @@ class _OutOfTime(BaseException):
 
 
 def judge(target: Target, content: bytes) -> tuple[str, dict[str, Any] | None]:
-    """`read`, `refused`, or `failed` with what is known of it."""
+    """Return `read`, `refused`, or `failed` with details."""
     target.file.write_bytes(content)
 
     def ring(number: int, frame: Any) -> None:
@@ -534,7 +531,7 @@ def _failure(what: str, error: BaseException) -> dict[str, Any]:
 
 
 def worker(target: Target, name: str, seed: int, numbers: range, current: mmap.mmap, answer: Path) -> None:
-    """Judge the cases with these numbers, and write what came of them."""
+    """Judge the cases with these numbers and write the outcome."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -556,7 +553,7 @@ def worker(target: Target, name: str, seed: int, numbers: range, current: mmap.m
 
 
 def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline: float, place: Path) -> dict[str, Any]:
-    """All cases of one target from number `first` on, some hundreds in a process at a time."""
+    """Run all cases of one target from number `first` on, in forked workers."""
     row: dict[str, Any] = {
         "label": name,
         "status": "ok",
@@ -604,7 +601,7 @@ def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline:
 
 
 def _wait(process: int, current: mmap.mmap) -> str:
-    """How a worker ended; one that stays with a case for too long is killed."""
+    """Wait for a worker and describe how it ended. Kill it if one case takes too long."""
     before, since = b"", time.perf_counter()
     while not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.02)
@@ -620,14 +617,14 @@ def _wait(process: int, current: mmap.mmap) -> str:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     cases = sum(row["cases"] for row in result["rows"])
     failed = sum(row["failed"] for row in result["rows"])
     return f"{cases:,} corrupted inputs; {failed} failed"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -644,13 +641,15 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="Cases in all, shared out by what a case of an input takes.")] = 1_000_000,
-    budget_seconds: Annotated[float, typer.Option(help="When to end, with fewer cases.")] = 36_000.0,
-    only: Annotated[str, typer.Option(help="A pattern for the inputs to feed.")] = "",
-    seed: Annotated[int, typer.Option(help="Another one makes other cases.")] = 0,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    cases: Annotated[int, typer.Option(help="Number of cases, divided among the inputs.")] = 1_000_000,
+    budget_seconds: Annotated[
+        float, typer.Option(help="Time limit in seconds; remaining cases are skipped.")
+    ] = 36_000.0,
+    only: Annotated[str, typer.Option(help="Regular expression for the inputs to corrupt.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Feeds, prints and writes; exits with 1 where a case failed."""
+    """Run all cases, print and write. Exits with 1 if a case failed."""
     hardware = require_hardware("cpu")
     with tempfile.TemporaryDirectory(prefix="lean_ft_fuzzing_") as folder:
         chosen = {name: target for name, target in targets(Path(folder)).items() if re.search(only, name)}

@@ -1,17 +1,17 @@
-"""Generating: lean_ft against transformers' generate, and prompts that are shared against those that are not.
+"""Compare generation with transformers' `generate`, and shared prompts with repeated prompts.
 
     python benchmarks/generation.py                                   # Qwen2.5-0.5B's shape, some minutes
-    python benchmarks/generation.py --shape tiny --rounds 1           # small, to see that it runs
+    python benchmarks/generation.py --shape tiny --rounds 1           # a quick trial
     python benchmarks/generation.py --device cuda --rows 32
     python benchmarks/generation.py --compile                         # as in a recipe with compile=true
 
-One process, one set of random weights in bfloat16, no token that ends an answer. Three comparisons, whose sides take turns:
+One process, random weights in bfloat16, no end token. Three comparisons, whose sides alternate:
 
-    greedy      `--rows` prompts of `--prompt-tokens`, as many new ones: lean_ft and transformers, the greedy
-    drawn       the same at temperature 1, with the log-probabilities of what was drawn: transformers' by output_logits
-    shared      `--rows` answers to one prompt of `--shared-tokens`, and to as many prompts of that length: both lean_ft
+    greedy      `--rows` prompts of `--prompt-tokens`: lean_ft and transformers
+    drawn       the same, sampled at temperature 1 with log-probabilities; transformers with output_logits
+    shared      `--rows` completions of one prompt of `--shared-tokens`, and of as many separate prompts: both lean_ft
 
-A ratio is formed within a round, and the median over the rounds is told. Random weights answer nonsense, and no faster.
+Ratios are computed per round; the median is reported.
 
 Writes `results/generation_<shape>_<rows>x<prompt>+<new>_<hardware>.json`.
 """
@@ -45,7 +45,7 @@ SIDES = {
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     s = result["settings"]
     return (
         f"{s['shape']}, bfloat16, random weights: {s['rows']} rows of {s['prompt_tokens']} prompt tokens ({s['shared_tokens']} for the "
@@ -55,7 +55,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -72,7 +72,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 def contestants(
     folder: Path, device: torch.device, rows: int, tokens: dict[str, int], compile: bool
 ) -> dict[str, list[Callable]]:
-    """What each side of each comparison runs; it returns the new tokens that it made."""
+    """The function of each side of each comparison, which returns its new tokens."""
     import transformers
 
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def contestants(
 
 
 def measure(sides: list[Callable[[], int]], rounds: int, device: torch.device) -> dict[str, Any]:
-    """Tokens a second of both sides, which take turns in going first, after one pass each that is not timed."""
+    """Tokens/s of both sides, which alternate, after one untimed pass each."""
     speeds: list[list[float]] = [[], []]
     for round_number in range(-1, rounds):
         for side in (0, 1) if round_number % 2 == 0 else (1, 0):
@@ -125,18 +125,18 @@ def measure(sides: list[Callable[[], int]], rounds: int, device: torch.device) -
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    rows: Annotated[int, typer.Option(help="Answers at a time.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that follow each.")] = 128,
-    shared_tokens: Annotated[int, typer.Option(help="Tokens of the prompt that several answers share.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds that are timed.")] = 3,
-    compile: Annotated[bool, typer.Option(help="Whether lean_ft's layers are compiled.")] = False,
-    only: Annotated[str, typer.Option(help="greedy, drawn or shared; several with commas.")] = "greedy,drawn,shared",
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    rows: Annotated[int, typer.Option(help="Completions per batch.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens of the shared prompt.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    compile: Annotated[bool, typer.Option(help="Compile lean_ft's layers.")] = False,
+    only: Annotated[str, typer.Option(help="greedy, drawn or shared; comma-separated.")] = "greedy,drawn,shared",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Measures, prints and writes."""
+    """Measure, print the table and write the result."""
     hardware = require_hardware(device)
     where = torch.device("cuda" if hardware["gpu"] is not None and device != "cpu" else "cpu")
     wanted = only.split(",")

@@ -1,14 +1,13 @@
-"""Everything worth measuring on a GPU, in one command that ends in time.
+"""Run all GPU benchmarks and tests within a time budget.
 
     python benchmarks/gpu_suite.py --budget-seconds 540 --results-dir benchmarks/results
     python benchmarks/gpu_suite.py --stages tests,ladder_llama
-    python benchmarks/gpu_suite.py --device cpu --shape tiny        # the same at a small size, to try the suite itself
+    python benchmarks/gpu_suite.py --device cpu --shape tiny        # a trial without a GPU
 
-Stages run in order of worth, each a benchmark of its own that writes its own result; what the budget does not reach is
-listed as not run. Nothing is downloaded, and an absent peer is said to be absent. Where there is no GPU the suite says
-so and measures nothing, unless --device cpu waives it.
+The most important stages run first. Each stage is a benchmark that writes its own result. Stages beyond the budget are listed as not run,
+and missing peers as absent. Nothing is downloaded. Without a GPU the suite exits, unless you pass --device cpu.
 
-Writes `results/gpu_suite_<hardware>.json`, after every stage: what ran, for how long, and the last of its output.
+Writes `results/gpu_suite_<hardware>.json` after every stage: stages, times, and the end of each output.
 """
 
 import sys
@@ -26,7 +25,7 @@ SHORTEST_STAGE_SECONDS = 45.0  # with less, a stage would only write that it had
 
 
 class Sizes(NamedTuple):
-    """What the stages measure."""
+    """Sizes that the stages use."""
 
     device: str
     llama: str
@@ -43,12 +42,12 @@ FULL = Sizes("cuda", "llama3_2_3b", 2, 4096, "qwen2_5_0_5b", 8, 512, steps=6, re
 
 
 def reduced(device: str, shape: str) -> Sizes:
-    """The same stages on one small shape."""
+    """The same stages with one small shape."""
     return Sizes(device, shape, 2, 128, shape, 2, 64, steps=2, repeats=2)
 
 
 class Stage(NamedTuple):
-    """A name, what it measures, and its command without the options that all share."""
+    """A name, a description, and the command without shared options."""
 
     name: str
     what: str
@@ -127,7 +126,7 @@ STAGES = (
 
 
 def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) -> dict[str, Any]:
-    """Runs a stage for what is left of the time; returns its row."""
+    """Run a stage within the remaining time and return its row."""
     row = {"name": stage.name, "label": f"{stage.name}: {stage.what}"}
     command = stage.command(sizes)
     left = budget.timeout_seconds()
@@ -156,13 +155,15 @@ def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) 
 
 
 def main(
-    budget_seconds: Annotated[float, typer.Option(help="Time for the whole suite.")] = 540,
-    stages: Annotated[str, typer.Option(help=f"Some of {', '.join(s.name for s in STAGES)}, with commas.")] = "",
+    budget_seconds: Annotated[float, typer.Option(help="Total time in seconds.")] = 540,
+    stages: Annotated[
+        str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(s.name for s in STAGES)}, with commas.")
+    ] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the suite without one.")] = "cuda",
-    shape: Annotated[str, typer.Option(help="Measure this shape at small sizes in place of the published ones.")] = "",
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON files go.")] = RESULTS,
+    shape: Annotated[str, typer.Option(help="Measure only this shape, at small sizes.")] = "",
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON results.")] = RESULTS,
 ) -> None:
-    """Measures everything a GPU is needed for."""
+    """Run all GPU benchmarks and tests."""
     known = {stage.name: stage for stage in STAGES}
     names = [name.strip() for name in stages.split(",") if name.strip()] or list(known)
     unknown = [name for name in names if name not in known]

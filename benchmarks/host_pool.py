@@ -1,10 +1,9 @@
-"""What pooling a CPU's memory buys: full fine-tuning with `memory.host_pool` and without, taking turns.
+"""Compare full fine-tuning with and without `memory.host_pool`, alternating.
 
     python benchmarks/host_pool.py --shape qwen2_5_0_5b --batch-size 4 --length 512 --rounds 2
 
-Every turn is a fresh process of the recipe with the settings of the ladder's rung `loss_sums` (8-bit AdamW in backward,
-compiled, every layer recomputed); who was first in a round is second in the next. Each turn's first steps do not count:
-they compile, and ask the system for the pages that later ones find.
+Each run is a new process of the recipe with the settings of the ladder's rung `loss_sums` (8-bit AdamW in backward, compiled, full
+checkpointing). The first steps of a run do not count, because they compile and map new pages.
 
 Writes `results/host_pool_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -32,7 +31,7 @@ COLUMNS = ["setting", "seconds per step", "min", "max", "tokens/s", "change", "p
 
 
 def summarize(turns: list[dict[str, Any]], warmup_steps: int) -> list[dict[str, Any]]:
-    """A row a side: medians over the counted steps of all its turns; the first turn that failed, in its place."""
+    """One row per side: medians over the counted steps of its runs, or its first failed run."""
     rows = []
     for name, label in SIDES.items():
         own = [turn for turn in turns if turn["name"] == name]
@@ -48,7 +47,7 @@ def summarize(turns: list[dict[str, Any]], warmup_steps: int) -> list[dict[str, 
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
@@ -59,7 +58,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text; changes are against the first row."""
+    """The rows of the table. Changes are relative to the first row."""
     tokens = result["settings"]["batch_size"] * result["settings"]["length"]
     first = result["rows"][0]
     cells = []
@@ -83,16 +82,16 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 2,
-    steps: Annotated[int, typer.Option(help="Steps of a turn that count.")] = 10,
-    warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not.")] = 2,
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one turn may take.")] = 3600,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 2,
+    steps: Annotated[int, typer.Option(help="Counted steps per run.")] = 10,
+    warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one run in seconds.")] = 3600,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Measures, prints and writes."""
+    """Measure, print the table and write the result."""
     hardware = require_hardware("cpu")
     pair = list(SIDES)
     turns = measure_rungs(

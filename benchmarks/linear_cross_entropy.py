@@ -1,13 +1,10 @@
-"""The output projection with its cross-entropy: lean_ft's, PyTorch's, Liger's and the plain computation.
+"""Compare output layer and cross-entropy: lean_ft's, PyTorch's, Liger's and the plain computation.
 
     python benchmarks/linear_cross_entropy.py --shape qwen2_5_0_5b --tokens 4096
 
-Each runs forward and backward in a fresh process, on the same random bfloat16 hidden states, weight and labels. Time is
-the median of several calls; memory is the most held above the inputs, the two gradients included. The error is that of
-both gradients against float64, relative in the Frobenius norm, at a smaller size with as many chunks.
-
-Which ones there are depends on the machine: PyTorch has its own since 2.13, Liger's kernels are Triton's and need a
-GPU. What is absent is named with the reason.
+Each runs forward and backward in a new process, on the same random bfloat16 hidden states, weight and labels. Time is the median of several
+calls. Memory is the peak above the inputs, with both gradients. Errors are those of both gradients relative to float64 (Frobenius norm), at a
+smaller size with as many chunks. PyTorch has a fused loss since 2.13; Liger's kernels need Triton and a GPU. Missing peers are listed.
 
 Writes `results/linear_cross_entropy_<shape>_<tokens>_<hardware>.json`.
 """
@@ -43,7 +40,7 @@ ERROR_TOKENS, ERROR_HIDDEN, ERROR_VOCAB = 2048, 256, 4096
 
 
 def contestant(name: str, chunk_tokens: int) -> Callable[[Any, Any, Any], Any]:
-    """The function (hidden, weight, labels) -> sum of the losses. Raises LookupError with why there is none."""
+    """The function (hidden, weight, labels) -> sum of losses. Raises LookupError with the reason if it is unavailable."""
     import torch
     from torch.nn import functional as F
 
@@ -125,7 +122,7 @@ def errors(loss_of: Callable[[Any, Any, Any], Any], device: Any) -> dict[str, fl
 
 
 def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, device_name: str, report: Path) -> None:
-    """Measures one contestant and writes what was found."""
+    """Measure one variant and write the report."""
     import torch
     from timing import measure_calls
 
@@ -156,7 +153,7 @@ COLUMNS = ["loss", "time", "memory", "gradient error: hidden", "gradient error: 
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"forward and backward pass of the output layer and its loss, {settings['tokens']:,} tokens, hidden size "
@@ -166,7 +163,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text: time of forward and backward, memory above the inputs, errors of the gradients."""
+    """The rows of the table."""
     cells = []
     for row in result["rows"]:
         if row["status"] != "ok":
@@ -180,21 +177,23 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py: its hidden size and vocabulary.")] = "qwen2_5_0_5b",
+    shape: Annotated[
+        str, typer.Option(help="Model shape, from shapes.py; only hidden size and vocabulary are used.")
+    ] = "qwen2_5_0_5b",
     tokens: Annotated[int, typer.Option(help="Target tokens.")] = 4096,
-    chunk_tokens: Annotated[int, typer.Option(help="lean_ft's tokens a chunk.")] = CHUNK_TOKENS,
-    repeats: Annotated[int, typer.Option(help="Timed calls, of which the median is told.")] = 5,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk, for lean_ft.")] = CHUNK_TOKENS,
+    repeats: Annotated[int, typer.Option(help="Timed calls; the median is reported.")] = 5,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(LABELS)}, with commas.")] = "",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 900,
+    only: Annotated[str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(LABELS)}, with commas.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 900,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compares fused and plain output losses on time, memory and exactness."""
+    """Compare time, memory and error of fused and plain output losses."""
     if worker and report is not None:
         work(worker, shape, tokens, chunk_tokens, repeats, device, report)
         return

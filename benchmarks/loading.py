@@ -1,10 +1,10 @@
-"""Peak memory of loading, saving and exporting a model, against the size of its weights; each in a fresh process.
+"""Measure peak memory of loading, saving and exporting a model relative to its weights, each in a new process.
 
     python benchmarks/loading.py --shape llama3_2_3b
     python benchmarks/loading.py --shape llama3_1_8b --folder /a/disk/with/room   # 16 GB, and 16 GB more for the export
 
-A folder of random bfloat16 weights is written (`save` measures that process), then loaded, then exported. The peak is
-the process's largest resident size (VmHWM), Python and torch included; `before` is what they take alone.
+Writes a folder of random bfloat16 weights (`save`), loads it and exports it. The peak is the process's largest resident size (VmHWM), with
+Python and torch, whose own size is `before`.
 
 Writes `results/loading_<shape>_<hardware>.json`.
 """
@@ -38,7 +38,7 @@ def peak_bytes() -> int:
 
 
 def work(act: str, folder: Path, report: Path) -> None:
-    """Does one of `LABELS` and writes what it took."""
+    """Run one operation of `LABELS` and write its cost."""
     import torch
 
     from lean_ft.export import export_folder
@@ -61,13 +61,13 @@ COLUMNS = ["operation", "weights", "peak memory", "peak / weights", "memory befo
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return f"{settings['shape']} ({settings['parameters']:,} parameters, bfloat16, random weights) on a CPU"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     weights = result["settings"]["weight_bytes"]
     cells = []
     for row in result["rows"]:
@@ -80,14 +80,14 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "llama3_2_1b",
-    folder: Annotated[Path | None, typer.Option(help="Where the weights may lie meanwhile.")] = None,
-    timeout_seconds: Annotated[float, typer.Option(help="Most that one of the three may take.")] = 900.0,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "llama3_2_1b",
+    folder: Annotated[Path | None, typer.Option(help="Folder for temporary weights.")] = None,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one side in seconds.")] = 900.0,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measures, prints and writes."""
+    """Measure, print the table and write the result."""
     if worker is not None:
         assert folder is not None and report is not None
         work(worker, folder, report)

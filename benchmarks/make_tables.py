@@ -1,19 +1,17 @@
-"""Renders the results as markdown tables into the pages that ask for them, so that no number is typed by hand.
+"""Write results as markdown tables into README.md and docs/.
 
     python benchmarks/make_tables.py            # rewrite the tables of README.md and docs/*.md
-    python benchmarks/make_tables.py --check    # change nothing; exit code 1 where a table is not its result's
-    python benchmarks/make_tables.py --list     # the names there are
+    python benchmarks/make_tables.py --check    # change nothing; exit 1 if a table is stale
+    python benchmarks/make_tables.py --list     # print the names of the results
 
-A page holds a table between two lines, NAME being a file of benchmarks/results without `.json`, or the beginning of
-one and of no other (`memory_ladder`, `memory_ladder_llama3_2_3b`):
+A page marks a table with two lines. NAME is a file in benchmarks/results without `.json`, or a prefix of exactly one of them
+(`memory_ladder`, `memory_ladder_llama3_2_3b`):
 
     <!-- table:NAME -->
     <!-- /table -->
 
-It stays empty while a benchmark has no result; a name that belongs to no benchmark is an error.
-
-Under each table stands what was measured, on what, with which versions, when and at which commit. A row without a
-number keeps its place, and its reason is told.
+The table is empty while the benchmark has no result. A name of no benchmark is an error. Under each table stand what was measured, the
+hardware, versions, date and commit. A row without a number stays in the table, with its reason below.
 """
 
 import importlib
@@ -42,7 +40,6 @@ BENCHMARKS = (
     "generation",
     "tokenizers_gsm8k",
     "planner_accuracy",
-    "planned_ladder",
     "planned_distributed",
     "pretended_ladder",
     "pretended_updates",
@@ -57,7 +54,7 @@ OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
 
 
 def render(result: dict[str, Any]) -> str:
-    """A result as a markdown table with its caption. The script that made it says what its columns are."""
+    """Render a result as a markdown table with its caption. The script of the benchmark defines the columns."""
     script = importlib.import_module(result["benchmark"])
     columns = script.COLUMNS
     lines = [_line(columns), _line(["---", *["---:"] * (len(columns) - 1)])]
@@ -70,7 +67,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def caption(result: dict[str, Any], described: str) -> str:
-    """What a table shows and on what it was measured, as one sentence."""
+    """The caption: what was measured, and on what."""
     versions, hardware = result["versions"], Hardware(result["hardware"])
     day = result["measured_at"][:10]
     return _plain(
@@ -84,12 +81,12 @@ def _line(cells: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that means itself in a markdown table's cell."""
+    """Escape text for a markdown table cell."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def find_result(name: str, results: Path) -> Path | None:
-    """The result that a marker names; None for a benchmark that has none yet. Raises ValueError for any other name."""
+    """The result of a marker, or None if the benchmark has no result yet. Raises ValueError for other names."""
     if (results / f"{name}.json").is_file():
         return results / f"{name}.json"
     found = sorted(results.glob(f"{name}_*.json"))
@@ -103,7 +100,7 @@ def find_result(name: str, results: Path) -> Path | None:
 
 
 def rewrite(page: str, results: Path) -> str:
-    """A page's text with every table drawn anew. Raises ValueError for a marker that names nothing or has no end."""
+    """A page's text with every table rendered. Raises ValueError for an unknown or unclosed marker."""
 
     def table(match: re.Match[str]) -> str:
         file = find_result(match["name"], results)
@@ -118,10 +115,10 @@ def rewrite(page: str, results: Path) -> str:
 def main(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 where a table is stale.")] = False,
     list_names: Annotated[bool, typer.Option("--list", help="Print the names of the results.")] = False,
-    results_dir: Annotated[Path, typer.Option(help="Where the results are.")] = RESULTS,
-    pages_dir: Annotated[Path, typer.Option(help="Where README.md and docs/ are.")] = ROOT,
+    results_dir: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    pages_dir: Annotated[Path, typer.Option(help="Folder of README.md and docs/.")] = ROOT,
 ) -> None:
-    """Renders result files into the tables of README.md and docs."""
+    """Write the results into the tables of README.md and docs."""
     if list_names:
         for path in sorted(results_dir.glob("*.json")):
             console.print(path.stem, markup=False)
@@ -141,7 +138,7 @@ def main(
         if new == old:
             continue
         if check:
-            console.print(f"{name} has stale tables: run python benchmarks/make_tables.py", markup=False)
+            console.print(f"{name} has stale tables. Run python benchmarks/make_tables.py.", markup=False)
             wrong = True
         else:
             page.write_text(new, encoding="utf-8")

@@ -1,17 +1,17 @@
-"""Runs a command as a fresh process and measures it from outside: time, memory, and what its metrics.jsonl says.
+"""Run a command in a new process and measure its time and memory from outside, together with its metrics.jsonl.
 
-A run is stopped once it has written the lines that are wanted: what would come after them, a final checkpoint, is not
-what is measured and takes time and disk. A run that fails gives a reason and no number.
+A run is stopped once it has written the wanted lines, so that the final checkpoint is not measured. A run that fails gives a reason and no
+number.
 
-Memory is told in several ways, because each alone can mislead:
-- `peak_memory_bytes` is the run's own account at its last step: the allocator's peak on a GPU, the peak resident size of
-  the process (VmHWM) on a CPU. It is the number that tables show. A run that is to settle goes on until this has stood
-  still, and tells beside it `first_peak_memory_bytes`, of the first steps alone: on a CPU a process grows for a while.
-- `peak_rss_bytes` is what the kernel accounts to the largest process of the command (wait4's ru_maxrss). The kernel
-  counts this process at the moment of the start in it, so it says nothing about commands smaller than that.
-- `peak_tree_rss_bytes` is the largest sum over the process and its descendants that sampling saw: compilers run in
-  processes of their own. Pages that several of them share are counted once for each.
-- `peak_device_bytes` is what the driver reported as used, less what was used at the start (nvidia-smi, sampled).
+Memory is measured in several ways, because each can mislead:
+- `peak_memory_bytes` is the run's own value at its last step: the allocator's peak on a GPU, the process's peak resident size (VmHWM) on a
+  CPU. Tables show it. With `settle_steps` a run continues until this peak is stable and also reports `first_peak_memory_bytes`, the peak
+  of the first steps.
+- `peak_rss_bytes` is the kernel's value for the largest process of the command (ru_maxrss of wait4). It includes this process at the moment
+  of the fork, so it is meaningless for smaller commands.
+- `peak_tree_rss_bytes` is the largest sampled sum over the process and its descendants, such as compilers. Shared pages count once per
+  process.
+- `peak_device_bytes` is the GPU memory reported by the driver minus the memory used before the start (nvidia-smi, sampled).
 
 Source: proc(5), wait4(2), getrusage(2).
 """
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Measurement:
-    """What was seen of one command. `steps` are the lines of its metrics.jsonl that tell a training step."""
+    """Measurements of one command. `steps` are the training lines of its metrics.jsonl."""
 
     status: str  # ok, failed, out of memory, timed out, not run
     reason: str | None = None  # of anything but ok
@@ -68,14 +68,14 @@ class Measurement:
 
 
 class Budget:
-    """Time for several runs: the most that one may take, and what is left for all of them."""
+    """Time for several runs: the limit of one run, and the remaining total."""
 
     def __init__(self, run_seconds: float, total_seconds: float | None = None) -> None:
         self._run_seconds = run_seconds
         self._ends = None if total_seconds is None else time.monotonic() + total_seconds
 
     def timeout_seconds(self) -> float:
-        """How long the next run may take; 0 when nothing is left."""
+        """The time limit of the next run; 0 if no time is left."""
         left = float("inf") if self._ends is None else max(0.0, self._ends - time.monotonic())
         return min(self._run_seconds, left)
 
@@ -172,14 +172,14 @@ def judge(exit_code: int, output: str) -> tuple[str, str | None]:
 
 
 def last_error(output: str) -> str:
-    """The line of an output that names its error: the last that begins like one, else the last of all."""
+    """The last output line that starts like an error, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
     return (named or lines or [""])[-1].replace(f"{ROOT}/", "")
 
 
 def read_steps(metrics_file: Path | None) -> list[Row]:
-    """The whole lines of a metrics.jsonl that tell a training step; evaluations and a torn last line are left out."""
+    """The training lines of a metrics.jsonl, without evaluations and an incomplete last line."""
     if metrics_file is None or not metrics_file.exists():
         return []
     with metrics_file.open(encoding="utf-8") as file:
@@ -199,7 +199,7 @@ class _Tree:
         self.rss_bytes = self.peak_rss_bytes = 0
 
     def sample(self) -> None:
-        """Adds up the resident size of all that are alive."""
+        """Sum the resident size of all live processes."""
         processes = {}
         for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
             if entry.isdigit() and (process := _process(int(entry))) is not None:
@@ -212,7 +212,7 @@ class _Tree:
         self.peak_rss_bytes = max(self.peak_rss_bytes, self.rss_bytes)
 
     def kill(self) -> None:
-        """Kills the process group and every descendant seen that is still the same process."""
+        """Kill the process group and every known descendant that is still the same process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._root, signal.SIGKILL)
         for pid, start in self._seen.items():
@@ -222,7 +222,7 @@ class _Tree:
 
 
 def _process(pid: int) -> tuple[int, int] | None:
-    """A process's parent and start time; None once it is gone."""
+    """A process's parent and start time; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may hold spaces
     except OSError:
@@ -238,7 +238,7 @@ def _rss_bytes(pid: int) -> int:
 
 
 class _DeviceMemory:
-    """The driver's used bytes of GPU 0, from one nvidia-smi that prints them every 200 ms. None where there is none."""
+    """Used memory of GPU 0 from nvidia-smi, sampled every 200 ms. None without nvidia-smi."""
 
     def __init__(self) -> None:
         self._watcher: subprocess.Popen[str] | None = None
@@ -253,7 +253,7 @@ class _DeviceMemory:
             self._watcher = subprocess.Popen([*query, "-lms", "200"], stdout=self._log, stderr=subprocess.DEVNULL)
 
     def stop(self) -> int | None:
-        """The most that was used above the start, in bytes."""
+        """The peak above the start, in bytes."""
         if self._watcher is None or self._start_bytes is None:
             return None
         self._watcher.kill()
@@ -268,17 +268,17 @@ class _DeviceMemory:
 
 
 def recipe_command(recipe: str, settings: dict[str, Any]) -> list[str]:
-    """`leanft run RECIPE key=value ...` for this interpreter; of what is measured nothing is saved in between."""
+    """The command `leanft run RECIPE key=value ...` for this interpreter, without saves during the run."""
     return [sys.executable, "-m", "lean_ft", "run", recipe, *overrides({"save_every": 0, **settings})]
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    """Settings as the command line takes them: `key=value`."""
+    """Settings as command-line overrides, `key=value`."""
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
 def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any, machines: Any = None) -> Row:
-    """What the planner says of a recipe with `settings` on one of its devices, or on each of `machines`, as plain values."""
+    """The planner's prediction for a recipe with `settings`, on one device or on each of `machines`, as plain values."""
     from lean_ft.plan.devices import ONE_DEVICE
     from lean_ft.plan.rehearsal import rehearse
     from lean_ft.settings.text import load_config
@@ -380,17 +380,17 @@ def measure_contestants(
 
 
 def names_in(text: str, known: Iterable[str]) -> list[str]:
-    """Names with commas between; all that are known where there is none. Raises typer.BadParameter for another."""
+    """Split comma-separated names; all known names if empty. Raises typer.BadParameter for an unknown name."""
     known = list(known)
     names = [name.strip() for name in text.split(",") if name.strip()] or known
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"nothing here is called {name!r}; expected some of {', '.join(known)}")
+            raise typer.BadParameter(f"unknown name {name!r}; expected some of {', '.join(known)}")
     return names
 
 
 def stands_still(lines: list[Row]) -> bool:
-    """Whether the peak of a run's memory has risen by less than 1 % in its last 20 steps, of at least 50."""
+    """Whether the peak memory grew by less than 1% in the last 20 of at least 50 steps."""
     peaks = [line["peak_memory_bytes"] for line in lines]
     return len(peaks) >= LEAST_STEPS and peaks[-1] < 1.01 * peaks[-1 - STILL_STEPS]
 

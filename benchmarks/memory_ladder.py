@@ -1,13 +1,13 @@
-"""What each memory technique buys: one training job, measured again and again as techniques are added one at a time.
+"""Measure one training job while memory techniques are added one at a time.
 
     python benchmarks/memory_ladder.py --shape qwen2_5_0_5b --batch-size 8 --length 512
     python benchmarks/memory_ladder.py --shape llama3_2_3b --batch-size 2 --length 4096 --packing bfd --device cuda
 
-Every rung runs the recipe `full_finetune_single_device` in a fresh process, with random weights and text that fills
-every position, and keeps all techniques of the rungs before it. The first one already has the recipe's attention (no
-scores are ever kept) and a loss that writes its gradient over the logits, so it is leaner than a naive loop.
+Every rung runs `full_finetune_single_device` in a new process, with random weights and text that fills every position, and keeps the
+techniques of the rungs before it. The first rung already stores no attention scores, and its loss writes the gradient over the logits, so it
+is leaner than a naive loop.
 
-Writes `results/memory_ladder_<shape>_<batch>x<length>_<hardware>.json` and a chart beside it.
+Writes `results/memory_ladder_<shape>_<batch>x<length>_<hardware>.json` and a chart.
 """
 
 import json
@@ -35,7 +35,7 @@ RECIPE = "full_finetune_single_device"
 
 
 class Rung(NamedTuple):
-    """A technique: its name, how the table calls it, the settings it adds, and whether it needs a GPU."""
+    """A technique: name, label, added settings, and whether it needs a GPU."""
 
     name: str
     label: str
@@ -85,7 +85,7 @@ INSTEAD: dict[str, tuple[str, Rung]] = {
 
 
 def rung_settings(name: str, ladder: tuple[Rung, ...] = LADDER) -> dict[str, Any]:
-    """The settings of a rung: those of all rungs up to it; of one beside the ladder, of those up to its place."""
+    """The settings of a rung and all rungs before it; of an alternative, up to its place in the ladder."""
     if name in INSTEAD:
         beside, rung = INSTEAD[name]
         return rung_settings(beside, ladder) | rung.settings
@@ -95,7 +95,7 @@ def rung_settings(name: str, ladder: tuple[Rung, ...] = LADDER) -> dict[str, Any
         if rung.name == name:
             return settings
     names = [*(rung.name for rung in ladder), *INSTEAD]
-    raise ValueError(f"no rung is called {name!r}; expected one of {', '.join(names)}.")
+    raise ValueError(f"unknown rung {name!r}; expected one of {', '.join(names)}.")
 
 
 def measure_rungs(
@@ -113,7 +113,7 @@ def measure_rungs(
     tokenizer_folder: Path = EMBEDDED_MODEL,
     extra_settings: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures the rungs, each in a fresh process, and says each as it is done."""
+    """Measure each rung in a new process and print it when done."""
     labels = {rung.name: rung.label for rung in LADDER}
     labels |= {name: f"with {beside}: {rung.label}" for name, (beside, rung) in INSTEAD.items()}
     rows = []
@@ -154,14 +154,14 @@ def measure_rungs(
 
 
 def outcome(row: dict[str, Any]) -> str:
-    """A row in words: `3.12 GiB, 98.3 tokens/s` or why there is no number."""
+    """A row as text: `3.12 GiB, 98.3 tokens/s`, or the reason for no number."""
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     return f"{peaks(row)}, {tokens_per_second(row['tokens_per_second'])} tokens/s"
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     kinds = "is resident memory; the system's count is the kernel's peak"
     if result["hardware"]["device"] == "cuda":
@@ -177,7 +177,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text. Changes are against the last row above that has a number."""
+    """The rows of the table. Changes are relative to the last row above that has a number."""
     on_gpu = result["hardware"]["device"] == "cuda"
     cells, before = [], {}
     for row in result["rows"]:
@@ -203,7 +203,7 @@ COLUMNS = ["setting", "peak memory", "change", "system's count", "tokens/s", "ch
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
-    """Draws the ladder as horizontal bars of peak memory, each with its speed; None without matplotlib."""
+    """Draw the ladder as bars of peak memory with speeds. Returns None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -263,33 +263,27 @@ def draw_chart(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    packing: Annotated[
-        str, typer.Option(help="`none`: a text a row; `bfd`: rows packed from many documents.")
-    ] = "none",
-    steps: Annotated[int, typer.Option(help="Steps that count.")] = 4,
-    warmup_steps: Annotated[int, typer.Option(help="Steps before them that do not: the first ones compile.")] = 2,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    packing: Annotated[str, typer.Option(help="`none`: one text per row; `bfd`: packed rows.")] = "none",
+    steps: Annotated[int, typer.Option(help="Counted steps.")] = 4,
+    warmup_steps: Annotated[int, typer.Option(help="Warm-up steps, which compile.")] = 2,
     settle_steps: Annotated[
-        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+        int, typer.Option(help="On a CPU: maximum steps to wait until the peak is stable; 0: do not wait.")
     ] = 200,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    rungs: Annotated[
-        str, typer.Option(help="Names, with commas; all of the ladder that the device can take if empty.")
-    ] = "",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one rung may take.")] = 3600,
+    rungs: Annotated[str, typer.Option(help="Rungs, comma-separated; default: all that the device supports.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one rung in seconds.")] = 3600,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON and the chart go.")] = RESULTS,
-    results_name: Annotated[
-        str, typer.Option(help="What the result is called, before shape and sizes.")
-    ] = "memory_ladder",
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result and the chart.")] = RESULTS,
+    results_name: Annotated[str, typer.Option(help="Prefix of the result's name.")] = "memory_ladder",
     chart: Annotated[bool, typer.Option(help="Draw the chart; needs matplotlib.")] = True,
-    chart_from: Annotated[Path | None, typer.Option(help="Measure nothing: draw the chart of this result.")] = None,
+    chart_from: Annotated[Path | None, typer.Option(help="Draw the chart of this result without measuring.")] = None,
 ) -> None:
-    """Measures the recipe as memory techniques are added one at a time."""
+    """Measure the recipe while memory techniques are added one at a time."""
     if chart_from is not None:
         drawn = draw_chart(json.loads(chart_from.read_text()), chart_from.with_suffix(".png"))
         console.print(drawn or "matplotlib is not installed: no chart.")

@@ -1,11 +1,11 @@
-"""One update of all the weights of a model: lean_ft's optimizers, eager and compiled, and their peers.
+"""Measure one update of all weights of a model: lean_ft's optimizers, eager and compiled, and their peers.
 
     python benchmarks/optimizer_step.py --shape qwen2_5_0_5b
     python benchmarks/optimizer_step.py --only adamw_8bit_compiled,bitsandbytes_8bit --option stochastic_rounding=true
 
-Weights and gradients are random and in bfloat16, in tensors of the shape's own sizes. Each optimizer runs in a fresh
-process. State is what it keeps between steps; workspace is the most it holds above weights, gradients and state while
-it updates, which is where a float32 copy of the embedding shows. The processor time is that of all threads.
+Weights and gradients are random bfloat16 tensors of the shape's sizes. Each optimizer runs in a new process. State is the memory kept
+between steps. Workspace is the peak during the update above weights, gradients and state; a float32 copy of the embedding shows there. CPU
+time is the sum over all threads.
 
 Writes `results/optimizer_step_<shape>_<hardware>.json`.
 """
@@ -46,7 +46,7 @@ LEARNING_RATE = 1e-5
 
 
 def parameters(shape: str, device: Any) -> Any:
-    """The shape's parameters in bfloat16 with random values and gradients, as a ParameterList."""
+    """The shape's parameters in bfloat16 with random values and gradients."""
     import torch
 
     from lean_ft.models.config_json import decoder_config
@@ -63,7 +63,7 @@ def parameters(shape: str, device: Any) -> Any:
 
 
 def contestant(name: str, model: Any, options: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], int]]:
-    """What makes a step, and what tells the bytes of state after one. Raises LookupError with why there is none."""
+    """Functions for a step and for the size of the state. Raises LookupError with the reason if unavailable."""
     import torch
 
     on_gpu = next(model.parameters()).is_cuda
@@ -98,7 +98,7 @@ def contestant(name: str, model: Any, options: dict[str, Any]) -> tuple[Callable
 
 
 def _state_bytes(value: Any) -> int:
-    """Bytes of the tensors in an optimizer's state, those inside a quantized tensor counted for themselves."""
+    """Bytes of the tensors in an optimizer's state, including those inside quantized tensors."""
     import torch
 
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _state_bytes(value: Any) -> int:
 
 
 def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_name: str, report: Path) -> None:
-    """Measures one optimizer and writes what was found."""
+    """Measure one optimizer and write the report."""
     import torch
     from timing import measure_calls
 
@@ -134,14 +134,14 @@ COLUMNS = ["optimizer", "time", "CPU time", "state", "workspace"]
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     options = "".join(f", {key}={json.dumps(value)}" for key, value in settings["options"].items())
     return f"one update of {settings['shape']} ({settings['parameters']:,} parameters, bfloat16){options}"
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text: time, processor time, bytes kept, bytes held for a while."""
+    """The rows of the table."""
     cells = []
     for row in result["rows"]:
         if row["status"] != "ok":
@@ -153,20 +153,20 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(LABELS)}, with commas.")] = "",
-    option: Annotated[list[str] | None, typer.Option(help="A setting of lean_ft's optimizers, KEY=VALUE.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps, of which the median is told.")] = 3,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    only: Annotated[str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(LABELS)}, with commas.")] = "",
+    option: Annotated[list[str] | None, typer.Option(help="Setting of lean_ft's optimizers, KEY=VALUE.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps; the median is reported.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one may take.")] = 900,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 900,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Time for all of them; what is left over is not run.")
+        float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compares optimizers on the time, state and workspace of a step."""
+    """Compare time, state and workspace of optimizer steps."""
     options = {key: json.loads(value) for key, _, value in (text.partition("=") for text in option or [])}
     if worker and report is not None:
         work(worker, shape, repeats, options, device, report)

@@ -1,10 +1,10 @@
-"""What each of 8 or 64 GPUs takes for models of 1, 8 and 70 B parameters, planned on one CPU: no GPU is needed.
+"""Predict the memory of each of 8 or 64 GPUs for models of 1, 8 and 70 B parameters. Runs on one CPU.
 
     python benchmarks/planned_distributed.py
     python benchmarks/planned_distributed.py --only 8B
 
-Full finetuning in bfloat16, a row of 4,096 packed tokens on each GPU, layers recomputed, machines of 8 GPUs. Peaks are of
-the allocator: the driver's context, NCCL's buffers and libraries come on top. Nothing here is measured.
+Full fine-tuning in bfloat16, one row of 4,096 packed tokens per GPU, activation checkpointing, 8 GPUs per machine. Peaks are the
+allocator's; the driver's context, NCCL's buffers and libraries come on top. Nothing is measured.
 
 Writes `results/planned_distributed_<device>.json`.
 """
@@ -65,11 +65,11 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
 
 
 def main(
-    device_name: Annotated[str, typer.Option(help="The card whose rates and size are planned for.")] = "H100",
-    only: Annotated[str | None, typer.Option(metavar="1B|8B|70B", help="One of the models alone.")] = None,
+    device_name: Annotated[str, typer.Option(help="GPU to plan for.")] = "H100",
+    only: Annotated[str | None, typer.Option(metavar="1B|8B|70B", help="Only this model.")] = None,
     results_dir: Path = RESULTS,
 ) -> None:
-    """Predicts every case."""
+    """Predict every case."""
     from lean_ft.plan.devices import find_device
 
     device, hardware, rows = find_device(device_name), describe_hardware("cpu"), []
@@ -109,7 +109,7 @@ def _predict(shape: str, num_gpus: int, settings: dict[str, Any], device: Any) -
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"predicted, not measured: memory and traffic of each {settings['device_name']} per step, {settings['devices_each']} per node; full "
@@ -118,7 +118,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],

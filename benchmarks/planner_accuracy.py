@@ -1,16 +1,15 @@
-"""How near the planner's predicted peak comes to the measured one, over shapes and settings.
+"""Compare the planner's predicted peak with the measured peak, over shapes and settings.
 
     python benchmarks/planner_accuracy.py                      # three shapes cut to six layers: twelve settings, then four
-    python benchmarks/planner_accuracy.py --objectives         # recipes that learn from pairs, labels and teachers, on the first
+    python benchmarks/planner_accuracy.py --objectives         # recipes with pairs, labels and teachers, on the first shape
     python benchmarks/planner_accuracy.py --shapes llama3_2_3b --layers 0 --batch-size 2 --length 4096 --device cuda
 
-Each setting is rehearsed as `leanft plan` does, then run as a fresh process. On a GPU the measured number is the
-allocator's peak. On a CPU it is the process's peak resident size less its base: what the same settings take for a model
-of next to no size, less what the planner says of that. The base is the interpreter, the libraries and, with `compile`,
-the compiler. There both runs of the first shape go on until their peaks stand still, and what is compared are those,
-beside which the table tells the first; the other shapes, whose steps take long, and `--settle-steps 0` measure two steps.
+Each setting is planned as by `leanft plan` and then run in a new process. On a GPU the measured value is the allocator's peak. On a CPU it is
+the peak resident size minus the base of the process: interpreter, libraries and, with `compile`, the compiler. The base is measured with
+the same settings on a very small model, minus its prediction. Runs of the first shape continue until the peak is stable, and the table
+also shows the peak of the first steps. Other shapes, and all with `--settle-steps 0`, run two steps.
 
-Writes `results/planner_accuracy_<hardware>.json`, with `objectives_` before the hardware for those.
+Writes `results/planner_accuracy_<hardware>.json`, or `results/planner_accuracy_objectives_<hardware>.json`.
 """
 
 import json
@@ -75,18 +74,18 @@ def main(
     shapes: Annotated[str, typer.Option(help="Names from benchmarks/shapes.py, comma-separated.")] = (
         "qwen2_5_0_5b,llama3_2_1b,llama3_2_3b"
     ),
-    layers: Annotated[int, typer.Option(help="Layers that are left of each shape; 0 leaves all.")] = 6,
-    objectives: Annotated[bool, typer.Option(help="Other recipes than finetuning, on the first shape.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers to keep of each shape; 0: all.")] = 6,
+    objectives: Annotated[bool, typer.Option(help="Measure other objectives, on the first shape.")] = False,
     batch_size: int = 5,
     length: int = 512,
     settle_steps: Annotated[
-        int, typer.Option(help="On a CPU: go on, for at most so many steps, until the peak stands still. 0: do not.")
+        int, typer.Option(help="On a CPU: maximum steps to wait until the peak is stable; 0: do not wait.")
     ] = 200,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    budget_minutes: Annotated[float, typer.Option(help="Time for all runs together.")] = 60.0,
+    budget_minutes: Annotated[float, typer.Option(help="Total time in seconds.")] = 60.0,
     results_dir: Path = RESULTS,
 ) -> None:
-    """Compares predicted and measured peaks."""
+    """Compare predicted and measured peaks."""
     hardware = require_hardware(device)
     budget = Budget(budget_minutes * 60)
     path, rows = results_dir, []
@@ -177,7 +176,7 @@ def _both(
 
 
 def _rows_of(recipe: str, path: Path, num_steps: int, batch_size: int, length: int) -> tuple[Path, int]:
-    """A file of rows for so many steps, and the positions that a step computes."""
+    """Write rows for this number of steps. Returns the file and the positions per step."""
     if recipe in (RECIPE, "distill"):
         return write_text_rows(path, num_steps * batch_size, length), batch_size * length
     prompt = length // 4
@@ -187,7 +186,7 @@ def _rows_of(recipe: str, path: Path, num_steps: int, batch_size: int, length: i
 
 
 def _cut(folder: Path, layers: int) -> Path:
-    """Leaves so many layers of the model; its output layer and its width stay what they are."""
+    """Keep this number of layers of the model; width and output layer do not change."""
     if layers:
         file = folder / "config.json"
         config = json.loads(file.read_text())
@@ -196,7 +195,7 @@ def _cut(folder: Path, layers: int) -> Path:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     kind = "allocated" if result["hardware"]["device"] == "cuda" else "resident, without the base of the process"
     objectives = "the listed recipes" if settings.get("objectives") else "full fine-tuning"
@@ -209,7 +208,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [_cells(row) for row in result["rows"]]
 
 

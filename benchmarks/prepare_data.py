@@ -1,8 +1,7 @@
-"""One side of data_preparation.py, in a process of its own: a JSONL file to packed rows, and the seconds it took.
+"""One side of data_preparation.py in its own process: from a JSONL file to packed rows, with the time it took.
 
-Both sides start from the file and end with rows packed by best-fit decreasing, on disk: `ours` with `sft_batches`,
-`trl` with `load_dataset` and what SFTTrainer does to its dataset, which also builds a trainer around a model too small
-to matter. Imports and that model are not in the seconds.
+Both sides start from the file and end with packed rows on disk (best-fit decreasing). `ours` uses `sft_batches`. `trl` uses `load_dataset` and
+SFTTrainer's own preparation, with a trainer around a very small model. The time excludes imports and that model.
 """
 
 import json
@@ -71,8 +70,8 @@ def main(
     side: Annotated[str, typer.Option(help="ours or trl.")],
     data: Annotated[Path, typer.Option()],
     tokenizer_folder: Annotated[Path, typer.Option()],
-    cache: Annotated[Path, typer.Option(help="Where the side keeps what it prepared.")],
-    facts_file: Annotated[Path, typer.Option(help="Where what was measured is written.")],
+    cache: Annotated[Path, typer.Option(help="Folder for prepared data.")],
+    facts_file: Annotated[Path, typer.Option(help="File for the metrics.")],
     length: Annotated[int, typer.Option()],
     num_processes: Annotated[int, typer.Option()],
 ) -> None:

@@ -1,16 +1,16 @@
-"""What the CUDA build's own allocator gives each setting, and what the planner said of it: on a pretended card, without a GPU.
+"""Compare the planner's prediction with the allocations of PyTorch's CUDA allocator on a pretended GPU.
 
-    make test-pretended-gpu                               # once: makes the environment with CUDA wheels, and the card
+    make test-pretended-gpu                               # once: installs CUDA wheels and builds the pretended GPU
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py --tables presets --only qlora
 
-The card (`tests/pretended_gpu`) stands in for the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on
-a GPU, and no kernel runs. So these are the allocator's own peaks, of a real run's allocations in their order; they are not
-measured on a GPU, and the driver's context, about half a GiB, comes on top. Each row is a fresh process.
+The pretended GPU (`tests/pretended_gpu`) replaces the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on a GPU, but no
+kernel runs. Peaks are the allocator's in a real sequence of allocations. They are not measured on a GPU, whose driver context takes about
+0.5 GiB more. Each row is a new process.
 
-Three tables: `ladder`, the rungs of planned_ladder.py; `optimizers`, each rule and its options at the rung of bfloat16 sums;
-`presets`, every preset on the card that its comment names. Writes `results/pretended_ladder_<table>_<hardware>.json`, after
-every row; a row that has a number is not run again without --again, and with --predict only the planner is asked again.
+Three tables: `ladder`, one technique added per rung, as in torchtune's published ladder; `optimizers`, each optimizer and its options; `presets`, every preset on the GPU in its
+comment. Writes `results/pretended_ladder_<table>_<hardware>.json` after every row. Rows with a number are skipped without --again. With
+--predict only the planner runs again.
 """
 
 import json
@@ -24,7 +24,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from measure import ROOT, last_error, overrides
-from planned_ladder import _CHECKPOINTED, _SUMS, FULL, LORA, RUNGS
 from results import RESULTS, commit, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
@@ -33,7 +32,7 @@ from lean_ft.system.catalog import find_preset
 from lean_ft.system.catalog import presets as shipped
 
 COLUMNS = ["setting", "GPU", "predicted", "allocated", "predicted reserved", "reserved", "error", "update"]
-# What the driver tells of a card that is sold with so many GB, in GiB, and the pretended card of that generation.
+# By the GB of a GPU: the pretended GPU of its generation, and the GiB that the driver reports.
 CARDS: dict[int, tuple[str, float]] = {
     8: ("RTX4090", 7.6),
     12: ("RTX4090", 11.7),
@@ -44,12 +43,50 @@ CARDS: dict[int, tuple[str, float]] = {
     48: ("RTX4090", 47.4),
     80: ("A100", 79.1),
 }
+FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
+_CHUNKED = {"memory.loss_chunk_tokens": 1024}
+_CHECKPOINTED = {**_CHUNKED, "compile": True, "memory.activation_checkpointing": "full"}
+_IN_BACKWARD = {**_CHECKPOINTED, "optimizer.in_backward": True}
+_8BIT = {**_IN_BACKWARD, "optimizer.name": "adamw_8bit"}
+_SUMS = {**_8BIT, "memory.loss_accumulation_dtype": "weight"}
+_OFFLOADED = {**_SUMS, "memory.activation_offload": True}
+_PARKED = {**_OFFLOADED, "memory.tied_gradient": "host"}
+_STREAMED = {**_PARKED, "optimizer.state": "streamed"}
+_WHOLE_LOGITS = {"memory.loss_chunk_tokens": 0}
+_ADAPTER = {**_CHECKPOINTED, "memory.activation_offload": True}
+_LEAN_8B = {key: value for key, value in _STREAMED.items() if key != "memory.tied_gradient"}
+_QLORA_8B = {**_ADAPTER, "lora.quantize": "nf4", "optimizer.name": "adamw_8bit", "data.max_length": 2048}
+
+# (shape, recipe, label, settings): the ladder that torchtune published, more techniques, and adapters.
+RUNGS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama3_2_3b", FULL, "3B: packed, no other technique", _WHOLE_LOGITS),
+    ("llama3_2_3b", FULL, "+ compile", {**_WHOLE_LOGITS, "compile": True}),
+    ("llama3_2_3b", FULL, "+ chunked cross-entropy", {**_CHUNKED, "compile": True}),
+    ("llama3_2_3b", FULL, "+ activation checkpointing", _CHECKPOINTED),
+    ("llama3_2_3b", FULL, "+ step in backward", _IN_BACKWARD),
+    ("llama3_2_3b", FULL, "+ 8-bit AdamW", _8BIT),
+    ("llama3_2_3b", FULL, "+ bfloat16 loss accumulation", _SUMS),
+    ("llama3_2_3b", FULL, "+ activation offload", _OFFLOADED),
+    ("llama3_2_3b", FULL, "+ tied gradient on the host", _PARKED),
+    ("llama3_2_3b", FULL, "+ optimizer state streamed", _STREAMED),
+    ("llama3_2_3b", LORA, "3B: LoRA, rank 16", _CHECKPOINTED),
+    ("llama3_2_3b", LORA, "3B: QLoRA, rank 16", {**_CHECKPOINTED, "lora.quantize": "nf4"}),
+    ("llama3_2_3b", LORA, "3B: LoRA, activations offloaded", _ADAPTER),
+    ("llama3_2_3b", LORA, "3B: QLoRA, activations offloaded", {**_ADAPTER, "lora.quantize": "nf4"}),
+    ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}),
+    ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**_CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}),
+    ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B),
+    ("llama3_1_8b", LORA, "8B: + MLP in tiles", {**_QLORA_8B, "memory.tile_mlp": 4}),
+]  # fmt: skip
+
 STEPS = Path(__file__).resolve().parent / "pretended_steps.py"
 CARD = ROOT / "tests" / "pretended_gpu"
 
 
 class Setting(NamedTuple):
-    """A row: how the table calls it, the recipe with its shape, settings or preset, and the card's GB."""
+    """A row: label, recipe with shape, settings or preset, and GPU size in GB."""
 
     label: str
     recipe: str
@@ -60,9 +97,9 @@ class Setting(NamedTuple):
 
 
 def ladder() -> list[Setting]:
-    """The planned ladder's rungs, and adapters as lean as they get without offload."""
+    """The rungs, and adapters with the least memory without offload."""
     packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
-    rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings, _ in RUNGS]
+    rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings in RUNGS]
     lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 8, "memory.loss_chunk_tokens": 512}
     return [
         *rungs,
@@ -72,7 +109,7 @@ def ladder() -> list[Setting]:
 
 
 def optimizers() -> list[Setting]:
-    """Every rule with each option that it takes, compiled and not."""
+    """Every optimizer with each of its options, compiled and not."""
     rules = {
         **dict.fromkeys(("sgd", "adafactor", "muon", "apollo_mini", "adamw_8bit_torchao"), ("stochastic_rounding",)),
         **dict.fromkeys(("adamw", "adamw_8bit", "adamw_4bit"), ("stochastic_rounding", "update_clipping")),
@@ -92,7 +129,7 @@ def optimizers() -> list[Setting]:
 
 
 def presets() -> list[Setting]:
-    """Every preset for a published model, on the card that its comment names."""
+    """Every preset of a published model, on the GPU in its comment."""
     rows = []
     for name in shipped():
         if name.startswith("tiny/"):
@@ -109,14 +146,14 @@ TABLES = {"ladder": ladder, "optimizers": optimizers, "presets": presets}
 
 
 def main(
-    tables: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join(TABLES),
-    only: Annotated[str, typer.Option(help="Rows whose label has this in it.")] = "",
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one row may take.")] = 1200,
-    again: Annotated[bool, typer.Option(help="Run rows again that have a number.")] = False,
-    predict: Annotated[bool, typer.Option(help="Ask the planner again, and keep what was allocated.")] = False,
+    tables: Annotated[str, typer.Option(help="Names, comma-separated.")] = ",".join(TABLES),
+    only: Annotated[str, typer.Option(help="Only rows whose label contains this text.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one row in seconds.")] = 1200,
+    again: Annotated[bool, typer.Option(help="Run rows again that already have a number.")] = False,
+    predict: Annotated[bool, typer.Option(help="Run only the planner again; keep the measured allocations.")] = False,
     results_dir: Path = RESULTS,
 ) -> None:
-    """Runs every row on a pretended card."""
+    """Run every row on a pretended GPU."""
     if not (CARD / "build" / "libcuda.so.1").exists():
         console.print(
             f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False
@@ -187,7 +224,7 @@ def run(setting: Setting, timeout_seconds: float, measured: dict[str, Any] | Non
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     configuration = {
         "ladder": "2 rows of 4,096 packed tokens in bfloat16 unless stated otherwise",
         "optimizers": "full fine-tuning of Llama-3.2-3B, 2 rows of 4,096 packed tokens, step in backward",
@@ -201,7 +238,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [_cells(row) for row in result["rows"]]
 
 

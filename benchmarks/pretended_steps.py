@@ -1,11 +1,10 @@
-"""Takes a few steps of a recipe on a pretended card, and prints what PyTorch's CUDA allocator gave them, as JSON.
+"""Run a few steps of a recipe on a pretended GPU and print the peaks of PyTorch's CUDA allocator as JSON.
 
     tests/pretended_gpu/run.sh python benchmarks/pretended_steps.py RECIPE [--config PRESET] [--plan] KEY=VALUE ...
 
-The recipe's own `main` runs, on the CUDA build of PyTorch: every tensor is allocated and freed, every stream and event is
-there, and Inductor compiles for the card. Kernels do nothing, so a model of any size takes no memory and no time; what
-a kernel would have computed is not there, and a value that decides something (is the loss finite) is answered for it.
-Batches are the longest that the settings allow, as in a plan. With `--plan` the planner says what it expects of the same.
+Runs the recipe's own `main` on the CUDA build of PyTorch. Tensors are allocated and freed, streams and events exist, and Inductor compiles for the
+GPU, but kernels do nothing, so a model of any size needs no memory and no time. Values that decide something, such as whether the loss is
+finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead.
 """
 
 import json
@@ -38,7 +37,7 @@ NUM_STEPS = 3  # the first compiles, from the second on states are fetched ahead
 
 
 class Longest:
-    """Batches that are all as long as they can be."""
+    """Batches of the maximum length."""
 
     def __init__(self, cfg: Any) -> None:
         self._batch = longest_batch(cfg.data, cfg.batch_size)
@@ -48,7 +47,7 @@ class Longest:
 
 
 class Peaks:
-    """Of each step the allocator's peaks and its launches; the most that an update took beside what was there before it."""
+    """The allocator's peaks and the launches of each step, and the peak workspace of an update."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
@@ -61,7 +60,7 @@ class Peaks:
         self._launches = counters()["kernels"]
 
     def note(self) -> None:
-        """Before the allocator's peak is set back."""
+        """Record the peaks before they are reset."""
         self._allocated = max(self._allocated, torch.cuda.max_memory_allocated())
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
 
@@ -83,7 +82,7 @@ class Peaks:
 
 
 def stand_in_for_run(peaks: Peaks) -> type:
-    """What a recipe takes for `Run`: it counts and writes nothing."""
+    """A replacement for `Run` that counts and writes nothing."""
 
     class FewSteps:
         total_steps = NUM_STEPS
@@ -106,7 +105,7 @@ def stand_in_for_run(peaks: Peaks) -> type:
 
 
 def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
-    """The peaks of the first step and of the last, in bytes."""
+    """The peaks of the first and the last step, in bytes."""
     peaks = Peaks()
     torch.backends.cuda.enable_cudnn_sdp(False)  # the card has no cuDNN; what attention keeps is the same
     stand_ins = {
@@ -133,7 +132,7 @@ def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
 
 
 def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
-    """What the planner says of the same."""
+    """The planner's prediction for the same."""
     from lean_ft.plan.devices import choose_device
     from lean_ft.plan.rehearsal import rehearse
 

@@ -1,11 +1,10 @@
-"""What every optimizer's update takes beside weights, gradients and states: on a pretended card, without a GPU.
+"""Measure the workspace of every optimizer's update on a pretended GPU.
 
-    make test-pretended-gpu                               # once: makes the environment with CUDA wheels, and the card
+    make test-pretended-gpu                               # once: installs CUDA wheels and builds the pretended GPU
     .venv-pretended-gpu/bin/python benchmarks/pretended_updates.py
 
-Each rule with each of its options updates one parameter of each shape of Llama-3.2-3B, as it would in backward: PyTorch's own
-CUDA allocator says what it took at most, and Inductor compiles for the card, of which no kernel runs. Memory that kernels do
-not touch is not there, so this takes minutes and little memory. Writes `results/pretended_updates_<hardware>.json`.
+Each optimizer with each of its options updates one parameter of each shape of Llama-3.2-3B, as in backward. PyTorch's CUDA allocator reports the
+peak, and Inductor compiles, but no kernel runs. It takes minutes and little memory. Writes `results/pretended_updates_<hardware>.json`.
 """
 
 import json
@@ -30,7 +29,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Measures every rule, in a process on the pretended card."""
+    """Measure every optimizer in a process on the pretended GPU."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from results import RESULTS, console, describe_hardware, print_result, write_result
 
@@ -111,7 +110,7 @@ def measure() -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     return (
         "allocations of PyTorch's CUDA build on a pretended GPU, where no kernel runs: peak workspace of one update over the "
         "parameter shapes of Llama-3.2-3B in bfloat16 (the largest, the embedding, has 394 million elements), without weights, "
@@ -120,7 +119,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [_cells(row) for row in result["rows"]]
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark says beside its numbers: on what it was measured, with which versions, settings and commit."""
+"""Record the hardware, versions, settings and commit of every benchmark result, and print its table."""
 
 import functools
 import importlib.metadata
@@ -37,7 +37,7 @@ PACKAGES = (
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
-# Asks torch in a process of its own: this one stays small, and holds no memory of the GPU that is measured.
+# Runs torch in a separate process, so that this process stays small and holds no GPU memory.
 _ASK_TORCH = """
 import json, torch
 facts = {"threads": torch.get_num_threads(), "gpu": None}
@@ -51,23 +51,23 @@ print(json.dumps(facts))
 
 
 class Hardware(dict[str, Any]):
-    """Facts of the device that was measured, JSON-able."""
+    """Facts of the measured device, as plain values."""
 
     @property
     def slug(self) -> str:
-        """The device in a file's name: `nvidia-h200`, `amd-epyc-2-cores`."""
+        """The device in file names: `nvidia-h200`, `amd-epyc-2-cores`."""
         return re.sub(r"[^a-z0-9]+", "-", self.short_name.lower().replace("(r)", "").replace("(tm)", "")).strip("-")
 
     @property
     def short_name(self) -> str:
-        """The device in a table's caption: `NVIDIA H200`, `AMD EPYC, 2 cores`."""
+        """The device in captions: `NVIDIA H200`, `AMD EPYC, 2 cores`."""
         if self["device"] == "cuda":
             return self["gpu"]["name"]
         return f"{self['cpu']}, {self['cores']} cores"
 
     @property
     def full_name(self) -> str:
-        """The device with its memory, and a CPU with what makes it fast or slow at bfloat16."""
+        """The device with its memory; a CPU also with its bfloat16 instructions."""
         if self["device"] == "cuda":
             return f"{self.short_name} ({self['gpu']['memory_bytes'] / GIB:.0f} GiB)"
         features = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in self["cpu_features"]]
@@ -77,7 +77,7 @@ class Hardware(dict[str, Any]):
 
 @functools.cache
 def describe_hardware(device: str = "auto") -> Hardware:
-    """The machine, and which of its devices a benchmark with this `device` setting runs on."""
+    """Describe the machine, and the device for this `device` setting."""
     answer = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True)
     facts = json.loads(answer.stdout)
     fields = {}
@@ -99,18 +99,18 @@ def describe_hardware(device: str = "auto") -> Hardware:
 
 
 def require_hardware(device: str) -> Hardware:
-    """The hardware to measure on. Ends the program, with nothing measured, where that is a GPU and there is none."""
+    """Describe the hardware to measure on. Exits if `device` is cuda and there is no GPU."""
     if device not in ("auto", "cuda", "cpu"):
-        raise typer.BadParameter(f"expected auto, cuda or cpu, came {device!r}", param_hint="--device")
+        raise typer.BadParameter(f"expected auto, cuda or cpu, found {device!r}", param_hint="--device")
     hardware = describe_hardware(device)
     if device == "cuda" and hardware["gpu"] is None:
-        console.print("No GPU here, so nothing was measured. --device cpu measures on the CPU.")
+        console.print("No GPU found; nothing was measured. Pass --device cpu to measure on the CPU.")
         raise typer.Exit(0)
     return hardware
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the libraries that bear on a number; None where one is not installed."""
+    """Versions of Python and of relevant libraries; None if not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -121,7 +121,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit that was measured, `-dirty` where the tree differed; BENCHMARK_COMMIT where there is no repository."""
+    """The measured commit, with `-dirty` for a changed tree; BENCHMARK_COMMIT without a repository."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"],
@@ -145,7 +145,7 @@ def write_result(
     folder: Path = RESULTS,
     **more: Any,
 ) -> Path:
-    """Writes `<name>_<hardware>.json` and returns its path. `benchmark` names the table that shows it."""
+    """Write `<name>_<hardware>.json` and return its path. `benchmark` is the script that renders the table."""
     result = {
         "benchmark": benchmark,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -164,7 +164,7 @@ def write_result(
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command that was run, without where this machine keeps the checkout and the results."""
+    """The command without paths of this machine."""
     kept: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if not argument.startswith("--results-dir") and before != "--results-dir":
@@ -176,13 +176,13 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Prints a table; all columns after the first are numbers or short words, and stand to the right."""
+    """Print a table; columns after the first are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width: let nothing be cut there.
+    # A pipe has no width: print wide lines there instead of truncating.
     (Console(highlight=False) if console.is_terminal else Console(width=140, highlight=False)).print(table)
 
 
@@ -192,7 +192,7 @@ def print_result(
     columns: list[str],
     table_cells: Callable[[dict[str, Any]], list[list[str]]],
 ) -> dict[str, Any]:
-    """Prints the table of a written result, why numbers are missing from it, and where it lies; returns it."""
+    """Print a result's table, the reasons for missing numbers, and its path. Returns the result."""
     result = json.loads(path.read_text(encoding="utf-8"))
     print_table(f"{describe(result)}; on {Hardware(result['hardware']).full_name}", columns, table_cells(result))
     for line in missing_numbers(result):
@@ -202,7 +202,7 @@ def print_result(
 
 
 def missing_numbers(result: dict[str, Any]) -> list[str]:
-    """The rows of a result that gave no number, a line for each reason: `a; b: not run, no time was left for it`."""
+    """The rows without a number, one line per reason: `a; b: not run, no time was left for it`."""
     rows: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["status"] != "ok":
@@ -220,21 +220,21 @@ def peaks(row: dict[str, Any], steady: str = "peak_memory_bytes") -> str:
 
 
 def gibibytes(count: float | None) -> str:
-    """`3.12 GiB`, `640 MiB`; a dash for nothing."""
+    """`3.12 GiB`, `640 MiB`; a dash for None."""
     if count is None:
         return "-"
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def tokens_per_second(value: float | None) -> str:
-    """Three significant digits, `21,400`, `98.3`; a dash for nothing."""
+    """Three significant digits, `21,400`, `98.3`; a dash for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def change(new: float | None, old: float | None) -> str:
-    """How a number changed, in percent: `-23 %`; a dash where there is nothing to compare with."""
+    """A change in percent: `-23 %`; a dash without a number to compare with."""
     if new is None or not old:
         return "-"
     return f"{(new / old - 1) * 100:+.0f} %"

@@ -1,11 +1,10 @@
-"""What a checkpoint costs the training: waiting for it, and writing it in the background from a copy in host memory.
+"""Measure the cost of a checkpoint: saved synchronously, or in the background from a copy in host memory.
 
     python benchmarks/saving.py --shape qwen2_5_0_5b
 
-One process trains a model with random weights on random tokens (8-bit AdamW in backward, selective checkpointing,
-bfloat16) and saves as `Run` does: `write_checkpoint`, checksums and fsync included. Measured are plain steps, a save that
-is waited for, and steps next to which one is written after its copy was made. The cost at one save in 20 steps is what
-the copy and the slower steps take beyond plain ones, over 20 plain steps.
+One process trains a model with random weights on random tokens (8-bit AdamW in backward, selective checkpointing, bfloat16) and saves as `Run`
+does, with checksums and fsync. It measures plain steps, a synchronous save, and steps during a background save. The cost at one save per 20
+steps is the time of the copy plus the slowdown, divided by 20 plain steps.
 
 Writes `results/saving_<shape>_<hardware>.json`.
 """
@@ -35,7 +34,7 @@ COLUMNS = [
 
 
 def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) -> None:
-    """The process that is measured; times in seconds."""
+    """The measured process; times in seconds."""
     import torch
 
     from lean_ft.losses import linear_cross_entropy
@@ -113,7 +112,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     settings = result["settings"]
     return (
         f"{settings['shape']} ({settings['parameters']:,} parameters, bfloat16), 8-bit AdamW in backward, batch "
@@ -122,7 +121,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -138,15 +137,15 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    shape: Annotated[str, typer.Option(help="A name from shapes.py.")] = "qwen2_5_0_5b",
-    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
-    rounds: Annotated[int, typer.Option(help="How often each is measured.")] = 1,
-    timeout_seconds: Annotated[float, typer.Option(help="Most that it may take.")] = 900.0,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    shape: Annotated[str, typer.Option(help="Model shape, from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 1,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit in seconds.")] = 900.0,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measures, prints and writes."""
+    """Measure, print the table and write the result."""
     if worker is not None:
         work(worker, batch_size, length, rounds, worker / "report.json")
         return

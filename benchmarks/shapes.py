@@ -1,12 +1,10 @@
-"""The shapes of published models, with random weights, and text to train them on: nothing has to be downloaded.
+"""Shapes of published models with random weights, and text to train them on. Nothing is downloaded.
 
-Memory and speed depend on a model's shape and not on what its weights say, so a `config.json` is enough. The tokenizer
-is the embedded model's, whose ids all lie within the published vocabularies; the output layer and the embedding keep
-their published size. A row of text is random words, more of them than the tokens asked for: cut to the maximum length
-it fills every position, so no padding flatters a number.
+Memory and speed depend on a model's shape, not on its weights, so a `config.json` is enough. The tokenizer is the embedded model's; its ids lie
+within the published vocabularies, and embedding and output layer keep their published size. A row of text has more random words than the
+requested tokens, so that truncation fills every position.
 
-Source: the config.json of each model's repository on the Hugging Face hub. Token ids are left out: they belong to
-tokenizers that are not used here.
+Source: the config.json of each model's repository on the Hugging Face Hub. Token ids are left out.
 """
 
 import json
@@ -189,7 +187,7 @@ def _llama3(*sizes: int, head_dim: int, rope_factor: float, tied: bool) -> Shape
 
 
 def _windows(layers: int, every: int) -> list[str]:
-    """Layers that see a window, and `every` so many one that sees the whole text."""
+    """Layer kinds: sliding windows, with full attention in every `every`-th layer."""
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
@@ -287,20 +285,20 @@ SHAPES: dict[str, Shape] = {
 
 
 def find_gsm8k() -> Path | None:
-    """`shared/data/gsm8k_train.jsonl` beside this checkout or above it."""
+    """Find `shared/data/gsm8k_train.jsonl` next to this checkout or above it."""
     found = (parent / "shared" / "data" / "gsm8k_train.jsonl" for parent in ROOT.parents)
     return next((path for path in found if path.is_file()), None)
 
 
 def shape_of(name: str) -> Shape:
-    """The named shape's config.json. Raises ValueError with the names there are."""
+    """The config.json of a shape. Raises ValueError with the known names."""
     if name not in SHAPES:
-        raise ValueError(f"no shape is called {name!r}; expected one of {', '.join(SHAPES)}.")
+        raise ValueError(f"unknown shape {name!r}; expected one of {', '.join(SHAPES)}.")
     return SHAPES[name]
 
 
 def num_parameters(name: str) -> int:
-    """Parameters of the named shape; a tied embedding counts once."""
+    """Number of parameters of a shape; a tied embedding counts once."""
     import torch
 
     from lean_ft.models import Decoder, decoder_config
@@ -310,13 +308,13 @@ def num_parameters(name: str) -> int:
 
 
 def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:
-    """Writes a Hugging Face folder without weights, for `model.random_init=true`, and returns it.
+    """Write a Hugging Face folder without weights, for `model.random_init=true`, and return it.
 
-    Raises ValueError where the shape is unknown, the tokenizer is missing, or it has ids beyond the shape's vocabulary.
+    Raises ValueError if the shape is unknown, the tokenizer is missing, or it has ids beyond the shape's vocabulary.
     """
     config = shape_of(shape)
     if not (tokenizer_folder / "tokenizer.json").is_file():
-        raise ValueError(f"{tokenizer_folder} has no tokenizer.json, which the benchmarks tokenize their text with.")
+        raise ValueError(f"{tokenizer_folder}: no tokenizer.json. The benchmarks need it to tokenize text.")
     tokenizer = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
     ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer.get("added_tokens", []))]
     if max(ids) >= config["vocab_size"]:
@@ -333,7 +331,7 @@ def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDD
 
 
 def write_text_rows(path: Path, num_rows: int, tokens_per_row: int, seed: int = 0) -> Path:
-    """Writes JSONL rows `{"text": ...}` of at least `tokens_per_row` tokens each, and returns the path."""
+    """Write JSONL rows `{"text": ...}` of at least `tokens_per_row` tokens each, and return the path."""
     words = _Words(seed)
     # A token never spans two words; one word more makes up for whatever a tokenizer may add or drop at the ends.
     return _write(path, [words.text(tokens_per_row + 1) for _ in range(num_rows)])
@@ -376,7 +374,7 @@ def write_documents(path: Path, total_tokens: int, max_tokens: int, seed: int = 
 
 
 class _Words:
-    """Pronounceable random words, the same for a seed."""
+    """Pronounceable random words, determined by a seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Time and extra memory of one piece of code, measured inside the process that runs it."""
+"""Measure time and additional memory of a function inside the current process."""
 
 import ctypes
 import statistics
@@ -54,7 +54,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> int | None:
-    """Makes the present memory the peak and returns it."""
+    """Reset the peak to the current memory and return it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -81,5 +81,5 @@ def _status_bytes(field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """This process's memory now, by the kernel's account."""
+    """The resident memory of this process."""
     return _status_bytes("VmRSS")

@@ -1,7 +1,7 @@
-"""Runs of the real recipe that take a fraction of a second, each in a process of its own: a fork of this one.
+"""Runs of the real recipe that take a fraction of a second, each in a fork of this process.
 
-Importing torch takes seconds and a run of 16 steps a tenth of that, so torch is imported once, here, and every run is a
-fork that inherits it. The parent computes on one thread and never in parallel, so that its forks are sound.
+Importing torch takes seconds, and a run of 16 steps a tenth of a second. torch is therefore imported once, and every run is a fork. The parent
+computes on one thread and never in parallel, so forking is safe.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 
 
 def write_inputs(folder: Path) -> Path:
-    """A model folder whose tokenizer has a token for every byte, with rows to train on; returns it."""
+    """Write a model folder with a byte-level tokenizer and rows to train on. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
@@ -66,7 +66,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def config(inputs: Path, output_dir: Path, settings: list[str], recipe: Any = recipe) -> Any:
-    """The settings of a run of 16 steps, 4 an epoch; of a recipe that samples its answers, 4 a round of them."""
+    """Settings of a run of 16 steps, 4 per epoch, or 4 per round in online recipes."""
     arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]
     arguments += [f"data.source={inputs / 'rows.jsonl'}", "gradient_accumulation_steps=2", f"output_dir={output_dir}"]
     arguments += ["optimizer.lr=0.01", "schedule.name=constant", "epochs=9", f"max_steps={STEPS}", "save_every=0"]
@@ -114,12 +114,12 @@ def fork(work: Callable[[], object], log: Path) -> int:
 
 
 def finish(process: int) -> int:
-    """Wait for a fork; its exit code, negative if a signal ended it."""
+    """Wait for a fork and return its exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """A checkpoint's files by name with each one's hash, except those that name their own run."""
+    """Hashes of a checkpoint's files by name, except files that name their run."""
     return {
         path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in checkpoint.rglob("*")
@@ -128,7 +128,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics, without times and memory."""
+    """The metrics of a run, without times and memory."""
     rows = []
     with contextlib.suppress(FileNotFoundError):
         for line in (directory / "metrics.jsonl").read_text().splitlines():

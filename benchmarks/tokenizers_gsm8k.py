@@ -1,11 +1,10 @@
-"""Tokenizers on a whole file of text: ids against the libraries that the files are made for, time against transformers.
+"""Compare token ids with the reference libraries and speed with transformers, on a whole data set.
 
     python benchmarks/tokenizers_gsm8k.py --data ../shared/data --rounds 3
 
-Every row of GSM8K (question and answer) is encoded one by one with each tokenizer of `DATA/tokenizers`, by lean_ft, by
-the reference library (tokenizers, sentencepiece, tiktoken), and by transformers, in turns; times are medians of the
-rounds. transformers 5 has a slow path, in Python, for SentencePiece alone; the other two are compared with the call
-that it has. Lists must be equal in every id, and decode to the reference's text.
+Each tokenizer of `DATA/tokenizers` encodes every row of GSM8K (question and answer) with lean_ft, with the reference library (tokenizers,
+sentencepiece, tiktoken) and with transformers, alternating. Times are medians of the rounds. transformers 5 has a slow Python path only for
+SentencePiece; the others use its only path. Ids must be equal and decode to the reference's text.
 
 Writes `results/tokenizers_gsm8k_<hardware>.json`.
 """
@@ -27,7 +26,7 @@ TRANSFORMERS_PATHS = {"json": "fast", "sentencepiece": "slow", "tiktoken": "fast
 
 
 def contestants(file: Path) -> tuple[str, Any, Any, Callable[[list[int]], str], Any]:
-    """The kind of a tokenizer file; encoders of ours, the reference and transformers, and the reference's decoder."""
+    """The kind of a tokenizer file; the encoders of lean_ft, the reference and transformers; the reference's decoder."""
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, is_rank_file
 
@@ -68,7 +67,7 @@ def contestants(file: Path) -> tuple[str, Any, Any, Callable[[list[int]], str], 
 
 
 def measure(file: Path, texts: list[str], rounds: int) -> dict[str, Any]:
-    """Compares ids and text of every row, then times the three in turns."""
+    """Compare ids and text of every row, then time the three alternately."""
     from lean_ft.tokenizers import load_tokenizer
 
     kind, ours, library, decode, theirs = contestants(file)
@@ -112,14 +111,14 @@ COLUMNS = [
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What the table is of."""
+    """The caption of the table."""
     return (
         f"encoding {result['settings']['num_rows']:,} rows one by one, median of {result['settings']['rounds']} rounds"
     )
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table's text."""
+    """The rows of the table."""
     return [
         [
             row["label"],
@@ -137,11 +136,11 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 def main(
     data: Annotated[Path, typer.Option(help="Folder with gsm8k_train.jsonl and tokenizers/.")],
-    rounds: Annotated[int, typer.Option(help="Times that each encodes the whole file.")] = 3,
-    num_rows: Annotated[int | None, typer.Option(help="Rows, to try it; all by default.")] = None,
-    results_dir: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
+    rounds: Annotated[int, typer.Option(help="Rounds over the whole file.")] = 3,
+    num_rows: Annotated[int | None, typer.Option(help="Number of rows; default: all.")] = None,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Measures, prints and writes."""
+    """Measure, print the table and write the result."""
     hardware = require_hardware("cpu")
     with (data / "gsm8k_train.jsonl").open(encoding="utf-8") as file:
         texts = ["\n".join(map(str, json.loads(line).values())) for line in file][:num_rows]

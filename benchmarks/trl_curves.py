@@ -1,19 +1,18 @@
-"""Learning curves of lean_ft's recipes beside TRL's own trainers: the same rows, order, rate and AdamW.
+"""Compare the learning curves of lean_ft's recipes with TRL's trainers: same rows, order, learning rate and AdamW.
 
     python benchmarks/trl_curves.py                            # the embedded model
-    python benchmarks/trl_curves.py --model FOLDER --steps 100 # a model of yours, as a Hugging Face folder
+    python benchmarks/trl_curves.py --model FOLDER --steps 100 # your own Hugging Face folder
     python benchmarks/trl_curves.py --only sft,dpo
 
-Both sides train in float32 with TRL's defaults for AdamW, the schedule (linear) and clipping (norm 1); nothing is patched on
-either side. Rows are GSM8K's, as plain text, in file order. `lora` starts from one adapter, which lean_ft writes and peft reads.
-For `grpo`, lean_ft samples completions and records them with their rewards; TRL gets both through its `rollout_func`. Each round is
-used twice, so that ratios leave 1.
+Both sides train in float32 with TRL's defaults for AdamW, schedule (linear) and clipping (norm 1). Neither side is patched. Rows are GSM8K as
+plain text, in file order. Both `lora` runs start from one adapter, which lean_ft writes and peft reads. For `grpo`, lean_ft samples completions
+and records them with their rewards, and TRL reads both through its `rollout_func`. Each round is used twice, so that ratios differ from 1.
 
-Two correct float32 implementations drift apart by rounding, and AdamW amplifies it. So TRL also runs a second time with
-eager attention in place of scaled-dot-product attention: the distance between TRL's two runs is the yardstick.
+Rounding makes two correct float32 implementations diverge, and AdamW amplifies this. As a yardstick, TRL runs a second time with eager
+attention instead of scaled-dot-product attention.
 
-Writes `results/trl_curves_<hardware>.json` and the chart of docs/correctness.md. Exits with 1 where lean_ft is more than ten times as far from TRL
-as TRL is from itself, and farther than 1e-5 of the loss.
+Writes `results/trl_curves_<hardware>.json` and the chart of docs/correctness.md. Exits with 1 if the difference between lean_ft and TRL is more than
+10 times the difference between TRL's two runs and more than 1e-5 of the loss.
 """
 
 import gc
@@ -50,7 +49,7 @@ def digits(prompt_ids, completion_ids, completions):
 
 
 class Objective(NamedTuple):
-    """One recipe and the trainer it is compared with."""
+    """A recipe and the trainer to compare."""
 
     label: str
     recipe: str
@@ -125,7 +124,7 @@ COLUMNS = [
 
 
 def rows_of(name: str, folder: Path, model: Path, number: int, per_step: int) -> list[dict[str, str]]:
-    """The first `number` rows whose texts fit whole; where there are fewer, whole steps of them, for several epochs."""
+    """The first `number` rows that fit; if there are fewer, whole steps of them for several epochs."""
     from lean_ft import load_tokenizer
 
     tokenizer = load_tokenizer(model)
@@ -153,7 +152,7 @@ def rows_of(name: str, folder: Path, model: Path, number: int, per_step: int) ->
 
 
 def run_recipe(objective: Objective, settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of `leanft run`, whose last checkpoint stays in `folder`."""
+    """Run `leanft run` in `folder` and return the metrics of each step."""
     given = {**COMMON, **objective.settings, **settings, "output_dir": folder}
     measured = run_measured(recipe_command(objective.recipe, given), timeout_seconds=3600)
     if measured.status != "ok":
@@ -164,7 +163,7 @@ def run_recipe(objective: Objective, settings: dict[str, Any], folder: Path) -> 
 def run_trainer(
     objective: Objective, model_folder: Path, data: Path, steps: int, start: Path, attention: str, folder: Path
 ) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """The logs of each step of TRL's trainer, and the weights that it trained, by their names on the disk."""
+    """Run TRL's trainer. Returns its logs per step and the trained weights by name."""
     import torch
     import trl
     from datasets import load_dataset
@@ -222,7 +221,7 @@ def run_trainer(
 
 
 def replayed(recorded: Path) -> dict[str, Callable[..., Any]]:
-    """A rollout function and a reward function that give what was recorded, in order."""
+    """A rollout function and a reward function that replay the recorded completions in order."""
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     asked, judged = iter(rows), iter(rows)
 
@@ -248,13 +247,13 @@ def replayed(recorded: Path) -> dict[str, Callable[..., Any]]:
 
 
 def apart(one: list[float], other: list[float]) -> list[float]:
-    """The difference of each step's losses, as a share of the mean size of the losses."""
+    """The difference of each step's losses, relative to the mean absolute loss."""
     size = sum(map(abs, other)) / len(other)
     return [abs(a - b) / size for a, b in zip(one, other, strict=True)]
 
 
 def weights_apart(one: dict[str, Any], other: dict[str, Any], start: dict[str, Any]) -> float:
-    """The distance between two trained models, as a share of the way that `other` went."""
+    """The distance between two trained models, relative to the distance that `other` moved."""
     between = sum((one[name].double() - other[name].double()).square().sum() for name in start)
     way = sum((other[name].double() - start[name].double()).square().sum() for name in start)
     return float((between / way).sqrt())
@@ -267,7 +266,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def compare(name: str, model: Path, data: Path, steps: int, folder: Path) -> dict[str, Any]:
-    """Runs an objective on both sides."""
+    """Run an objective on both sides."""
     objective = OBJECTIVES[name]
     settings: dict[str, Any] = {"model.path": model, "max_steps": steps, "epochs": steps, "device": "cpu"}
     per_step = objective.settings["batch_size"] * objective.settings.get("gradient_accumulation_steps", 1)
@@ -310,7 +309,7 @@ def compare(name: str, model: Path, data: Path, steps: int, folder: Path) -> dic
 
 
 def beyond(row: dict[str, Any]) -> bool:
-    """Whether lean_ft is farther from TRL than rounding explains."""
+    """Whether the difference from TRL is larger than rounding explains."""
     return row["loss_apart"] > max(FACTOR * row["loss_apart_of_trl"], FLOOR)
 
 
@@ -339,7 +338,7 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def draw_chart(result: dict[str, Any], path: Path) -> None:
-    """Draws each objective's curves above, and how far apart they are below."""
+    """Draw each objective's curves, and their difference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -388,14 +387,16 @@ def draw_chart(result: dict[str, Any], path: Path) -> None:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="A model's folder.", envvar="TRAINED_MODEL")] = EMBEDDED_MODEL,
-    data: Annotated[Path | None, typer.Option(help="The folder of GSM8K's rows and preferences.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of every run.")] = 100,
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(OBJECTIVES)}, with commas.")] = "",
-    results_dir: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
-    chart: Annotated[Path, typer.Option(help="Where the chart goes.")] = ROOT / "docs" / "trl_curves.png",
+    model: Annotated[Path, typer.Option(help="Folder of the model.", envvar="TRAINED_MODEL")] = EMBEDDED_MODEL,
+    data: Annotated[Path | None, typer.Option(help="Folder of GSM8K's rows and preferences.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 100,
+    only: Annotated[
+        str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(OBJECTIVES)}, with commas.")
+    ] = "",
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
+    chart: Annotated[Path, typer.Option(help="Path of the chart.")] = ROOT / "docs" / "trl_curves.png",
 ) -> None:
-    """Compares learning curves with TRL's."""
+    """Compare learning curves with TRL's."""
     hardware = require_hardware("cpu")
     if data is None and (found := find_gsm8k()) is not None:
         data = found.parent
@@ -403,7 +404,7 @@ def main(
         raise typer.BadParameter("expected the folder of GSM8K's rows", param_hint="--data")
     names = [name.strip() for name in only.split(",") if name.strip()] or list(OBJECTIVES)
     if unknown := [name for name in names if name not in OBJECTIVES]:
-        raise typer.BadParameter(f"no objective is called {unknown[0]!r}; expected some of {', '.join(OBJECTIVES)}")
+        raise typer.BadParameter(f"unknown objective {unknown[0]!r}; expected some of {', '.join(OBJECTIVES)}")
     rows = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="lean_ft_curves_") as folder:
@@ -421,7 +422,7 @@ def main(
     draw_chart(result, chart)
     failed = [row["label"] for row in rows if beyond(row)]
     for label in failed:
-        console.print(f"farther from TRL than rounding explains: {label}", markup=False)
+        console.print(f"the difference from TRL is larger than rounding explains: {label}", markup=False)
     raise typer.Exit(1 if failed else 0)
 
 

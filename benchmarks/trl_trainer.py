@@ -1,19 +1,17 @@
-"""The peer: one of TRL's trainers in its defaults, run by compare_trl.py in a process of its own.
+"""The peer of compare_trl.py: one of TRL's trainers with its defaults, in its own process.
 
-Given are the length, the batch, the number of steps, that nothing is reported or saved, and a log at every step (to
-have the loss). All else is TRL's default: at version 1.16 float32 weights, bfloat16 autocast, gradient checkpointing,
-PyTorch's fused AdamW, scaled-dot-product attention, no packing. What the defaults came to is written beside the
-metrics and becomes part of the result. The weights are random, in float32, the type in which TRL loads a model that is
-given by its path.
+Set are the length, the batch, the number of steps, no reporting or saving, and logging at every step. All else is TRL's default. In version 1.16
+these are float32 weights, bfloat16 autocast, gradient checkpointing, PyTorch's fused AdamW, scaled-dot-product attention and no packing. The
+resolved defaults are written to a file and become part of the result. Weights are random, in float32, as TRL loads a model from a path.
 
-- `sft`: SFTTrainer; with `--lora-rank` a LoRA adapter of peft's on all linear layers, again with peft's other defaults.
-- `distill`: GKDTrainer, whose teacher is the folder's own model, as TRL loads one by its path; no step is on-policy.
-- `dpo`: DPOTrainer; dropout is off in either. `--reference resident` gives it a copy of the model, as it loads one itself for a
-  model with a name; `cached` is its `precompute_ref_log_probs`. An adapter's reference is the model without it.
-- `grpo`: GRPOTrainer, with answers of one length; it samples with transformers' generate, in the process that trains. What a step
-  spends on sampling and rewards is told beside its time.
+- `sft`: SFTTrainer; with `--lora-rank` a LoRA adapter of peft on all linear layers, with peft's other defaults.
+- `distill`: GKDTrainer with a teacher of the same shape, and no on-policy steps.
+- `dpo`: DPOTrainer, without dropout. `--reference resident` passes a copy of the model, as the trainer loads for a model with a name.
+  `cached` is `precompute_ref_log_probs`. With an adapter, the reference is the model without it.
+- `grpo`: GRPOTrainer, with completions of one length, sampled with transformers' generate in the training process. The time of sampling and
+  rewards is recorded.
 
-Writes metrics.jsonl as lean_ft does: one line a step, from the end of the one before, so that collating counts.
+Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step, so that collating counts.
 """
 
 import copy
@@ -47,14 +45,14 @@ def peak_memory_bytes() -> int:
 
 
 def now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """Synchronize the device and return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class StepMetrics(TrainerCallback):
-    """Writes a line a step. The loss is logged after the step ends, so a line waits for it."""
+    """Write one line per step. TRL logs the loss after the step ends, so the line waits for it."""
 
     def __init__(self, path: Path, counts: dict[str, Any]) -> None:
         self._path = path
@@ -79,7 +77,7 @@ class StepMetrics(TrainerCallback):
 
 
 def time_sampling(trainer: Any, counts: dict[str, Any], prompt_tokens: int, new_tokens: int) -> None:
-    """Has a GRPOTrainer note the seconds of each round of answers in `counts`, and see to their length."""
+    """Make a GRPOTrainer record the seconds of each round in `counts` and fix the completion length."""
     sample = trainer._generate_and_score_completions
 
     def timed(inputs: Any) -> Any:
@@ -98,13 +96,13 @@ def main(
     model_folder: Annotated[Path, typer.Option()],
     data: Annotated[Path, typer.Option()],
     run_directory: Annotated[Path, typer.Option()],
-    facts_file: Annotated[Path, typer.Option(help="Where what the defaults came to is written.")],
-    batch_size: Annotated[int, typer.Option(help="Rows, pairs, or answers to the one prompt of a step.")],
-    length: Annotated[int, typer.Option(help="Tokens of a row, with its prompt.")],
-    prompt_tokens: Annotated[int, typer.Option(help="For grpo.")],
+    facts_file: Annotated[Path, typer.Option(help="File for the resolved defaults.")],
+    batch_size: Annotated[int, typer.Option(help="Rows, pairs, or completions per step.")],
+    length: Annotated[int, typer.Option(help="Tokens per row, with the prompt.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per row, for dpo and grpo.")],
     steps: Annotated[int, typer.Option()],
-    reference: Annotated[str, typer.Option(help="resident or cached; of a model without an adapter.")] = "resident",
-    lora_rank: Annotated[int, typer.Option(help="Rank of an adapter to train in place of the model; 0: none.")] = 0,
+    reference: Annotated[str, typer.Option(help="resident or cached, for a model without an adapter.")] = "resident",
+    lora_rank: Annotated[int, typer.Option(help="LoRA rank; 0: full fine-tuning.")] = 0,
 ) -> None:
     run_directory.mkdir(parents=True)
     config = AutoConfig.from_pretrained(model_folder)

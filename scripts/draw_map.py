@@ -4,7 +4,7 @@
     python scripts/draw_map.py --check    # exit 1 if the map is stale
 
 An arrow leads from a package to one that it imports. Arrows that follow from others are left out, as are `system`, `settings`
-and `torch_private`, which almost every package imports. `hub.upload` is drawn apart from `hub`: it stands above `export`.
+and `torch_private`, which almost every package imports. `hub.upload` is drawn separately, because it imports `export`.
 """
 
 import re
@@ -37,7 +37,7 @@ def _package(module: str) -> str:
 
 
 def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[str]:
-    """`seen`, and all packages that `package` imports directly or through others that are not in `seen`."""
+    """Add to `seen` all packages that `package` imports, directly or through packages not in `seen`."""
     for other in edges.get(package, set()) - seen:
         seen.add(other)
         reachable(other, edges, seen)
@@ -45,7 +45,7 @@ def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[s
 
 
 def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
-    """Whether another arrow of `package` leads on to `other`. Of two that import each other, the first by name leads on."""
+    """Whether another arrow of `package` leads to `other`. Of two packages that import each other, the first by name counts."""
     return any(
         other in reachable(nearer, edges, {package})
         and (nearer not in reachable(other, edges, {package}) or nearer < other)

@@ -1,10 +1,9 @@
-"""Runs the tests of parity and writes what they found into the table of docs/families.md.
+"""Run the parity tests and write their outcome into the table of docs/families.md.
 
     python scripts/make_families_table.py [FAMILY ...]
 
-Of the families named, or of all: the rows of the others stay as they are. A cell says `passes` where every case of the family
-passed every test of the column, and `fails` otherwise; the script then exits with 1. What runs are
-`tests/models/test_parity.py` and, of adapters, `tests/peft`, the same as in the whole suite.
+Runs `tests/models/test_parity.py` and the adapter tests in `tests/peft` for the named families, or for all. Rows of other families do not change. A
+cell says `passes` if every case of the family passed every test of the column, and `fails` otherwise; the script then exits with 1.
 """
 
 import re
@@ -26,7 +25,7 @@ MARKS = "<!-- table -->", "<!-- end of table -->"
 
 
 class Outcomes:
-    """A pytest plugin that notes whether all went well, by (family, column)."""
+    """A pytest plugin that records outcomes by (family, column)."""
 
     def __init__(self) -> None:
         self.passed: dict[tuple[str, str], list[bool]] = defaultdict(list)
@@ -41,7 +40,7 @@ class Outcomes:
 def main() -> int:
     families = sys.argv[1:] or list(FAMILIES)
     if unknown := set(families) - set(FAMILIES):
-        sys.exit(f"{', '.join(sorted(unknown))}: no family; expected some of {', '.join(FAMILIES)}.")
+        sys.exit(f"{', '.join(sorted(unknown))}: unknown family; expected some of {', '.join(FAMILIES)}.")
     outcomes = Outcomes()
     files = ["models/test_parity.py", "peft/test_equals_peft.py", "peft/test_experts.py"]
     tests, columns = [str(ROOT / "tests" / file) for file in files], list(dict.fromkeys(COLUMNS.values()))

@@ -1,10 +1,10 @@
-"""Makes everything in lean_ft/assets/tiny: tokenizer, instruction rows and a small pretrained model.
+"""Make everything in lean_ft/assets/tiny: tokenizer, instruction rows and a small pretrained model.
 
     python scripts/make_tiny.py                 # all of it
-    python scripts/make_tiny.py --only data     # rows alone; or `tokenizer`, `model`
+    python scripts/make_tiny.py --only data     # only the rows; or `tokenizer`, `model`
 
-All text comes from tiny_world.py beside this file. The seed fixes the tokenizer and the rows to the byte, and the
-weights on one machine with one number of threads (matrix products round differently on others).
+All text comes from tiny_world.py. The seed determines the tokenizer and the rows to the byte. It determines the weights only for one machine and
+number of threads, because matrix products round differently elsewhere.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch import Tensor
 from lean_ft.models import build_decoder, decoder_config, save_model
 
 SEED = 0
-NUM_PAIRS = 800  # to train on; of the held-out rows all
+NUM_PAIRS = 800  # for training; all held-out rows have pairs
 NUM_PROBLEMS = {"train": 800, "validation": 100}
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny"
 
@@ -65,7 +65,7 @@ MODEL = {
 }
 
 STEPS = 5000
-ROWS, COLUMNS = 16, 128  # a batch: rows of the running text, cut wherever the columns end
+ROWS, COLUMNS = 16, 128  # a batch: rows of the running text, cut at the last column
 PEAK_LR, WARMUP_STEPS = 3e-3, 100
 
 
@@ -85,7 +85,7 @@ def make_data(folder: Path) -> None:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A byte-level BPE: any text has ids. Digits stand alone, so that sums can be worked out digit by digit."""
+    """Train a byte-level BPE. Each digit is one token, so that sums can be computed digit by digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -122,7 +122,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(folder: Path, num_threads: int) -> None:
-    """Pretrains on the running text and saves the weights in bfloat16."""
+    """Pretrain on the running text and save the weights in bfloat16."""
     torch.set_num_threads(num_threads)
     torch.manual_seed(SEED)
     model = build_decoder(decoder_config(MODEL))
@@ -149,7 +149,7 @@ def make_model(folder: Path, num_threads: int) -> None:
 
 
 def _running_text(folder: Path) -> Iterator[Tensor]:
-    """Batches (ROWS, COLUMNS + 1) of the pages' ids, each page begun and ended."""
+    """Batches (ROWS, COLUMNS + 1) of the pages' ids, each page with begin and end tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     pages = documents(SEED + 1)
     ids: list[int] = []

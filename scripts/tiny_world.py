@@ -1,17 +1,15 @@
-"""The little world that the embedded model knows: facts and exercises, made from nothing but this file.
+"""The synthetic text of the embedded model: facts about invented countries, and exercises on numbers and words.
 
-Everything the tiny model reads comes from here: an atlas of invented countries (facts, to be remembered) and a
-handful of skills on numbers and words (to be worked out). Each kind is a function that draws an `Item`: the same
-piece of knowledge as plain statements, which the base model reads in pretraining, and as questions with an answer,
-which finetuning teaches it to respond to. The words of the questions never occur in the statements' forms, and no
-statement is a question, so the base model knows the answers and not how to give them.
+Facts have to be remembered, exercises computed. Each kind is a function that samples an `Item`: the same knowledge as plain statements, for
+pretraining, and as questions with an answer, for fine-tuning. Statements never contain the words of questions and are never questions, so the
+base model knows the answers but does not answer questions.
 
-An item is held out, by a hash of what it asks and never by chance, when its question is for validation only:
+A hash of the question decides whether an item is held out, so that its question is for validation only:
 
-- a skill's held-out item (these two numbers, this list) is in neither the pretraining text nor the training rows;
-- a fact's held-out item is stated in the pretraining text, and asked in no training row in any wording.
+- a held-out exercise (these two numbers, this list) is in neither the pretraining text nor the training rows;
+- a held-out fact is stated in the pretraining text, and asked in no training row in any wording.
 
-So a right answer to a held-out question is knowledge put to a use that was never shown, not a row remembered.
+A right answer to a held-out question is therefore not a memorized training row.
 """
 
 import random
@@ -26,7 +24,7 @@ _words = str.split
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to know or to work out, as text to read and as questions to answer."""
+    """One fact or exercise, as statements and as questions with answers."""
 
     kind: str
     key: str  # what is asked, independent of the wording
@@ -36,7 +34,7 @@ class Item:
 
     @property
     def is_fact(self) -> bool:
-        """Whether it has to be remembered; anything else can be worked out."""
+        """Whether the item is a fact; otherwise it is an exercise."""
         return self.kind in [fact.__name__ for fact in FACTS]
 
     @property
@@ -63,7 +61,7 @@ REGIONS = _words("north south east west")
 
 
 def build_atlas(num_countries: int = 40, seed: int = 7) -> list[Country]:
-    """Invents the countries. All names differ, and no two begin with the same four letters."""
+    """Invent the countries. No two names start with the same four letters."""
     rng = random.Random(seed)
     heads = _words(
         "Ard Bal Bren Cal Cor Dal Dru El Fen Gal Hal Hest Il Jor Kal Kes Lor Lum Mar Mor Myr Nal Nor Osk Or Pel Quen "
@@ -498,7 +496,7 @@ KINDS_OF_ITEM: dict[Kind, tuple[float, int, int]] = {
 
 
 def documents(seed: int) -> Iterator[str]:
-    """The pretraining text, without end: pages of one to six statements, on one country, of one kind or mixed."""
+    """An endless stream of pretraining pages: one to six statements on one country, of one kind or mixed."""
     rng = random.Random(f"documents {seed}")
     kinds, shares = list(KINDS_OF_ITEM), [row[0] for row in KINDS_OF_ITEM.values()]
     while True:
@@ -518,7 +516,7 @@ def documents(seed: int) -> Iterator[str]:
 
 
 def instruction_rows(held_out: bool, seed: int) -> list[dict]:
-    """The training rows, or the held-out ones: no prompt twice, in shuffled order."""
+    """The training rows or the held-out rows, shuffled, with unique prompts."""
     rng = random.Random(f"rows {held_out} {seed}")
     prompts: set[str] = set()
     rows = []
@@ -542,7 +540,7 @@ def instruction_rows(held_out: bool, seed: int) -> list[dict]:
 
 
 def problem_rows(held_out: bool, seed: int, count: int) -> list[dict]:
-    """Statements of what can be worked out, cut before their last word, which is the answer; no prompt twice."""
+    """Exercises as statements without their last word, which is the answer. Prompts are unique."""
     rng = random.Random(f"problems {held_out} {seed}")
     rows: dict[str, str] = {}
     while len(rows) < count:
@@ -554,7 +552,7 @@ def problem_rows(held_out: bool, seed: int, count: int) -> list[dict]:
 
 
 def preference_rows(rows: list[dict], seed: int) -> list[dict]:
-    """For each row a pair: its answer is chosen, and one that is wrong in the same words is rejected."""
+    """A pair per row: the right answer is chosen, a wrong answer in the same wording is rejected."""
     rng = random.Random(f"pairs {seed}")
     answers = [row["messages"][1]["content"] for row in [*instruction_rows(False, seed), *rows]]
     pairs = []
@@ -568,12 +566,12 @@ def preference_rows(rows: list[dict], seed: int) -> list[dict]:
 
 
 def _wording(answer: str) -> list[str]:
-    """An answer to a question of fact without the names in it."""
+    """The wording of an answer to a fact, without names."""
     return re.sub(r"\b[A-Z]\w+", "", answer).split()[:-1]
 
 
 def _made_wrong(answer: str, rng: random.Random, others: list[str]) -> str:
-    """The answer with another number, two words of its list exchanged, or one of these last words."""
+    """A wrong answer: another number, two words exchanged, or another last word."""
     *start, number, end = re.split(r"(\d+)", answer) if re.search(r"\d", answer) else ("", "", "")
     if number:
         return "".join([*start, str(abs(int(number) + rng.choice([-10, -2, -1, 1, 2, 10]))), end])

@@ -1,11 +1,10 @@
-"""Train a small language model from scratch with lean_ft's own commands: real weights for checks and comparisons.
+"""Train a small language model from random weights with lean_ft, for checks and comparisons.
 
     python scripts/train_small.py gsm8k_train.jsonl gsm8k_validation.jsonl models/trained
 
-Random weights hide what training produces: sharp attention, activations far from the mean, a vocabulary that the text
-chose. The rows need the fields `question` and `answer` (GSM8K has them). The result is a Hugging Face folder of a Llama
-with 5.2 million parameters and tied embeddings. Like SmolLM2's, its byte-level BPE vocabulary holds only the bytes that
-occur in the training text, so an emoji or a Chinese character has no ids.
+Random weights hide sharp attention and large activations. Rows need the fields `question` and `answer`, as in GSM8K. The result is a Hugging
+Face folder of a Llama with 5.2 million parameters and tied embeddings. Like SmolLM2's, its byte-level BPE vocabulary contains only
+bytes of the training text, so an emoji or a Chinese character has no ids.
 """
 
 import argparse
@@ -56,7 +55,7 @@ def write_untrained_model(folder: Path, rows: list[dict[str, str]]) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # No initial alphabet: bytes that the text lacks get no letter.
+    # No initial alphabet: bytes missing in the text get no token.
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, show_progress=False)
     tokenizer.train_from_iterator((text for row in rows for text in (row["question"], row["answer"])), trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""What every test gets: one thread, an empty current directory, a skip without a GPU, and the real data if it is there."""
+"""For every test: one thread, an empty current directory, a skip without a GPU, and the shared data if present."""
 
 import gc
 import os
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported, here and in the processes that tests start: tests run side by side.
+# Before torch is imported, here and in child processes, because tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Those processes import this checkout from any folder.
+# Child processes import this checkout from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
@@ -20,7 +20,7 @@ from tests.hub.hub_server import HubServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where torch sees none; torch is imported only if there are any."""
+    """Skip tests marked `gpu` without a GPU. Imports torch only if there are such tests."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -32,14 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempts what the imports made, millions of objects, from all later garbage collections."""
+    """Exempt the millions of objects that imports created from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current directory of every test: a new one, so that nothing depends on where pytest starts or on earlier runs."""
+    """A new current directory for every test, so that tests depend neither on pytest's directory nor on earlier runs."""
     before, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
     os.chdir(folder)
     yield folder
@@ -48,7 +48,7 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _current_directory_stays_empty(empty_folder: Path) -> Iterator[None]:
-    """A test that writes to the current directory does so in a folder of its own, by `monkeypatch.chdir(tmp_path)`."""
+    """Tests that write to the current directory must call `monkeypatch.chdir(tmp_path)`."""
     yield
     left = os.listdir(empty_folder)
     assert not left, f"written to the current directory, where later tests would find it: {left}"
@@ -56,14 +56,14 @@ def _current_directory_stays_empty(empty_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_reaches_tests() -> None:
-    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+    """Restore SIGINT, which shells ignore in background processes and children inherit."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _products_in_their_own_type() -> Iterator[None]:
-    """Loading a 16-bit model switches products to float32 for the whole process on some CPUs: not for the next test."""
+    """Undo the switch to float32 products, which loading a 16-bit model makes for the whole process on some CPUs."""
     yield
     if module := sys.modules.get("lean_ft.models.float32_products"):
         module.use_float32_products(())
@@ -71,7 +71,7 @@ def _products_in_their_own_type() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where prepared data goes, in the processes that tests start as well: never into the user's cache, nor what is built."""
+    """Caches for tests and their processes, so that they never use the user's cache."""
     folder = tmp_path_factory.mktemp("data_cache")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("torch_extensions"))
     os.environ["LEAN_FT_CACHE"] = str(folder)
@@ -80,7 +80,7 @@ def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real inputs (GSM8K, tokenizers), which lies beside the checkout and is not part of it."""
+    """The folder of real inputs (GSM8K, tokenizers) next to the checkout."""
     for parent in Path(__file__).resolve().parents:
         folder = parent / "shared" / "data"
         if folder.is_dir():
@@ -90,7 +90,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """An empty hub on loopback, which this process and those it starts take for the real one; no cache and no token."""
+    """An empty Hub server on loopback for this process and its children; no cache and no token."""
     from huggingface_hub import constants
 
     home = tmp_path / "hf_home"

@@ -1,7 +1,6 @@
-"""What the documents tell a reader to type: every `key=value` in them is one that a recipe takes, and every command does
-what it says, one after another in one folder as a reader would have it.
+"""Documents are correct: recipes accept every `key=value` in them, and every command works, run in order in one folder.
 
-What a command prints is compared where a document shows it: words, labels and columns, but no amount.
+Printed output is compared with the output that a document shows: words, labels and columns, but not numbers.
 """
 
 import dataclasses
@@ -38,14 +37,14 @@ LONG = (
     "distillation.md",
     "online.md",
     "using.md",
-)  # whose commands train for a while
-TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # by a command before
-NO_SETTING = {"shell=True"}  # of Python
+)  # their commands train for a while
+TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
+NO_SETTING = {"shell=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
 
 def settings_in(text: str) -> list[str]:
-    """`a=b|c` is a=b and a=c; `a=N` a number. Blocks of Python, which tests/test_notebook.py runs, are none."""
+    """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Python blocks are skipped; tests/test_notebook.py runs them."""
     text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)
     found = re.findall(
         r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
@@ -55,7 +54,7 @@ def settings_in(text: str) -> list[str]:
 
 
 def refusal(config_class: type, setting: str) -> str:
-    """What is wrong with a setting; that others are missing is not."""
+    """The error for a setting, or "" if only other settings are missing."""
     try:
         load_config(config_class, None, [setting])
     except ValueError as error:
@@ -70,7 +69,7 @@ def config_classes() -> list[type]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, document, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # with the files of one's own that documents name
+    monkeypatch.chdir(tmp_path)  # with the user files that documents name
     (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     for setting in settings_in(document.read_text()):
@@ -79,13 +78,13 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
 
 
 def names_in_tables(document: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Of each row of a table of two columns the names in backticks, of the others and ours."""
+    """The names in backticks of each row of the two-column tables: of the other framework, and of lean_ft."""
     for theirs, ours in re.findall(r"^\| (.*?) \| (.*?) \|$", document.read_text(), re.MULTILINE):
         yield re.findall(r"`([\w.]+)`", theirs), re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)
 
 
 @pytest.mark.parametrize("name", ["coming_from_torchtune.md", "coming_from_trl.md", "coming_from_others.md"])
-def test_what_others_call_otherwise_is_there(config_classes, name):
+def test_names_of_lean_ft_in_comparisons_exist(config_classes, name):
     known = {setting.key for config_class in config_classes for setting in describe(config_class)}
     known |= {key.rpartition(".")[0] for key in known} | catalog.recipes().keys() | catalog.aliases().keys()
     words = {"kd_ratio", "data.columns.text", "data.columns.messages", "text"}
@@ -96,7 +95,7 @@ def test_what_others_call_otherwise_is_there(config_classes, name):
 
 
 @pytest.mark.long
-def test_trl_calls_it_so():
+def test_names_of_trl_exist():
     import trl
 
     configs = [getattr(trl, name) for name in dir(trl) if name.endswith("Config")]
@@ -111,7 +110,7 @@ def test_trl_calls_it_so():
 def test_defaults_are_those_of_both_sides():
     import trl
 
-    def is_(default: Any, cell: str) -> bool:  # the cell begins with the default, and may explain it behind a comma
+    def is_(default: Any, cell: str) -> bool:  # the cell starts with the default; an explanation may follow a comma
         cell, default = re.split(r"[,;] ", cell)[0], getattr(default, "value", default)
         numeric = isinstance(default, int | float) and not isinstance(default, bool)
         return float(cell) == default if numeric else yaml.safe_load(cell) == default
@@ -142,10 +141,9 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 
 # Commands -------------------------------------------------------------------------------------------------------------
 
-# What is put in a command's place, one after another, and why. Models need nothing: folders of their names have the
-# embedded model.
+# Replacements in commands, applied in order, with the reason. Folders with the names of models hold the embedded model.
 SUBSTITUTES = [
-    (r"\[(--.*?)\]", r"\1", "an option in brackets may be left out, and is not"),
+    (r"\[(--.*?)\]", r"\1", "include options in brackets"),
     (
         r"^(leanft run (?!generate|quantize|evaluate)(?!.*max_steps=).*)",
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
@@ -153,33 +151,33 @@ SUBSTITUTES = [
     ),
     (r"^(leanft run \S*finetune\S* .*)", r"\1 batch_size=2", "so it takes seconds"),
     (r"^(leanft generate .*)", r"\1 max_new_tokens=3", "so it takes seconds"),
-    (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds: longer rows have a dash"),
-    (r",another\]", r",runs/lora]", "a second adapter; the same one twice adds up as well"),
-    (r"^leanft env --check", "leanft env", "it takes minutes; tests/cli/test_env_verb.py has its own"),
-    (r"^leanft download (\S+)", r"leanft validate generate model.path=\1 prompt=x", "nothing is fetched in a test"),
+    (r"^(leanft data stats .* --peak)$", r"\1 data.batch_tokens=2100", "so it takes seconds; longer rows show a dash"),
+    (r",another\]", r",runs/lora]", "a second adapter; one adapter may be used twice"),
+    (r"^leanft env --check", "leanft env", "it takes minutes; tests/cli/test_env_verb.py tests it"),
+    (r"^leanft download (\S+)", r"leanft validate generate model.path=\1 prompt=x", "tests download nothing"),
 ]
 NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
-    "leanft chat ": "a conversation; tests/recipes/test_chat.py has one",
-    "leanft push ": "goes to the hub; tests/cli/test_push_verb.py has one on loopback",
-    "leanft serve ": "goes on until Ctrl-C; tests/generation/test_server.py asks it",
-    "leanft run --nproc-per-node ": "starts processes; tests/parallel does",
+    "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
+    "leanft push ": "uploads; tests/cli/test_push_verb.py tests it on loopback",
+    "leanft serve ": "runs until Ctrl-C; tests/generation/test_server.py tests it",
+    "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a document tells its reader to type, and what it shows as the answer."""
+    """A command in a document, and the output that the document shows."""
 
     line: str
     output: list[str]
 
 
 def commands_in(text: str) -> Iterator[Command]:
-    """Those of blocks of bash, and of blocks that begin with a `$`."""
+    """The commands of bash blocks and of blocks that start with `$`."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         block = re.sub(r" *\\\n +", " ", block)
         if language == "bash":
@@ -194,7 +192,7 @@ def commands_in(text: str) -> Iterator[Command]:
 
 
 def shape_of(line: str) -> str:
-    """A line of output without its amounts: `3.1 MiB` and `24 GiB` are alike, and so are all bars."""
+    """A line of output without its numbers: `3.1 MiB` equals `24 GiB`, and all bars are equal."""
     for pattern, stands_for in (
         (r"[\d,.]*\d", "N"),
         ("N min N s", "N s"),
@@ -207,7 +205,7 @@ def shape_of(line: str) -> str:
 
 
 def shown_lines(shown: list[str], printed: str) -> Iterator[tuple[str, str]]:
-    """Each line that a document shows, and the printed one of its shape, in that order. `...` is a line's rest, or lines."""
+    """Pairs of a shown line and the printed line of the same shape, in order. `...` stands for the rest of a line, or for lines."""
     rest = iter(printed.splitlines())
     for line in shown:
         wanted, is_whole = shape_of(line.removesuffix("...")), not line.endswith("...")
@@ -223,10 +221,10 @@ def shown_lines(shown: list[str], printed: str) -> Iterator[tuple[str, str]]:
 
 
 def typed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints, which it ends with exit code 0."""
+    """Run a command, check exit code 0, and return its output."""
     capsys.readouterr()
     program, *arguments = shlex.split(line)
-    assert program == "leanft", f"{line}: say in NOT_RUN why no test types it"
+    assert program == "leanft", f"{line}: add it to NOT_RUN with the reason"
     with pytest.raises(SystemExit) as exited:
         run_command_line(arguments)
     printed = capsys.readouterr()
@@ -236,7 +234,7 @@ def typed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts this process into the folder of a reader, who has the files and models that the documents speak of."""
+    """Change to a folder with the files and models that the documents mention."""
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "It is 42."}]
     for name, rows in {
@@ -277,7 +275,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
     text = document.read_text()
     for name, content in re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        (reader / name).write_text(content)  # a file of the reader's own
+        (reader / name).write_text(content)  # a user file
     for command in commands_in(text):
         line = command.line
         if line.startswith(tuple(NOT_RUN)):
@@ -299,7 +297,7 @@ def test_a_plan_has_the_figures_that_the_document_shows(reader, capsys):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_document_names_only_what_is_there(document):
-    """Verbs, options, extras, targets, scripts, YAML and links, in blocks, sentences and comments alike."""
+    """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
     text, leanft = document.read_text(), typer.main.get_command(app)
     commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
@@ -308,7 +306,7 @@ def test_a_document_names_only_what_is_there(document):
     for option in set(
         re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard) .*", "", text))
     ):
-        parameter = option.removeprefix("--").replace("-", "_")  # of which typer makes the option
+        parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands or verb in catalog.recipes(), verb
@@ -324,7 +322,7 @@ def test_a_document_names_only_what_is_there(document):
 
 @pytest.mark.long
 def test_the_documents_are_a_site(tmp_path):
-    """Strictly: every link leads somewhere, every page is in the navigation, and the reference has all that is public."""
+    """A strict build: links work, every page is in the navigation, and the reference has all public names."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

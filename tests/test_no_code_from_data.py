@@ -1,4 +1,4 @@
-"""Nothing that is read can run: no pickle, no eval, no YAML tags; and what imports code imports what the user named."""
+"""Input files cannot run code: no pickle, no eval, no YAML tags. Only code that the user names is imported."""
 
 import ast
 from pathlib import Path
@@ -27,7 +27,7 @@ BANNED_ATTRIBUTES = {
 ALLOWED = {
     "lean_ft/system/own_functions.py": [
         "exec_module"
-    ],  # a recipe, a reward, a loss or a format is code, and the user names its file
+    ],  # recipes, rewards, losses and formats are code in files that the user names
 }
 
 

@@ -1,4 +1,4 @@
-"""What an installed lean_ft is: a wheel with recipes, presets and assets inside, which finds them."""
+"""The installed wheel contains recipes, presets and assets, and finds them."""
 
 import json
 import os
@@ -18,12 +18,12 @@ import lean_ft
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-WITHOUT_TORCH = ("torch", "torchao", "bitsandbytes")  # torch, and what brings it along
+WITHOUT_TORCH = ("torch", "torchao", "bitsandbytes")  # torch, and packages that require it
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from this checkout with what is installed here."""
+    """The wheel, built from this checkout with the installed tools."""
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed, and the wheel is built without a network")
     folder = tmp_path_factory.mktemp("wheel")
@@ -36,14 +36,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel unpacked, as pip would into site-packages."""
+    """The unpacked wheel, as in site-packages."""
     folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
 
 
-# Runs commands in one process, and prints the exit code and the output of each.
+# Runs commands in one process and prints exit code and output of each.
 COMMANDS = """
 import json, sys
 from typer.testing import CliRunner
@@ -105,7 +105,7 @@ def test_an_installed_copy_finds_its_recipes_and_presets(installed, tmp_path):
 
 
 def new_environment(python: str, folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Makes a virtual environment, and returns what runs its programs, in `folder` and without what is installed here."""
+    """Make a virtual environment. Returns a function that runs its programs in `folder`, isolated from this environment."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=600)
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
@@ -117,12 +117,12 @@ def new_environment(python: str, folder: Path) -> Callable[..., subprocess.Compl
 
 
 def python_of(version: str) -> str:
-    """The program of a Python `version`, on the path or among pyenv's."""
+    """The Python executable of a `version`, from the path or pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
     found = shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))
     for python in filter(None, found):
         asked = subprocess.run([python, "-c", "import venv, sys; print(sys.version)"], capture_output=True, text=True)
-        if asked.stdout.startswith(version):  # a shim of pyenv's may lead nowhere
+        if asked.stdout.startswith(version):  # a pyenv shim may not work
             return python
     pytest.skip(f"there is no Python {version} here")
 
@@ -145,8 +145,7 @@ def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_the_wheel_installs_on_each_python(wheel, version, tmp_path):
-    """Without torch, which for some is to be had with gigabytes of CUDA alone: all of it compiles, and the verbs run that never
-    load it."""
+    """Without torch, which some Pythons only have with gigabytes of CUDA: all code compiles, and verbs without torch run."""
     run, constraints = new_environment(python_of(version), tmp_path), ("-c", CHECKOUT / "constraints.txt")
     done = run("pip", "install", "--no-deps", wheel)
     assert done.returncode == 0, done.stderr
@@ -176,7 +175,7 @@ def name_of(requirement: str) -> str:
 
 
 def optional(extra: str) -> list[str]:
-    """The packages of an extra, but for those that other extras name."""
+    """The packages of an extra, without packages that other extras name."""
     return [name_of(one) for one in PROJECT["optional-dependencies"][extra] if not one.startswith("lean-ft[")]
 
 
