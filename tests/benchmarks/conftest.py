@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside each other, not a package: here they are imported as they import one another."""
+"""Import benchmarks as scripts in one folder, as they import each other."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small share of each campaign against bad luck; the long ones are run by hand, and their results are in the docs."""
+"""Short runs of the campaigns of crashes, disk faults and fuzzing. Long runs are started by hand; docs/ has their results."""
 
 import json
 import os
@@ -27,8 +27,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
         ("fuzzing", ["--cases", "200", "--budget-seconds", "30"], 100),
     ],
 )
-def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):
-    # In a process of its own: it forks, and pytest's has threads.
+def test_a_short_campaign_has_no_failure(script, arguments, least_cases, tmp_path):
+    # In a separate process, because the campaign forks and pytest has threads.
     done = subprocess.run(
         [sys.executable, BENCHMARKS / f"{script}.py", *arguments, "--results-dir", tmp_path],
         capture_output=True,
@@ -51,7 +51,7 @@ def test_a_small_share_fails_nowhere(script, arguments, least_cases, tmp_path):
         assert all(row["refused"] for row in result["rows"])
 
 
-def test_a_broken_case_is_one_and_the_same_seed_makes_it_again(tmp_path):
+def test_the_seed_determines_the_cases(tmp_path):
     import fuzzing
 
     assert fuzzing.break_bytes(b"abc", fuzzing.random.Random(1)) == fuzzing.break_bytes(
@@ -64,7 +64,7 @@ def test_a_broken_case_is_one_and_the_same_seed_makes_it_again(tmp_path):
         assert len(set(cases)) > 4
 
 
-def test_what_fails_is_told_from_what_is_refused(tmp_path):
+def test_failures_are_distinguished_from_rejected_input(tmp_path):
     import fuzzing
 
     def refuse():

@@ -1,4 +1,4 @@
-"""The comparison takes turns on the same rows, forms ratios within a round, and shows a side that failed as failed."""
+"""The sides alternate on the same rows, ratios are computed per round, and failures are shown."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def row(side: str, turn: int, speed: float = 1.0, peak: int = 2**30, status: str
 
 
 def test_ratios_are_formed_within_a_round():
-    # The machine was twice as fast in the second round and three times in the third: the ratio does not care.
+    # The machine was 2x and 3x as fast in rounds 2 and 3; the ratio is the same.
     rows = [
         *(row(OURS, 0, 40.0), row(TRL, 0, 10.0)),
         *(row(TRL, 1, 20.0), row(OURS, 1, 80.0)),
@@ -41,18 +41,13 @@ def test_a_side_that_failed_once_has_no_number():
     ]
 
 
-def test_one_side_alone_can_be_measured():
-    ((_, *cells),) = table_cells({"summary": summarize([row(OURS, 0, 40.0)])})
-    assert cells == ["TRL", "1.00 GiB", "-", "-", "40", "-", "-"]
-
-
-def test_comparisons_and_lengths_have_a_line_each_and_ours_may_be_compared_with_ours():
+def test_each_comparison_and_length_has_a_row():
     rows = [row(OURS, 0, 40.0), row(TRL, 0, 10.0), row(OURS, 0, 20.0, length=128), row(TRL, 0, 10.0, length=128)]
     rows += [row(OURS, 0, 3.0, comparison="dpo_long_prompts"), row(SEPARATE, 0, 2.0, comparison="dpo_long_prompts")]
     assert [line["speed_ratio"] for line in summarize(rows)] == [4.0, 2.0, 1.5]
 
 
-def test_of_grpo_the_time_of_sampling_is_told_beside_the_whole():
+def test_grpo_reports_the_time_of_sampling():
     grpo = {"comparison": "grpo"}
     rows = [row(OURS, 0, 0.5, sampling_seconds=1.0, **grpo), row(TRL, 0, 0.125, sampling_seconds=2.0, **grpo)]
     rows += [row(TRL, 1, 0.25, sampling_seconds=4.0, **grpo), row(OURS, 1, 0.5, sampling_seconds=1.0, **grpo)]
@@ -61,7 +56,7 @@ def test_of_grpo_the_time_of_sampling_is_told_beside_the_whole():
     assert sampling[-3:] == ["1.00 of 2.00", "3.00 of 6.00", "2.67x"]  # of ratios 1/2 and 1/4
 
 
-def test_the_sides_take_turns(monkeypatch):
+def test_the_sides_alternate(monkeypatch):
     commands = []
 
     def note(command, **_):
@@ -82,7 +77,7 @@ def test_a_separate_process_prints_the_rate_of_products():
     assert int(output) >= 0
 
 
-def test_prompts_are_as_long_as_they_are_to_be(tmp_path):
+def test_prompts_have_the_requested_length(tmp_path):
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     for line in write_pair_rows(tmp_path / "pairs.jsonl", 3, 50, 14).read_text().splitlines():
         pair = json.loads(line)
@@ -107,8 +102,8 @@ def test_prompts_are_as_long_as_they_are_to_be(tmp_path):
         ("grpo", TRL, 64, 2 * 32, 2 * 64),
     ],
 )
-def test_each_side_trains_in_its_defaults_on_the_rows_that_it_is_to(name, side, length, targets, computed, monkeypatch):
-    """In processes of their own, as the benchmark does; ours without a compiler, which takes long to begin."""
+def test_each_side_trains_on_the_requested_tokens(name, side, length, targets, computed, monkeypatch):
+    """In separate processes, as in the benchmark; lean_ft without compilation, to save time."""
     plain = COMPARISONS[name]._replace(settings=COMPARISONS[name].settings | {"compile": False})
     monkeypatch.setitem(COMPARISONS, name, plain)
     (measured,), defaults = measure(name, [side], length=length, steps=1, warmup_steps=1)

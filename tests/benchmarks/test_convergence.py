@@ -1,4 +1,4 @@
-"""The comparison tells differences from float32, and which row is beyond its bound."""
+"""Differences are relative to float32, and rows beyond their limit are found."""
 
 import pytest
 import typer

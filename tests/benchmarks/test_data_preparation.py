@@ -1,4 +1,4 @@
-"""Both sides of the preparation benchmark see the same rows and the same ids, and its table says what was measured."""
+"""Both sides of the preparation benchmark get the same rows and ids."""
 
 import json
 from pathlib import Path

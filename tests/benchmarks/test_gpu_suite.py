@@ -1,4 +1,4 @@
-"""The suite measures nothing without a GPU, runs at a small size on a CPU, and ends with its budget."""
+"""The suite exits without a GPU, can run small on a CPU, and keeps its time budget."""
 
 import json
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 @pytest.fixture
 def suite(monkeypatch):
-    """Runs the suite's command with the hardware looked up once a test: asking torch takes a process."""
+    """Run the suite's command with fixed hardware, because detecting it starts a process."""
     cpu = results.Hardware(
         device="cpu", cpu="Some CPU", cpu_features=[], cores=2, threads=1, memory_bytes=8 * 2**30, gpu=None
     )

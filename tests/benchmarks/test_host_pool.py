@@ -1,4 +1,4 @@
-"""The pair takes turns, its medians are of the steps that count, and a turn that failed gives no number."""
+"""The sides alternate, medians are over counted steps, and a failed run gives no number."""
 
 import json
 
@@ -13,7 +13,7 @@ def turn(name, seconds, status="ok"):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the script on turns that are not measured, and returns its result and the order of the turns."""
+    """Run the script with fake measurements. Returns its result and the order of the runs."""
 
     def main(outcome):
         orders = []

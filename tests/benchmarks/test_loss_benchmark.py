@@ -1,4 +1,4 @@
-"""The output losses that are compared compute one thing, and an absent peer is named as absent."""
+"""All compared losses compute the same, and a missing peer has a reason."""
 
 import linear_cross_entropy as benchmark
 import pytest
@@ -7,13 +7,15 @@ from measure import Budget, measure_contestants
 
 
 @pytest.mark.parametrize("name", [n for n in benchmark.LABELS if "compiled" not in n and "weight_sums" not in n])
-def test_every_contestant_gives_the_loss_and_the_gradients(name):
+def test_every_contestant_gives_the_loss_and_the_gradients(name, monkeypatch):
+    monkeypatch.setattr(benchmark, "ERROR_TOKENS", 256)
+    monkeypatch.setattr(benchmark, "ERROR_VOCAB", 1024)
     try:
-        loss_of = benchmark.contestant(name, chunk_tokens=256)
+        loss_of = benchmark.contestant(name, chunk_tokens=64)
     except LookupError as absent:
         pytest.skip(str(absent))
     errors = benchmark.errors(loss_of, torch.device("cpu"))
-    # Far from a mistake, and wide enough for PyTorch's chunks, which sum in bfloat16.
+    # PyTorch's chunks accumulate in bfloat16; a mistake is much larger.
     assert max(errors.values()) < 3e-2
 
 
@@ -29,7 +31,7 @@ def test_a_contestant_is_measured_in_a_fresh_process():
     (row,) = measure_contestants(benchmark.__file__, {"lean_ft": "lean_ft"}, arguments, Budget(120))
     assert row["status"] == "ok", row
     assert row["seconds"] > 0
-    # At least half of the weight's gradient, at most the plain computation's several copies of the logits.
+    # At least half of the weight's gradient, less than the plain computation's copies of the logits.
     assert row["extra_bytes"] is None or 0.5 * 8192 * 64 * 2 < row["extra_bytes"] < 100 * 2**20
 
 
@@ -37,8 +39,3 @@ def test_a_contestant_is_measured_in_a_fresh_process():
 def test_an_absent_peer_has_a_reason():
     with pytest.raises(LookupError, match=r"not installed|need a GPU"):
         benchmark.contestant("liger", chunk_tokens=64)
-
-
-def test_an_absent_peer_shows_as_absent():
-    rows = [{"label": "liger", "status": "absent", "reason": "liger_kernel is not installed"}]
-    assert benchmark.table_cells({"rows": rows}) == [["liger", "absent", "-", "-", "-"]]

@@ -1,4 +1,4 @@
-"""Tables in the pages are their results', and say what they were measured on."""
+"""Tables in pages show the results and what they were measured on."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ PAGE = "# Numbers\n\n<!-- table:memory_ladder -->\nold\n<!-- /table -->\n\nAfter
 
 @pytest.fixture
 def tables(tmp_path):
-    """Runs the command on a README.md and a result of the test's own."""
+    """Run the command on a test page and a test result."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "memory_ladder_tiny.json").write_text(json.dumps(RESULT))
     (tmp_path / "README.md").write_text(PAGE)
@@ -64,14 +64,14 @@ def test_a_table_shows_its_result_and_on_what_it_was_measured(tables, tmp_path):
     assert page.endswith("\n<!-- /table -->\n\nAfter.\n")
     assert "| plain | 3.00 GiB | - | 4.00 GiB | 1,234 | - |" in page
     assert "| paged | failed | - | - | - | - |" in page
-    for told in (
+    for shown in (
         "Some CPU, 4 cores with avx512_bf16",
         "torch 2.13.0",
         "2026-01-02",
         "abc123",
         "no such thing \\| here",
     ):
-        assert told in page
+        assert shown in page
     assert "old" not in page
 
 
@@ -82,13 +82,6 @@ def test_check_tells_a_stale_table_and_changes_nothing(tables, tmp_path):
     assert tables("--check").exit_code == 0
     (tmp_path / "results" / "memory_ladder_tiny.json").write_text(json.dumps(RESULT | {"commit": "def456"}))
     assert tables("--check").exit_code == 1
-
-
-def test_pages_in_docs_are_rewritten_too(tables, tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "memory.md").write_text(PAGE)
-    tables()
-    assert "1,234" in (tmp_path / "docs" / "memory.md").read_text()
 
 
 def test_a_name_that_begins_two_results_is_an_error(tables, tmp_path):

@@ -1,4 +1,4 @@
-"""Measuring from outside: what a process holds, how it ends, and that nothing of it stays behind."""
+"""Measuring a process from outside: its memory, how it ends, and that no child remains."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""The ladder adds one technique at a time, runs the recipe as it is, and tells a rung that failed from a number."""
+"""The ladder adds one technique per rung, runs the unchanged recipe, and shows failed rungs."""
 
 import json
 
 import pytest
 from measure import Budget
-from memory_ladder import LADDER, draw_chart, measure_rungs, rung_settings, table_cells
+from memory_ladder import LADDER, measure_rungs, rung_settings, table_cells
 
 from lean_ft.settings import MemoryConfig
 
@@ -60,14 +60,8 @@ def test_changes_are_told_against_the_last_rung_that_has_a_number():
     ]
 
 
-def test_a_chart_is_drawn_with_a_failed_rung_in_its_place(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = draw_chart(RESULT, tmp_path / "chart.png")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("packing", ["none", pytest.param("bfd", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_the_recipe_is_measured_in_a_fresh_process(packing):
     (row,) = measure_rungs(
         ["nothing"],

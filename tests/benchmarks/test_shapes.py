@@ -1,4 +1,4 @@
-"""The shapes are the published ones, and the text fills every position."""
+"""Shapes equal the published ones, and text fills every position."""
 
 import json
 

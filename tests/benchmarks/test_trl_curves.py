@@ -1,4 +1,4 @@
-"""The comparison with TRL runs on both sides, and tells a difference of the objective from rounding."""
+"""The comparison with TRL runs both sides and distinguishes differences from rounding."""
 
 import json
 
